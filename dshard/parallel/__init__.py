@@ -1,4 +1,4 @@
-"""Layouts of whole models: by named strategies, the cheapest, or name by name; torch's styles; search over meshes."""
+"""Layouts of whole models: by named strategies, the cheapest plan, or parameter names; torch's styles; mesh search."""
 
 from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto

@@ -48,9 +48,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
 
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
-    """Register hooks that lay out what `model` is given, and count plain tensors within as replicated; return them.
+    """Register hooks that lay out the inputs of `model`, and count plain tensors within as replicated; return them.
 
-    Attention within has the loops of the plan.
+    Within the forward pass attention has the loops of the plan.
     """
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
     if plan.attention is not None:
@@ -76,7 +76,7 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:
     """Register hooks within which matmuls run by `schedule`; the gradient of their first operand is reduced once.
 
-    Where the weight of an `nn.Linear` has the schedule, in eager mode no block is entered for it.
+    In eager mode no block is entered for an `nn.Linear` whose weight has the schedule.
     """
     options = kept_options(MatmulOptions(schedule))
     enter_block, leave = _around(partial(enter_options, options), by_schedule(schedule))
@@ -101,12 +101,12 @@ def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list
 
 @cached("operands split as their matmul", 4096)
 def _is_split(spec: Spec, loops: tuple[str, ...]) -> bool:
-    """Whether a first operand of this spec is split by rows as `loops` are: its gradient has its own layout then."""
+    """Whether a first operand of this spec has rows sharded as by `loops`: then its gradient has its own layout."""
     return all(map(lambda loop, at: loop == "m" and isinstance(at, Shard), loops, spec.layout.placements))
 
 
 def _reduce_gradient_once(x: DTensor) -> None:
-    """Add the gradients of all uses of `x`, a tensor in the middle of the graph, and redistribute the sum."""
+    """Sum the gradients of all uses of `x`, a tensor in the middle of the graph, and redistribute the sum."""
     if torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
         return
     with no_torch_function():
@@ -122,15 +122,15 @@ class _PinnedOptions:
         weight._matmul = options
 
     def remove(self) -> None:
-        """Let matmuls with the weight have no options of its own."""
+        """Remove the options from the weight."""
         if self.weight._matmul is self.options:
             self.weight._matmul = None
 
 
 def pin_schedules(model: nn.Module, plan: Plan) -> list[Any]:
-    """Pin the schedule of each `nn.Linear` to its weight, where no other module multiplies by that; return the pins.
+    """Pin the schedule of each `nn.Linear` to its weight, unless another module uses the weight; return the pins.
 
-    Then nothing needs to be entered and left around each of its calls.
+    Then no block needs to be entered and left around each of its calls.
     """
     modules = {name: model.get_submodule(name) for name in plan.products}
     users = Counter(id(weight) for module in modules.values() for weight in module._parameters.values())
@@ -143,9 +143,9 @@ def pin_schedules(model: nn.Module, plan: Plan) -> list[Any]:
 
 
 def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) -> tuple[Any, Any]:
-    """A function that enters a block, and a hook that leaves it; `traced` is the block as a graph has it.
+    """A function that enters a block, and a hook that leaves it; `traced` is the same block as a mode for graphs.
 
-    `block` enters it, and returns what leaves it.
+    `block` enters it, and returns the function that leaves it.
     """
     stack: list[Callable[[], None]] = []
 
@@ -166,16 +166,16 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
 
 
 def _replicating() -> Callable[[], None]:
-    """Enter `implicit_replication`; what leaves it."""
+    """Enter `implicit_replication`, and return the function that leaves it."""
     stack = ExitStack()
     stack.enter_context(implicit_replication())
     return stack.close
 
 
 def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
-    """Enter a block in which attention has these loops, where gradients are recorded; what leaves it.
+    """Enter a block in which attention has these loops, if gradients are recorded; return the function that leaves it.
 
-    In inference the cheapest ones are taken: a cache that is split over its sequence is not brought to heads.
+    In inference attention has the cheapest loops, so that a cache sharded over its sequence is not moved to heads.
     """
     if not torch.is_grad_enabled():
         return lambda: None
@@ -183,7 +183,7 @@ def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
 
 
 def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
-    """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share it."""
+    """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share `x`."""
     placements = tuple(
         Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
         for loop, placement in zip(schedule.loops, x.placements, strict=True)
@@ -200,7 +200,7 @@ def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
 
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Apply the hooks of `plan` to `model` for as long as the block lasts."""
+    """Apply the hooks of `plan` to `model` within the block."""
     hooks = apply_plan(model, plan)
     try:
         yield
@@ -224,9 +224,9 @@ def _output_hook(plan: Plan, name: str) -> Any:
 def distribute_inputs(inputs: object, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
-    The batch is the first dim of the first tensor, the sequence the second one of the first that has two. Plain tensors
-    must be equal on all ranks; nothing is sent. Distributed ones stay as they are, but those on a mesh that the plan
-    folds take the layout of plain ones.
+    The batch is the first dim of the first tensor, the sequence the second dim of the first tensor that has two. Plain
+    tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged, except that those on a mesh
+    that the plan folds take the layout of plain ones.
     """
     sizes = sizes_of_batch(tensors_in(inputs))
     replicated = (Replicate(),) * plan.mesh.ndim
@@ -245,7 +245,7 @@ def distribute_inputs(inputs: object, plan: Plan) -> Any:
 
 
 def _unfolded(x: DTensor, plan: Plan) -> bool:
-    """Whether `x` has another mesh of the plan's ranks in the same order, such as the mesh that "auto" folds."""
+    """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" folds."""
     mesh = x.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
 
@@ -253,11 +253,11 @@ def _unfolded(x: DTensor, plan: Plan) -> bool:
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
 
-    Those without data get their local tensor alone, and the values that the modules give them when they are reset: the
-    same on every mesh under `dshard.manual_seed`.
+    Those without data get only their local tensor, initialised by the modules' reset functions: with the same values
+    on every mesh under `dshard.manual_seed`.
 
     Raises:
-        LayoutError: a parameter without data that nothing gives values.
+        LayoutError: a parameter without data that no function initialises.
     """
     by_id: dict[int, object] = {}
     names = {id(p): name for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""ATP's search: which mesh (d1, d2) of N devices is the best for a transformer layer on a topology.
+"""ATP's search for the best mesh (d1, d2) of N devices for a transformer layer on a topology.
 
 Adaptive tensor parallelism (arXiv 2301.08658) has activations replicated on d1 and sharded on d2. Weights alternate
 between column-first (d1:S(1) d2:S(0)), whose product is partial on d2, and row-first (d1:S(0) d2:S(1)), whose product
@@ -22,10 +22,10 @@ from dshard.topology.network import check_topology
 from dshard.validate import as_int, as_tuple, check_one_of, check_type
 
 Form: TypeAlias = Literal["all_reduce", "reduce_scatter"]
-"""Whether sums that only a split consumer reads are reduced to all ranks first, as in the paper, or straight to it."""
+"""Whether sums with a sharded consumer are all-reduced first, as in the paper, or reduce-scattered to its layout."""
 
 WHOLE, SPLIT, BOTH = "d1:R d2:S(1)", "d1:S(1) d2:R", "d1:S(1) d2:S(1)"
-"""Activations between blocks; between the linear layers of a block; and of the attention core, split by heads."""
+"""The layouts of activations between blocks, between the linear layers of a block, and of attention by heads."""
 
 SUM_D1, SUM_D2 = "d1:P(sum) d2:S(1)", "d1:S(1) d2:P(sum)"
 
@@ -37,7 +37,7 @@ class Transformer:
     Attributes:
         hidden: The hidden size h; the four linear layers are h x 3h, h x h, h x ffn and ffn x h.
         tokens: Batch times sequence length.
-        layers: How many such layers.
+        layers: The number of layers.
         itemsize: Bytes for each element.
         ffn: The width of the feed-forward block; 4 h unless given.
 
@@ -67,7 +67,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One redistribution of activations or their gradients in each layer, and the mesh axis that it sends along."""
+    """One redistribution of activations or their gradients in each layer, and its mesh axis."""
 
     name: str
     axis: str
@@ -78,7 +78,7 @@ class Move:
 class MeshChoice:
     """The cost of one mesh: seconds and bytes of one training step, forward and backward, of the busiest rank.
 
-    `links` are those of an all_reduce on d1 and on d2; where they were measured, they say so.
+    `links` are those of an all_reduce on d1 and on d2; measured links say so.
     """
 
     mesh: Mesh
@@ -116,8 +116,8 @@ def rank_meshes(
 ) -> tuple[MeshChoice, ...]:
     """Rank all meshes (d1, d2) of `devices` devices, or those of `meshes`, the cheapest first.
 
-    Every rank sends and computes the same on each mesh but for what the layouts say; GEMMs take the same on all. Where
-    a topology has measured figures for some meshes alone, compare only those: computed figures are the makers' limits.
+    Meshes differ only in the communication of their layouts; GEMMs take equally long on all. If a topology has measured
+    figures for some meshes only, compare just those: computed figures are the makers' limits.
 
     Raises:
         TopologyError: a topology of another number of ranks.
@@ -157,7 +157,7 @@ def _choice(mesh: Mesh, topology: Topology, transformer: Transformer, form: Form
 def _moves(transformer: Transformer, form: Form) -> Iterator[tuple[str, str, str, str, tuple[int, int]]]:
     """Name, axis, source, destination and shape of each redistribution, forward and then backward.
 
-    The attention core is split by heads over both axes, so what enters it is scattered and what leaves it gathered.
+    The attention core is sharded by heads over both axes, so its inputs are scattered and its result gathered.
     """
     t, h = transformer.tokens, transformer.hidden
     qkv, one, ffn = (t, 3 * h), (t, h), (t, transformer.width)

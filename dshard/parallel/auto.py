@@ -1,10 +1,10 @@
 """The cheapest plan for a model: all strategies on all foldings of a mesh, and mixtures, priced by a traced step.
 
-Operator by operator the cheapest layout may lead into a dear one, so layouts of a block are chosen together. A model is
-cut into blocks where something is added to the residual stream; each block may follow a strategy of its own. The
-sequence of strategies is a shortest path: a node is a block under a strategy, weighed by what the block sends there,
-forward and backward; an edge brings the residual stream and its gradient from the layout of one to that of the next.
-The path is then traced as a whole, and taken only if that is cheaper than every strategy by itself.
+The cheapest layout of one operator may lead to an expensive one for the next, so layouts of a block are chosen
+together. A model is cut into blocks after each addition to the residual stream; each block may follow a strategy of its
+own. The sequence of strategies is a shortest path: a node is a block under a strategy, weighted by its communication
+forward and backward; an edge redistributes the residual stream and its gradient from one layout to the next. The path
+is then traced as a whole, and taken only if it is cheaper than every strategy by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dshard.validate import as_number
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Ask for the cheapest plan; `memory` bytes are the most that a rank may hold of what a plan reports.
+    """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them.
 
     Raises:
         StrategyError: a `memory` that is no number above zero.
@@ -47,7 +47,7 @@ class Auto:
 def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost]) -> Plan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
-    A mesh of one axis is folded into two in every way; of others the axes stay.
+    A mesh of one axis is also folded into two axes in every way; other meshes are not folded.
 
     Raises:
         StrategyError: no plan fits; names the one that needs the least.
@@ -108,8 +108,8 @@ def names(axes: int) -> Iterator[str]:
 def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
     """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow.
 
-    Sequences are split where rows do not divide among the ranks: where they do, splitting them sends less, for
-    attention then moves nothing, and all else is the same.
+    Sequences are sharded only if rows do not divide among the ranks: sharded rows send less, as attention then moves
+    nothing, and the rest is the same.
     """
     for name in names(mesh.ndim):
         axes = axes_of(name, mesh)
@@ -147,7 +147,7 @@ def _seconds(plan: Plan, block: tuple[str, ...]) -> float:
 
 
 def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
-    """Seconds to redistribute the residual stream after `block` from plan `p` to plan `q`, and its gradient back."""
+    """Seconds to redistribute the residual stream after `block` from plan `p` to `q`, and its gradient back."""
     last = roles.outputs.get(block[-1])
     if last is None or p is q:
         return 0.0
@@ -157,7 +157,7 @@ def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
 
 
 def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
-    """The plan that takes each block from one of the plans picked."""
+    """The plan that takes each block from the plan picked for it."""
     parameters: dict[str, Placements] = {}
     outputs: dict[str, Placements] = {}
     products: dict[str, Schedule] = {}

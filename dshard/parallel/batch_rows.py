@@ -1,6 +1,6 @@
-"""Rows of a batch on the data ranks of a mesh: its coordinates on the axes that shard the batch, the first one slowest.
+"""Rows of a batch on the data ranks: the coordinates on the mesh axes that shard the batch, the first axis slowest.
 
-Each data rank has as many rows as it likes. Together, in their order, they are the global batch.
+Each data rank has any number of rows. Concatenated in the order of data ranks, they are the global batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def data_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def rows_alone(plan: Plan) -> tuple[Placement, ...]:
-    """The placements of a batch of which the rows alone are split."""
+    """The placements of a batch of which only the rows are sharded."""
     return tuple(p if p == Shard(0) else Replicate() for p in plan.batch)
 
 
@@ -41,7 +41,7 @@ def sizes_of_batch(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
 
 
 def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> Literal["rows and sequence", "rows", "neither"]:
-    """The first dims of an input that are those of a batch of these sizes."""
+    """Which first dims of an input have the batch and sequence `sizes`."""
     rows, length = sizes
     if x.dim() == 0 or x.shape[0] != rows:
         return "neither"
@@ -78,12 +78,12 @@ class Rows:
 
     @cached_property
     def are_chunks(self) -> bool:
-        """Whether each rank has the rows that it holds of the global batch laid out by the plan."""
+        """Whether each rank's rows are its shard of the global batch under the plan."""
         layout = Layout(self.plan.mesh, rows_alone(self.plan))
         return all(layout.local_shape((self.total,), at) == (n,) for at, n in self.counts.items())
 
     def join(self, x: Tensor) -> DTensor:
-        """The global batch of which `x` are the rows of this rank. Differentiable; only uneven rows are sent."""
+        """The global batch with `x` as the rows of this rank. Differentiable; only uneven rows are sent."""
         mesh, batch = self.plan.mesh, rows_alone(self.plan)
         if self.are_chunks:
             return DTensor.from_local(x, mesh, batch, shape=(self.total, *x.shape[1:]))
@@ -94,7 +94,7 @@ class Rows:
         return self._chosen(padded, places).redistribute(placements=batch)
 
     def part(self, x: DTensor) -> Tensor:
-        """This rank's rows of the global batch `x`, plain: its gradient counts by its share of the rows."""
+        """This rank's rows of the global batch `x`, plain; its gradient is weighted by the share of rows."""
         batch = rows_alone(self.plan)
         if not self.are_chunks:
             most = max(self.by_data_rank)
@@ -105,13 +105,13 @@ class Rows:
         return self._weighed(local)
 
     def whole(self, x: DTensor) -> Tensor:
-        """All of `x`, plain, which has no rows: the gradients of the data ranks count by their shares of the rows."""
+        """The global `x`, plain, which has no rows; gradients are weighted by the data ranks' shares of the rows."""
         mesh, batch = self.plan.mesh, rows_alone(self.plan)
         terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
         return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
 
     def _weighed(self, local: Tensor) -> Tensor:
-        """`local`, with a gradient times this rank's share of the rows: losses are means over the rows of a rank."""
+        """`local`, whose gradient is multiplied by this rank's share of the rows, as losses are means over rows."""
         if not (torch.is_grad_enabled() and local.requires_grad):
             return local
         return _WeighGradient.apply(local, self.own / max(self.total, 1))  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The boundary of a parallelized module: what it takes from ordinary PyTorch code, and what it gives back."""
+"""The boundary of a parallelized module: inputs from, and outputs to, ordinary PyTorch code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dshard.validate import check_one_of, check_type
 
 
 class Boundary:
-    """How one model takes inputs and gives outputs; kept by the model, and one for its copies."""
+    """The conversion of one model's inputs and outputs; an attribute of the model, shared with its copies."""
 
     def __init__(self, plan: Plan, inputs: object, outputs: object) -> None:
         check_one_of(inputs, MODES, "inputs", LayoutError)
@@ -35,7 +35,7 @@ class Boundary:
 
 
 def _compare_plans(plan: Plan) -> None:
-    """Go on only if all ranks have made the same plan, which each made of an example of its own.
+    """Check that all ranks have made the same plan, each from an example of its own.
 
     Raises:
         LayoutError: the plans differ.
@@ -50,7 +50,7 @@ def _compare_plans(plan: Plan) -> None:
 
 
 def set_boundary(model: nn.Module, boundary: Boundary) -> None:
-    """Register the hook that lays out what the model is given; before those of its plan."""
+    """Register the hook that lays out the model's inputs; before the hooks of its plan."""
 
     @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
 
 
 def end_boundary(model: nn.Module, boundary: Boundary) -> None:
-    """Register the hook that turns what the model returns into what was asked for; after those of its plan."""
+    """Register the hook that converts the model's outputs to the requested form; after the hooks of its plan."""
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> Any:
@@ -73,7 +73,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
 
 
 def boundary_of(model: nn.Module) -> Boundary:
-    """The boundary of a model that `parallelize` has laid out, or of the only one among its modules that it has.
+    """The boundary of a model that `parallelize` has laid out, or of the only such module within it.
 
     Raises:
         ArgumentError: `parallelize` has not laid out the model.
@@ -103,7 +103,7 @@ def distribute_batch(model: nn.Module, batch: object) -> Any:
     """Plain tensors, nested in tuples, lists and dicts, as DTensors laid out as the inputs of a parallelized model.
 
     They are whole batches, or with `parallelize(..., inputs="per-data-rank")` the rows of this data rank. So targets
-    lie as the outputs of the model do:
+    have the layout of the model's outputs:
 
         x, y = dshard.distribute_batch(model, (x, y))
         loss = F.cross_entropy(model(x), y)

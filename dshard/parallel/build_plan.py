@@ -16,7 +16,7 @@ from dshard.rules.matmul_loops import Schedule
 
 
 def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
-    """The plan in which each mesh axis does what its entry of `axes` says."""
+    """The plan in which each mesh axis is used as its entry of `axes` says."""
     parameters = {name: _placed(dims, axes, mesh) for name, dims in roles.parameters.items()}
     outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
     products = {
@@ -33,8 +33,8 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
 def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[Placement, ...]:
     """The placements of a parameter with these dims.
 
-    An axis that gathers it for use shards another dim than the rest, if there is one, and else splits what the rest
-    have made of it: then it is gathered along its own axes alone.
+    An axis that gathers the parameter for use shards another dim than the other axes, if there is one, or else their
+    shards of the same dim: so gathering runs along such axes alone.
     """
     gathers = [axis.weights == "first" for axis in axes]
     used = tuple(Replicate() if last else axis.place(dims) for last, axis in zip(gathers, axes, strict=True))

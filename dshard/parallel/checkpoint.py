@@ -1,4 +1,4 @@
-"""Activation checkpoints: blocks computed again in backward; only their inputs are kept, in their layouts.
+"""Activation checkpoints: blocks are recomputed in backward; only their inputs are kept, in their layouts.
 
 The second run stops when it has saved the last tensor that the backward pass needs (Xu et al., Optimus, section
 3.2.3, method 3): the last matmul of a block is not repeated, as its gradients want its operands and not its result.
@@ -23,9 +23,9 @@ from dshard.validate import check_callable
 
 
 def checkpoint(fn: Function, *args: object, **kwargs: object) -> Any:
-    """Run `fn(*args, **kwargs)`; autograd keeps its inputs alone, in their layouts, and computes the rest again.
+    """Run `fn(*args, **kwargs)`; autograd keeps only its inputs, in their layouts, and recomputes the rest.
 
-    Random numbers and the dtypes of autocast are those of the first run. `fn` must do the same again.
+    Random numbers and the dtypes of autocast are those of the first run. `fn` must be deterministic otherwise.
 
     Source: Optimus (Xu et al.), section 3.2.3: distributed checkpointing, and the last matmul left out.
 
@@ -42,7 +42,7 @@ def checkpoint(fn: Function, *args: object, **kwargs: object) -> Any:
 
 
 class _Enough(Exception):
-    """Stops the second run: every tensor saved in the first run has been saved again."""
+    """Stops the second run, once every tensor saved in the first run has been saved again."""
 
 
 class _Block:

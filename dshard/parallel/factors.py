@@ -86,10 +86,10 @@ class Use:
 class TracedForward:
     """A traced forward pass: the classes of all dims, and how parameters and modules were used.
 
-    `parameters` are the factors of each parameter's dims, `uses` how each was used, `outputs` and `shapes` the factors,
-    and shape and itemsize, of what modules returned, `first_inputs` the id of the first argument of each module,
-    `order` the modules in the order in which they began, `answers` the values that the pass asked for, and `heads` the
-    number of heads of each attention.
+    `parameters` are the factors of each parameter's dims, `uses` its uses; `outputs` and `shapes` the factors, and the
+    shape and itemsize, of module outputs; `first_inputs` the id of the first argument of each module; `order` the
+    modules in the order in which they began; `answers` the host values that the pass read; and `heads` the number of
+    heads of each attention.
     """
 
     classes: Classes
@@ -295,7 +295,7 @@ _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 class _Heads(TorchFunctionMode):
-    """Notes the number of heads of each attention, and of products that may be attention written out."""
+    """Records the number of heads of each attention, and of matmuls that may be attention written as matmuls."""
 
     def __init__(self, heads: list[int]) -> None:
         super().__init__()

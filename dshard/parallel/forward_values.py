@@ -1,9 +1,9 @@
-"""Values that a forward pass asks for, such as `if mask.all()`, while it runs on tensors without data.
+"""Host values that a forward pass reads, such as `if mask.all()`, while it runs on tensors without data.
 
-While a model is traced, each tensor is known by the call that made it. So where the model asks for a value, what leads
-to it is computed from the data of the example, and nothing else is. The answers are kept in their order: a later run
-without data, on any mesh, asks the same questions. So are the shapes of results that depend on values, such as the
-places where a mask is true: what is computed from these has no data again.
+While a model is traced, each tensor records the call that made it. When the model reads a value, only the calls that
+lead to it are computed from the data of the example. The values are kept in order, as answers: a later run without
+data, on any mesh, reads the same ones. So are shapes that depend on values, such as the number of true elements of a
+mask; tensors computed from such results have no data again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COUNTING = frozenset(
         *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     }
 )
-"""Functions whose results have as many elements as the values say, and no gradients."""
+"""Functions without gradients, the sizes of whose results depend on values."""
 
 
 def _is_counting(func: Function, args: Args, kwargs: Kwargs) -> bool:
@@ -62,7 +62,7 @@ _REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 
 
 def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
-    """The call as others, among which are questions; None for most."""
+    """The call written as others, among them functions of `QUESTIONS`; None for most calls."""
     if func in REWRITTEN:
         return lambda: REWRITTEN[func](func, args, kwargs)
     if func in (Tensor.cpu, Tensor.to) and _has_no_data(args[0]):
@@ -75,7 +75,7 @@ def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any]
 
 
 def _without_devices(args: Args, kwargs: Kwargs) -> Any:
-    """`x.to(...)` without the device to which it would be copied, for it has no data."""
+    """`x.to(...)` without the device, as `x` has no data to copy."""
     x, *rest = args
     rest = [arg for arg in rest if isinstance(arg, torch.dtype | Tensor)]
     dtype = kwargs.get("dtype", next((arg if isinstance(arg, torch.dtype) else arg.dtype for arg in rest), None))
@@ -83,21 +83,21 @@ def _without_devices(args: Args, kwargs: Kwargs) -> Any:
 
 
 def _has_mask(args: Args) -> bool:
-    """Whether the index in `x[index]`, or in `x[index] = value`, is as many places as values say."""
+    """Whether the index in `x[index]`, or in `x[index] = value`, has a mask, so that its size depends on values."""
     _, index, *value = args
     fills = bool(value) and not (isinstance(value[0], Tensor) and value[0].dim())
     return not fills and any(map(is_mask, index if isinstance(index, tuple) else (index,)))
 
 
 class NoAnswers(Exception):
-    """A question was asked in a run without data that has no answers."""
+    """A run without data and without answers read a host value."""
 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """The call that made some tensors, `results` once it is computed; without a function, tensors that were given.
+    """The call that made some tensors, with `results` once it is computed; without a function, input tensors.
 
-    `inputs` are the names of the model's inputs that they depend on.
+    `inputs` are the names of the model's inputs on which they depend.
     """
 
     function: Function | None
@@ -109,7 +109,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The tensor number `number` among the results of a call, in place of a tensor among the operands of another."""
+    """Result `number` of a call, in place of the tensor among the operands of another call."""
 
     origin: Origin
     number: int
@@ -178,7 +178,7 @@ class ForwardValues(TorchFunctionMode):
                 self.sharing[x.untyped_storage()._cdata].append(x)
 
     def _forget(self, written: Sequence[Tensor], by: Origin) -> None:
-        """After a write, the tensors of that memory have values of which no more is known than their inputs."""
+        """After a write, of the tensors in that memory only the model inputs on which they depend are known."""
         for x in written:
             for alias in self.sharing.get(x.untyped_storage()._cdata, [x]) if x.is_meta else ():
                 before = self.made.get(id(alias))
@@ -192,7 +192,7 @@ class ForwardValues(TorchFunctionMode):
         return out
 
     def _count(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """The results of a function whose shapes depend on values, without data; what they stand for is kept."""
+        """The results, without data, of a function whose shapes depend on values; their values are kept."""
         results = self._answer(func, args, kwargs)
         inputs = self._origin(func, args, kwargs).inputs
         self.answers.append(replace_tensors(results, _without_data))
@@ -210,7 +210,7 @@ class ForwardValues(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _compute(self, origin: Origin, question: Origin) -> None:
-        """Compute the results of a call, and before it those that it needs."""
+        """Compute the results of a call, and first those of the calls that it depends on."""
         stack = [origin]
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             while stack:
@@ -253,7 +253,7 @@ def _writes(func: Function, kwargs: Kwargs) -> bool:
 
 
 class Replies(TorchFunctionMode):
-    """Within the block, questions about tensors without data are answered by `answers`, in their order."""
+    """Within the block, functions of `QUESTIONS` return `answers`, in their order, for tensors without data."""
 
     def __init__(self, answers: Sequence[object] | None) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def _has_no_data(x: Tensor) -> bool:
 
 
 def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> list[tuple[Tensor, str]]:
-    """The tensors among the inputs of a model, in order, with the name of the parameter that each is given for."""
+    """The tensors among the inputs of a model, in order, each with the name of its parameter of `forward`."""
     names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     names += [f"argument {i}" for i in range(len(names), len(args))]  # of `*args`
     arguments = (*zip(names, args, strict=False), *kwargs.items())

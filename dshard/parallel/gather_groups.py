@@ -33,7 +33,7 @@ Place = tuple[nn.Module, str]
 def blocks_of(model: nn.Module) -> Iterator[str]:
     """The paths of the modules whose weights are gathered together: the entries of the outermost lists of modules.
 
-    Those of the outermost `nn.Sequential`s where there is no list. What is in none is gathered with the model itself.
+    Without lists, the entries of the outermost `nn.Sequential`s. Other weights are gathered with the model itself.
     """
     kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
     containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
@@ -49,9 +49,9 @@ def _is_within(path: str, outer: str) -> bool:
 
 
 class GatherGroup:
-    """The parameters of one module, or of all that is in no block: `places` has, for each, where modules have it.
+    """The parameters of one block, or those in no block; `places` has for each the modules and names that use it.
 
-    `keeps` says that they stay whole from the forward pass to the backward pass.
+    `keeps` says that they stay gathered from the forward pass to the backward pass.
     """
 
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
@@ -60,11 +60,11 @@ class GatherGroup:
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
-        """The parameters now."""
+        """The current stored parameters."""
         return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
-        """How each parameter is gathered, in the dtype in which it is used."""
+        """The redistribution that gathers each parameter, in the dtype in which it is used."""
         axes, precision = self.plan.gathered, self.plan.precision
         specs = [x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored]
         return [local_redistribution(spec, gathered_layout(spec.layout, axes)) for spec in specs]
@@ -76,14 +76,14 @@ class GatherGroup:
             self.ahead = Whole(stored, self.moves(stored))
 
     def whole(self, stored: list[Wrapper]) -> Whole:
-        """The whole parameters: those that were gathered ahead, unless they have been written to since."""
+        """The gathered parameters: the prefetched ones, unless the stored ones have been written to since."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and ahead.versions == versions_of(stored):
             return ahead
         return Whole(stored, self.moves(stored))
 
     def enter(self, module: nn.Module, args: object) -> None:
-        """Put whole weights into the modules; before their forward pass."""
+        """Put gathered weights into the modules; before their forward pass."""
         stored = self.stored()
         if is_dynamo_compiling():
             if self.plan.precision is not None:
@@ -126,14 +126,14 @@ class GatherGroup:
             use.free()
 
     def _put(self, parameters: Sequence[Tensor]) -> None:
-        """Have the modules use these in the places of their parameters."""
+        """Replace the parameters of the modules by these tensors."""
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
 
 
 class GatherOrder:
-    """The order in which the groups of a model ran, by which the next is gathered ahead; and the use that ran last."""
+    """The order in which the groups of a model ran, by which the next is prefetched; and the last use."""
 
     def __init__(self) -> None:
         self.following: dict[int, GatherGroup] = {}
@@ -142,13 +142,13 @@ class GatherOrder:
         self.last: ReferenceType[GatheredUse] | None = None  # the graph holds it, if anything does
 
     def expects(self, group: GatherGroup) -> None:
-        """Until the model has run, groups are expected in the order in which they are made."""
+        """Append a group to the expected order: until the model has run, that of registration."""
         if self.previous is not None:
             self.following[id(self.previous)] = group
         self.previous = group
 
     def runs(self, group: GatherGroup, use: GatheredUse | None) -> None:
-        """A group runs: note that it followed the previous one, and begin to gather the one that followed it."""
+        """A group runs: record that it followed the previous one, and begin to gather the group that followed it."""
         if use is not None:
             self.last = ref(use)
         if self.previous is not None and self.previous is not group:
@@ -159,11 +159,11 @@ class GatherOrder:
             following.begin()
 
     def ends_with(self, group: GatherGroup) -> bool:
-        """Whether the model ended with this group the last time: its backward pass comes first, and needs it whole."""
+        """Whether the model ended with this group the last time: backward begins with it, and needs it gathered."""
         return self.ended is group
 
     def restart(self, module: nn.Module, args: object) -> None:
-        """The model begins: nothing ran before."""
+        """The model begins: forget the previous use."""
         if is_dynamo_compiling():  # a graph gathers operator by operator
             return
         self.ended, self.previous, self.last = self.previous, None, None
@@ -199,7 +199,7 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
 
 
 def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
-    """Whether the plan has this parameter used in another layout or dtype than it is stored in."""
+    """Whether this parameter is used in another layout or dtype than it is stored in."""
     placements = plan.parameters.get(name.lstrip("."))
     if placements is None:
         return False

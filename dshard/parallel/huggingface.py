@@ -1,7 +1,7 @@
 """Parallelized models of Hugging Face's transformers and peft: `generate`, `save_pretrained`, the Trainer, accelerate.
 
-transformers has hooks for models that were laid out when they were loaded; a parallelized model answers them by a class
-that derives from its own. Nothing of transformers is replaced.
+transformers has hooks for models that were laid out when loaded; a parallelized model implements them in a subclass of
+its class. Nothing of transformers is replaced.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ else:
 
 
 class ParallelizedModel(_Model):
-    """A parallelized model of transformers: a base of its class, before the one it was made of."""
+    """The mixin of a parallelized model's class, before the model's own class of transformers."""
 
     accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
 
     def generate(self, *args: object, **kwargs: object) -> Any:
-        """As in transformers; all ranks call it, and each gets the tokens for what it gave, as plain tensors.
+        """`generate` of transformers; all ranks call it, and each gets the tokens for its inputs, as plain tensors.
 
         Sampled tokens follow `dshard.manual_seed`, and are the same on every mesh.
         """
@@ -68,10 +68,10 @@ class ParallelizedModel(_Model):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the Trainer and accelerate leave the model and its gradients alone: they do.
+        """True, so that the Trainer and accelerate do not wrap the model or reduce its gradients.
 
         Raises:
-            LayoutError: the Trainer asks, and would give the ranks other data than the model takes.
+            LayoutError: the caller is a Trainer that would load other data on the ranks than the model takes.
         """
         _check_data_of_trainer(boundary_of(self))
         return True
@@ -79,7 +79,7 @@ class ParallelizedModel(_Model):
     def gather_sharded_state_dict_for_save(
         self, model_to_save: nn.Module, state_dict: dict[str, object], *args: object, save_on_this_rank: bool = True
     ) -> dict[str, Any]:
-        """The whole tensors of a state on the CPU, on the rank that writes them; the others get nothing."""
+        """The global tensors of a state on the CPU, on the rank that writes them; empty on others."""
         return gathered(model_to_save, state_dict, save_on_this_rank)
 
 
@@ -87,7 +87,7 @@ class ParallelizedAdapters(_Model):
     """A parallelized model of peft."""
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """As in peft; all ranks call it, and the first writes the whole adapters."""
+        """`save_pretrained` of peft; all ranks call it, and the first writes the global adapters."""
         writes = kwargs.pop("is_main_process", True) and group_rank() == 0
         state = kwargs.pop("state_dict", None)
         if state is None:
@@ -100,7 +100,7 @@ class ParallelizedAdapters(_Model):
 
 
 def _check_data_of_trainer(boundary: Boundary) -> None:
-    """Refuse the Trainer, which loads other rows on each rank, where ranks must be given the same ones.
+    """Refuse the Trainer, which loads other rows on each rank, if ranks must take the same rows.
 
     Raises:
         LayoutError: naming what to change.
@@ -121,7 +121,7 @@ def _check_data_of_trainer(boundary: Boundary) -> None:
 
 
 def _ranks_per_batch(boundary: Boundary) -> int:
-    """The number of ranks that are given the same rows."""
+    """The number of ranks that take the same rows."""
     mesh = boundary.plan.mesh
     axes = data_axes(boundary.plan) if boundary.inputs.per_data_rank else ()
     rest = mesh.size
@@ -142,20 +142,20 @@ def whole_batches(boundary: Boundary) -> Iterator[None]:
 
 
 def _own_part(x: Tensor, rows: Rows, first: int) -> Tensor:
-    """The part of a result for the rows of all data ranks, some for each row, that is of this rank's rows."""
+    """This rank's part of a result that has, for each row of all data ranks, equally many entries."""
     each, rest = divmod(x.shape[0], max(rows.total, 1)) if x.dim() else (0, 0)
     return x[first * each : (first + rows.own) * each] if each and not rest else x
 
 
 def whole(x: object) -> Any:
-    """A distributed tensor as a plain one, whole on every rank; anything else as it is."""
+    """A distributed tensor as a plain global tensor on every rank; any other value unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def gathered(model: nn.Module, state: dict[str, object], kept: bool) -> dict[str, Any]:
-    """The state of a model with whole tensors on the CPU, tied ones once; nothing where it is not `kept`.
+    """The state of a model with global tensors on the CPU, tied ones once; empty on ranks where it is not `kept`.
 
-    One tensor after the other is whole on a rank that does not keep it. All ranks call it.
+    Such a rank holds one global tensor at a time. All ranks call it.
     """
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     out: dict[str, object] = {}
@@ -172,7 +172,7 @@ def gathered(model: nn.Module, state: dict[str, object], kept: bool) -> dict[str
 
 
 def adopt(model: nn.Module, boundary: Boundary) -> None:
-    """Let the models of transformers and peft in `model` know that they are parallelized."""
+    """Give the models of transformers and peft in `model` the classes of parallelized models."""
     library, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         model.__class__ = derived(ParallelizedAdapters, type(model))

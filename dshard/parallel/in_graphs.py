@@ -1,4 +1,4 @@
-"""The hooks of a plan where torch.compile traces them: blocks as modes, and calls that stand in the graph."""
+"""The hooks of a plan as torch.compile traces them: blocks as modes, and calls that become part of the graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_schedule(schedule: Schedule) -> Instead:
 
 
 def by_loops(loops: AttentionLoops) -> Instead:
-    """The mode in which attention has these loops, where gradients are recorded."""
+    """The mode in which attention has these loops, if gradients are recorded."""
     return Instead({F.scaled_dot_product_attention: bound(_with_loops, loops)})
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a parallelized module: global batches, alike on all ranks, or the rows of each data rank."""
+"""The inputs of a parallelized module: global batches, equal on all ranks, or the rows of each data rank."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MAX_TENSORS = 30
 
 
 class Inputs:
-    """Lays out plain inputs of a model by its plan: global ones, or where they are `per_data_rank` the rows of each.
+    """Lays out plain inputs of a model by its plan: global batches, or if `per_data_rank` the rows of each data rank.
 
-    The ranks compare what they are given at the first call, later ones in the debug mode alone. `rows` are those of the
-    last call, None where they were global.
+    The ranks compare their inputs at the first call, and at all calls in debug mode. `rows` are those of the last call,
+    None for global batches.
     """
 
     def __init__(self, plan: Plan, per_data_rank: bool) -> None:
@@ -39,7 +39,7 @@ class Inputs:
         self.rows: Rows | None = None
 
     def __call__(self, inputs: object, name: Callable[[], Sequence[str]] = tuple) -> Any:
-        """`inputs`, nested tensors that have the names that `name` gives, with those that need it laid out."""
+        """Lay out the plain tensors of nested `inputs` where needed; `name` returns their names for errors."""
         plain = [x for x in leaves(inputs) if _is_plain(x)]
         if not plain:
             return inputs
@@ -66,16 +66,16 @@ class Inputs:
         return _replicated(x, self.plan)
 
     def _differentiable(self, x: Any) -> Any:
-        """An input that needs a gradient as a DTensor through which it gets one; others are laid out by the plan."""
+        """An input that needs a gradient as a DTensor that passes it on; others are laid out later, by the plan."""
         return _replicated(x, self.plan) if _is_plain(x) and x.requires_grad else x
 
     def _exchange(
         self, plain: Sequence[Tensor], name: Callable[[], Sequence[str]], compares: bool
     ) -> tuple[Rows, list[bool]]:
-        """How many rows each rank gives, and which tensors have them as first dim: those that do on all ranks.
+        """The number of rows of each rank, and whether each tensor has them as first dim on all ranks.
 
         Raises:
-            LayoutError: ranks that may not differ do.
+            LayoutError: ranks that must have the same inputs differ.
         """
         if len(plain) > MAX_TENSORS:
             raise LayoutError(
@@ -98,7 +98,7 @@ class Inputs:
     def _alike(
         self, of_rank: dict[Coordinate, tuple[int, ...]], by_data_rank: bool
     ) -> list[dict[Coordinate, tuple[int, ...]]]:
-        """The rows of numbers in groups of ranks that must give the same: all, or those of each data rank."""
+        """The rows of numbers by groups of ranks that must have the same inputs: all, or those of each data rank."""
         if not by_data_rank:
             return [of_rank]
         groups: dict[Coordinate, dict[Coordinate, tuple[int, ...]]] = {}
@@ -129,7 +129,7 @@ def _is_plain(x: object) -> bool:
 
 
 def _have_values(plain: Sequence[Tensor]) -> bool:
-    """Whether the values of these tensors can be read here, and are those of this rank alone."""
+    """Whether the values of these tensors can be read, and belong to one rank, not to simulated ranks."""
     return simulated_ranks() is None and not is_transforming() and not any(x.is_meta or traced(x) for x in plain)
 
 

@@ -1,4 +1,4 @@
-"""`from_pretrained` onto a mesh: each rank reads its own part of each file, and no rank has the whole model."""
+"""`from_pretrained` onto a mesh: each rank reads only its shards of each file."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def from_pretrained(
     outputs: object = None,
     **options: Any,
 ) -> Any:
-    """The model that transformers' `model_class.from_pretrained(name, **options)` gives, parallelized on `mesh`.
+    """Load transformers' `model_class.from_pretrained(name, **options)`, parallelized on `mesh`.
 
-    It is made without data; then each rank reads from the files the part of each parameter that it holds. The class
-    may be one of `AutoModelFor...`. `plan`, `inputs` and `outputs` are those of `parallelize`; `example` is a batch by
-    which the model is traced, by default its `dummy_inputs`. All ranks call it.
+    The model is made without data; then each rank reads its shard of each parameter from the files. The class may be
+    one of `AutoModelFor...`. `plan`, `inputs` and `outputs` are those of `parallelize`; `example` is a batch by which
+    the model is traced, by default its `dummy_inputs`. All ranks call it.
 
     Raises:
         ArgumentError: no class of models of transformers.
@@ -88,7 +88,7 @@ def from_pretrained(
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The plan of a model, and the forms in which its files may hold parameters."""
+    """The plan of a model, and the forms in which its files may store parameters."""
 
     plan: Plan
     forms: Sequence[StoredForm]
@@ -99,10 +99,10 @@ class _Load:
 
 
 def _class_of(model_class: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
-    """The class of the model, also where `model_class` chooses one by the configuration.
+    """The class of the model: `model_class`, or the class that it chooses by the configuration.
 
     Raises:
-        ArgumentError: neither.
+        ArgumentError: no class of models of transformers.
     """
     if hasattr(model_class, "from_config"):
         taken = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
@@ -127,7 +127,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: PlanArgument, example: dict[str, Any]) -> _Load:
-    """Give the parameters of a model without data the layouts by which they are read; return how it is loaded."""
+    """Give the parameters of a model without data the layouts in which they are read; return the plan of loading."""
     load = _Load(chosen_plan(model, mesh, plan, plan_options(model, None, None), (), example), known_forms(model))
 
     def laid_out(name: str, p: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: PlanArgument, example: di
 
 
 def _move_as_planned(model: nn.Module, load: _Load) -> None:
-    """Move the parameters that were read by other placements than the plan's."""
+    """Redistribute the parameters that were read in other placements than the plan's."""
 
     converted = converted_forms(model)
 
@@ -157,7 +157,7 @@ def _move_as_planned(model: nn.Module, load: _Load) -> None:
 
 
 def _replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
-    """Put `replace(name, p)` in the place of each parameter; tied ones stay tied."""
+    """Replace each parameter by `replace(name, p)`; tied ones stay tied."""
     replaced: dict[int, Any] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -169,7 +169,7 @@ def _replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tenso
 
 
 def _adopt_tensors(model: nn.Module) -> None:
-    """Make the tensors of torch's class, in which transformers loads, those of dshard, of the same memory."""
+    """Replace torch's distributed tensors, which transformers loads, by dshard's, of the same memory."""
     adopted: dict[int, object] = {}
     for module in model.modules():
         for own, p in module._parameters.items():

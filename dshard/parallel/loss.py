@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose classes are sharded over the mesh, without gathering them, whatever gathering costs.
+"""`loss_parallel`: cross entropy of logits whose classes are sharded over the mesh never gathers them.
 
-A token costs three numbers all-reduced forward, and none backward, however many classes there are: the vocab parallel
-cross entropy of Shoeybi et al., Megatron-LM (2019), section 3, which `dshard.ops.vocab_parallel` has.
+A token costs three all-reduced numbers forward, and none backward, for any number of classes: the vocab parallel cross
+entropy of Shoeybi et al., Megatron-LM (2019), section 3, in `dshard.ops.vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dshard.torch_private import no_torch_function
 def loss_parallel() -> Iterator[None]:
     """Within the block `cross_entropy`, `log_softmax` and `nll_loss` never gather the classes of distributed logits.
 
-    The classes are dim 1 of the logits, or dim 0 where that is the only one. A plain target or class weight is taken as
-    replicated where the batch is replicated. The loss is that of one device: every reduction, `ignore_index`, class
+    The classes are dim 1 of the logits, or dim 0 if that is the only one. A plain target or class weight counts as
+    replicated if the batch is replicated. The loss is that of one device: every reduction, `ignore_index`, class
     weights and label smoothing, on meshes of any rank, with batch dims sharded too. A cross entropy takes three
     all_reduces forward, of a number for each token, and none backward. Replicated classes, and targets that are
     probabilities, take the usual operators.
@@ -44,7 +44,7 @@ def loss_parallel() -> Iterator[None]:
 
 
 def _along_classes(func: Function, handler: Function, *args: object, **kwargs: object) -> Any:
-    """Call `func` by `handler`, which answers calls that are not along sharded classes with None."""
+    """Call `func` by `handler`, or as usual if that returns None, as for calls not along sharded classes."""
     if func in (F.cross_entropy, F.nll_loss):
         args, kwargs = (), _with_distributed_targets(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs)
     with no_torch_function():
@@ -62,7 +62,7 @@ _ALONG_CLASSES = Instead(
         },
     }
 )
-"""The mode in which the functions of sharded classes run along them."""
+"""The mode in which losses of sharded classes never gather the classes."""
 
 
 def _with_distributed_targets(arguments: dict[str, Any]) -> dict[str, Any]:

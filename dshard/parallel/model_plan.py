@@ -47,7 +47,7 @@ def plan_model(
     group: object = None,
     **kwargs: object,
 ) -> Plan:
-    """Plan what `parallelize` would do, and the cost of a training step under it; `model` is not changed.
+    """The plan by which `parallelize` would lay out `model`, with the cost of a training step; `model` is unchanged.
 
     `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
     may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`.

@@ -1,4 +1,4 @@
-"""Hooks of modules that are numbered alike in modules that are alike."""
+"""Hooks with equal numbers in equal modules, so that torch.compile compiles repeated blocks once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def after(module: nn.Module, hook: Callable[..., Any], *, always: bool = False) 
 
 
 def _renumbered(handle: RemovableHandle) -> RemovableHandle:
-    """The hook under the next free number below zero of its module, the same in each block of a model.
+    """Renumber a hook to the next free number below zero of its module, the same in each block of a model.
 
-    torch numbers hooks as they are made, all over the program, and compiles a block anew for each other number.
+    torch numbers hooks by a counter of the whole program, and compiles a block anew for each other number.
     """
     hooks: Any = [handle.hooks_dict_ref(), *(ref() for ref in handle.extra_dict_ref)]
     number = min(0, *hooks[0]) - 1

@@ -1,4 +1,4 @@
-"""The outputs of a parallelized module: distributed tensors, distributed ones of given placements, or plain ones."""
+"""The outputs of a parallelized module: distributed tensors, in given placements or not, or plain tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dshard.tensor import DTensor
 from dshard.validate import shown
 
 OutputForm: TypeAlias = str | Sequence[Placement] | None
-"""An argument `outputs`: a name, placements, or None, which is plain where a library calls that knows no other."""
+"""The argument `outputs`: a name, placements, or None: plain for callers of `LIBRARIES`, else distributed."""
 
 LIBRARIES = ("transformers", "trl")
-"""Libraries whose code computes with the outputs of a model beside plain tensors."""
+"""Libraries whose code combines the outputs of a model with plain tensors."""
 _PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
-"""Libraries whose code hands on what a model returns."""
+"""Libraries whose code passes on the outputs of a model."""
 
 
 def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
@@ -44,13 +44,13 @@ def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
 
 
 class Outputs:
-    """Turns the outputs of a model into tensors of that `form`."""
+    """Converts the outputs of a model to tensors of the given `form`."""
 
     def __init__(self, plan: Plan, form: OutputForm) -> None:
         self.plan, self.form = plan, form
 
     def __call__(self, out: object, rows: Rows | None) -> Any:
-        """The outputs `out` of a call whose inputs were `rows` of each data rank, None where they were global."""
+        """Convert the outputs `out` of a call whose inputs were `rows` of each data rank, None for global inputs."""
         if self.form == "distributed":
             return out
         if self.form is None:
@@ -66,7 +66,7 @@ class Outputs:
 
 
 def plain(x: Tensor, rows: Rows | None) -> Tensor:
-    """A distributed tensor as a plain one: the whole, or of one with the rows of a batch this rank's `rows`."""
+    """A distributed tensor as a plain one: the global tensor, or this rank's `rows` of a batch."""
     if not isinstance(x, DTensor):
         return x
     if rows is None:
@@ -75,10 +75,10 @@ def plain(x: Tensor, rows: Rows | None) -> Tensor:
 
 
 def _for_caller(out: Any, rows: Rows | None) -> Any:
-    """The outputs as the caller needs them: plain where code of `LIBRARIES` is given a Hugging Face `ModelOutput`.
+    """The outputs as the caller needs them: plain if the caller is of `LIBRARIES` and they are a `ModelOutput`.
 
-    Such code indexes and concatenates them with plain tensors, as `generate` does. Of a training step with a loss it
-    uses that alone, so the rest is not gathered.
+    Such code indexes and concatenates them with plain tensors, as `generate` does. In a training step with a loss it
+    uses only the loss, so the rest is not gathered.
     """
     if is_dynamo_compiling() or not _is_model_output(out) or not _is_for_library():
         return out
@@ -95,7 +95,7 @@ def _is_model_output(out: object) -> bool:
 
 
 def _is_for_library() -> bool:
-    """Whether the innermost code that does more than hand on what it is given is of one of `LIBRARIES`."""
+    """Whether the innermost caller that does not merely pass on the outputs is of one of `LIBRARIES`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         library = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -30,7 +30,7 @@ def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def strategy_of(path: Path, mesh: Mesh) -> str:
-    """The strategy that the file names, for a mesh of the shape that it names.
+    """The strategy named in the file, for a mesh of the shape named there.
 
     Raises:
         StrategyError: no such file, one that names no strategy, or one that asks for more than a layout.

@@ -1,4 +1,4 @@
-"""Options of a plan beside its strategy: dtypes, and the modules whose weights are gathered together."""
+"""Options of a plan: dtypes, and the modules whose weights are gathered together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dshard.validate import article, as_tuple, shown
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options given to `parallelize` or `plan_model`; None leaves what a plan has."""
+    """The options given to `parallelize` or `plan_model`; None keeps a plan's own."""
 
     precision: Precision | None
     groups: tuple[str, ...] | None
@@ -27,7 +27,7 @@ class PlanOptions:
 
 
 def plan_options(model: nn.Module, precision: object, group: object) -> PlanOptions:
-    """The options that the arguments `precision` and `group` ask for.
+    """The options of the arguments `precision` and `group`.
 
     Raises:
         ArgumentError: a `precision` that is none; a `group` of other things than patterns and modules.
@@ -58,5 +58,5 @@ def _matches(selector: object, modules: dict[str, nn.Module], model: str, way_ou
 
 
 def _is_like(names: list[str], patterns: list[str]) -> bool:
-    """Whether each name of a path matches a pattern: "layers.*" are the layers, and not what is in them."""
+    """Whether each name of a path matches its pattern: "layers.*" are the layers, not their submodules."""
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

@@ -23,7 +23,8 @@ Placements = tuple[Placement, ...]
 class Moves:
     """The collectives of one kind that a module runs in one direction of a step: how many, bytes received, seconds.
 
-    Of one that moves the parameters or gradients of several modules each has its share, and the last one counts it.
+    A collective for parameters or gradients of several modules counts once, with the last, but each has its share of
+    the bytes and seconds.
     """
 
     module: str
@@ -39,8 +40,7 @@ class Moves:
 class Memory:
     """Bytes that the first rank holds: of parameters, gradients, and two moments of an optimiser.
 
-    `activations` are the saved tensors and outputs after the forward pass; `peak` is the most that a step has allocated
-    at once.
+    `activations` are the saved tensors and outputs after the forward pass; `peak` is the peak allocation of a step.
     """
 
     parameters: int
@@ -64,8 +64,8 @@ class Memory:
 class Cost:
     """The cost of a training step, traced on tensors without data: forward and backward of one batch.
 
-    `work` are the seconds of local work, the same under all plans on a mesh but for what each rank repeats and copies;
-    `hidden` those of joined collectives that pass beside it.
+    `work` are the seconds of local work, equal under all plans on a mesh up to repeated work and copies; `hidden` are
+    the seconds of joined collectives that overlap with it.
     """
 
     moves: tuple[Moves, ...]
@@ -85,7 +85,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of collectives and of local work, but for those that pass side by side."""
+        """Seconds of collectives and of local work, less those that overlap."""
         return self.communication + self.work - self.hidden
 
 
@@ -93,13 +93,13 @@ class Cost:
 class Plan(Tabled):
     """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules.
 
-    Made by `plan_model`, run by `parallelize`. `parameters` are the placements of each by name; `batch` those of inputs
-    whose first dim is the batch, other inputs are replicated; `outputs` those of what modules return, and `products`
-    the loops of the product within a module; `shared` are modules that move what they are given once, for others want
-    it, too; `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `precision` are the
-    dtypes in which weights are used and gradients reduced, `groups` the modules that have weights gathered or cast
-    together, None for the model's blocks; `attention` is the loop of attention on each mesh axis, None for the
-    cheapest. What a plan does not name is replicated, or decided by cost.
+    Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `batch` those of
+    inputs whose first dim is the batch (other inputs are replicated), `outputs` those of module outputs, and `products`
+    the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
+    `gathered` are the mesh axes whose shards of parameters are gathered a block at a time. `precision` are the dtypes
+    in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
+    None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest.
+    Unnamed tensors are replicated, or laid out by cost.
     """
 
     strategy: str
@@ -127,7 +127,7 @@ class Plan(Tabled):
         return self.parameters[parameter]
 
     def rows(self) -> list[list[str]]:
-        """One row for each module, of what it holds and sends: cells under `HEADINGS`."""
+        """One row for each module, of its parameters and collectives: cells under `HEADINGS`."""
         modules: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             module, _, own = name.rpartition(".")

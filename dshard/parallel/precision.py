@@ -1,4 +1,4 @@
-"""The dtypes in which a model's weights are used and its gradients reduced, beside those in which they are stored."""
+"""Mixed precision: the dtypes in which a model's weights are used, and its gradients reduced."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dshard.validate import article, shown
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a parallelized model, as torch's `MixedPrecisionPolicy` has them; None leaves what is there.
+    """Dtypes of a parallelized model, as in torch's `MixedPrecisionPolicy`; None leaves a dtype unchanged.
 
-    Parameters are stored, and stepped by optimisers, as they are. `param_dtype` is that in which they are gathered and
-    used, `reduce_dtype` that in which their gradients are reduced, `param_dtype` by default. Inputs of the model, and
-    of modules that are gathered together, are cast to `param_dtype` if `cast_forward_inputs`; outputs of the model are
-    cast to `output_dtype`. Only tensors of floating-point numbers are cast; buffers stay.
+    Parameters are stored, and stepped by optimisers, in their own dtype. They are gathered and used in `param_dtype`;
+    their gradients are reduced in `reduce_dtype`, by default `param_dtype`. Inputs of the model, and of modules whose
+    weights are gathered together, are cast to `param_dtype` if `cast_forward_inputs`; outputs of the model are cast to
+    `output_dtype`. Only floating-point tensors are cast; buffers are not.
     """
 
     param_dtype: torch.dtype | None = None
@@ -43,15 +43,15 @@ class Precision:
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
     def inputs(self, inputs: object) -> Any:
-        """The inputs of a module as it takes them."""
+        """The inputs of a module, cast to `param_dtype` if `cast_forward_inputs`."""
         return _cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs
 
     def outputs(self, out: object) -> Any:
-        """The outputs of the model as they are given."""
+        """The outputs of the model, cast to `output_dtype`."""
         return _cast(out, self.output_dtype)
 
     def reduce(self, parameters: Iterable[object]) -> None:
-        """Have the gradients of these parameters reduced in their dtype."""
+        """Set the dtype in which the gradients of these parameters are reduced."""
         dtype = self.reduce_dtype or self.param_dtype
         for x in parameters:
             if isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec.dtype.is_floating_point:
@@ -59,7 +59,7 @@ class Precision:
 
 
 def as_precision(value: object) -> Precision | None:
-    """The precision that the `precision` argument asks for: one of ours, or torch's `MixedPrecisionPolicy`.
+    """The `precision` argument as a `Precision`: one of ours, or torch's `MixedPrecisionPolicy`.
 
     Raises:
         ArgumentError: neither.

@@ -1,9 +1,9 @@
-"""Roles of parameters in a strategy: dims of the residual stream and inner ones, summed over or made by a matmul.
+"""Roles of parameter dims in a strategy: residual or inner features, contracted or produced by a matmul.
 
-The residual stream is the class that most dims of parameters belong to, of those that several matmuls make. A class
-that some product makes and another sums over is inner: the heads of an attention, the width of a feed-forward block. A
-class at an open end, such as a vocabulary, counts as inner where it is at least as wide as the residual stream; fewer
-entries are not worth splitting.
+The residual stream is the class with the most parameter dims among those that several matmuls produce. A class that
+one matmul produces and another contracts is inner: the heads of an attention, the width of a feed-forward block. A
+class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as the residual stream;
+fewer entries are not worth sharding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of one dim of a parameter: its kind, whether a matmul sums over it, the number of its heads."""
+    """The role of one dim of a parameter: its kind, whether a matmul contracts it, its size and number of heads."""
 
     kind: Kind
     summed: bool
@@ -48,12 +48,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles of all parameters' dims by name, what modules with residual outputs return, and how products are used.
+    """The roles of all parameters' dims by name, the residual outputs of modules, and the matmuls of modules.
 
-    `products` says of modules with one product how it uses its weight, `shared` which of these share what they are
-    given with another; `blocks` are the modules in the order of the forward pass, cut after each that adds to the
-    residual stream. `rows` are those of the batch. With `has_sequence` the residual stream has a sequence, with
-    `of_inputs` it is the second dim of the first input. `heads` are the fewest of any attention, None without one.
+    `products` says for modules with one matmul how it uses its weight, `shared` which of these share their input with
+    another; `blocks` are the modules in the order of the forward pass, cut after each addition to the residual stream.
+    `rows` is the batch size. With `has_sequence` the residual stream has a sequence dim; with `of_inputs` that is the
+    second dim of the first input. `heads` is the smallest number of heads of an attention, None without one.
     """
 
     parameters: dict[str, tuple[Role, ...]]
@@ -116,7 +116,7 @@ def _products(traced: TracedForward, parameters: dict[str, tuple[Role, ...]]) ->
 
 
 def _residual(traced: TracedForward) -> int | None:
-    """The class of the residual stream: that of most dims among those that several matmuls or look-ups make."""
+    """The class of the residual stream: the most frequent among those that several matmuls or look-ups produce."""
     made = Counter(traced.class_of(traced.parameters[use.parameter][i]) for use in traced.uses for i in use.left)
     counts = traced.counts()
     several = [c for c in counts if made[c] > 1]
@@ -132,7 +132,7 @@ def _size(traced: TracedForward, c: int) -> int:
 
 
 def _main_uses(traced: TracedForward) -> dict[str, Use]:
-    """The main use of each parameter of two or more dims: its matmul, but for a tied table its look-up."""
+    """The main use of each parameter of two or more dims: its matmul, or for a tied table its look-up."""
     uses: dict[str, Use] = {}
     for use in traced.uses:
         if sum(bool(nodes) for nodes in traced.parameters[use.parameter]) < 2:
@@ -144,7 +144,7 @@ def _main_uses(traced: TracedForward) -> dict[str, Use]:
 
 
 def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
-    """Classes that matmuls make and sum over, and wide ones at an open end: made, or of rows that are looked up."""
+    """Classes that matmuls produce and contract, and wide classes of one matmul or of the rows of a look-up table."""
     made: set[int | None] = set()
     summed: set[int | None] = set()
     ends: set[int | None] = set()
@@ -164,12 +164,12 @@ def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
 
 
 def _batch(traced: TracedForward) -> int | None:
-    """The class of the batch: that of the first dim of the first input."""
+    """The class of the batch: the class of the first dim of the first input."""
     return traced.class_of(traced.inputs[0][0]) if traced.inputs and traced.inputs[0] else None
 
 
 def _units(traced: TracedForward) -> dict[int, int]:
-    """The number of equal units (heads) of each class: the most that a view of an activation splits it into."""
+    """The number of equal units (heads) of each class: the most into which a view of an activation splits it."""
     whole: defaultdict[int, set[int]] = defaultdict(set)
     for use in _main_uses(traced).values():
         for i in () if use.indices is not None else (*use.summed, *use.left):
@@ -185,7 +185,7 @@ def _units(traced: TracedForward) -> dict[int, int]:
 
 
 def _outputs(traced: TracedForward, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
-    """The outputs of modules whose weights, in a matmul or a look-up, give features of the residual stream."""
+    """The outputs of modules whose weights produce residual features, in a matmul or a look-up."""
     batch = _batch(traced)
     makers = {use.module for use in traced.uses if len(parameters[use.parameter]) > 1}
     outputs = {}

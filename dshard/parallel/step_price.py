@@ -31,7 +31,7 @@ from dshard.trace import Trace, event_seconds, trace
 
 T = TypeVar("T")
 MOMENTS = 2
-"""Tensors of each parameter's size that an optimiser such as Adam keeps."""
+"""The number of states of each parameter's size in an optimiser such as Adam."""
 
 
 @plain()
@@ -40,8 +40,7 @@ MOMENTS = 2
 def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
     """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
 
-    No mode around the call sees it: planning is nobody's work.
-    `seconds` are those of the topology in use.
+    Modes around the call do not see its operators. `seconds` are on the topology in use.
     """
     try:
         return _priced(model, plan, args, kwargs, None)
@@ -52,7 +51,7 @@ def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[
 def _priced(
     model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], answers: Sequence[object] | None
 ) -> Cost:
-    """The cost of a step in which the forward pass gets `answers` to its questions about values."""
+    """The cost of a step in which the forward pass reads `answers` as host values."""
     state = _state(model, plan, plan.mesh)
     args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
     allocations = Allocations(
@@ -91,7 +90,7 @@ def _priced(
 
 
 class _Within(nn.Module):
-    """A module whose forward pass is any function of its `model`: a backward pass, too, which may compute again."""
+    """A module whose forward pass is any function of its `model`, so that backward passes may recompute as well."""
 
     def __init__(self, model: nn.Module, function: Callable[[], object]) -> None:
         super().__init__()
@@ -144,10 +143,9 @@ def _local_bytes(x: Any) -> int:
 
 
 class _Work:
-    """Seconds of a step: of all local work, of collectives, and of both side by side; and the memory of all operators.
+    """Seconds of a step: of local work, of collectives, and of both overlapped; and the memory of all operators.
 
-    A joined collective runs beside the work that follows until it is first waited for; all others are waited for at
-    once.
+    A joined collective overlaps with the following work until its first wait; all others are waited for at once.
     """
 
     def __init__(self, allocations: Allocations, topology: Topology) -> None:
@@ -157,13 +155,13 @@ class _Work:
 
     @property
     def hidden(self) -> float:
-        """Seconds of collectives that pass while there is local work."""
+        """Seconds of collectives that overlap with local work."""
         total = self.seconds + self.sent
         hidden = total - self.clock.seconds
         return hidden if hidden > 1e-9 * total else 0.0  # sums of other order differ by rounding
 
     def count(self, decision: Decision) -> None:
-        """Add what the host takes for one operator."""
+        """Add the host's seconds for one operator."""
         self.works(host_seconds(decision.op, self.topology))
 
     def moved(self, event: Event) -> None:
@@ -176,7 +174,7 @@ class _Work:
             self.ends[id(decision)] = self.clock.network, decision
 
     def waits(self, decision: Decision) -> None:
-        """Let the work that follows wait for a joined collective."""
+        """Let the following work wait for a joined collective."""
         end, _ = self.ends.get(id(decision), (0.0, decision))
         self.clock.wait(end)
 

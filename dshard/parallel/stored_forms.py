@@ -1,9 +1,9 @@
-"""Parameters that the files of a pretrained model hold in another form, which transformers converts.
+"""Parameters that the files of a pretrained model store in another form, which transformers converts.
 
-Each rank cuts what it reads by the placements of the parameter, and the conversion runs on what it has cut. To stack
-the experts of a layer that way is right. The gate and up projections of experts are stored one by one and joined along
-the dim of features: where that is split, a rank gets a part of each, which are moved to where they belong afterwards.
-All else, such as a fused projection that is split, needs the whole tensor on each rank until it is converted.
+Each rank reads shards by the placements of the parameter, and converts those. This is right for stacking the experts of
+a layer. The gate and up projections of experts are stored separately and joined along the dim of features: if that is
+sharded, a rank gets a shard of each, and the result is redistributed afterwards. Other conversions, such as splitting a
+fused projection, need the global tensor on each rank until it is converted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STACKED, _JOINED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")  # 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """The operations by which the parameters of some names are made; `parts` tensors are joined along `dim`."""
+    """The operations that convert stored tensors to the parameters of some names; `parts` tensors join along `dim`."""
 
     names: tuple[str, ...]
     operations: tuple[str, ...]
@@ -34,7 +34,7 @@ class StoredForm:
     dim: int | None
 
     def while_loading(self, shape: Shape, placements: Placements, mesh: Mesh) -> Placements:
-        """The placements by which a rank cuts what it reads for a parameter of this shape."""
+        """The placements in which a rank reads the stored tensors of a parameter of this shape."""
         if self.operations == _STACKED:
             return placements
         if self.dim is None:
@@ -47,13 +47,13 @@ class StoredForm:
 
 
 def known_forms(model: nn.Module) -> list[StoredForm]:
-    """The forms that transformers converts for this model, whether its files have them or not."""
+    """The forms that transformers can convert for this model, whether its files have them or not."""
     mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     return [_form_of(converter) for converter in mapping if hasattr(converter, "operations")]
 
 
 def converted_forms(model: nn.Module) -> list[StoredForm]:
-    """The forms that transformers has converted for this model, which is loaded."""
+    """The forms that transformers has converted for this loaded model."""
     converters: Any = getattr(model, "_weight_conversions", None) or ()
     return [_form_of(converter) for converter in converters if hasattr(converter, "operations")]
 
@@ -67,7 +67,7 @@ def _form_of(converter: Any) -> StoredForm:
 
 
 def form_of(name: str, forms: Sequence[StoredForm]) -> StoredForm | None:
-    """The form of the parameter of this name; of several the one with most operations."""
+    """The form of the parameter of this name; among several, the form with the most operations."""
     matching = [form for form in forms if any(target in name for target in form.names)]
     return max(matching, key=lambda form: len(form.operations), default=None)
 

@@ -16,16 +16,16 @@ from dshard.rules.attention_loops import AttentionLoop
 from dshard.rules.matmul_loops import Loop, Stored
 
 Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
-"""Which dim of a parameter an axis splits: inner or residual features; what a product sums over, or what it makes;
-or the first dim that has a size and that no other axis splits, whatever it is."""
+"""The dim of a parameter that an axis shards: inner or residual features, contracted or produced by a matmul, or the
+first dim of a size above one that no other axis shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The use of one mesh axis: the batch or the sequence, the weights, and the dim of the residual stream it shards.
+    """The use of one mesh axis: what it shards of the batch or sequence, the weights, and the residual stream.
 
-    `attention` is the loop that attention has there, None for the cheapest.
-    A parameter that no matmul uses, such as a bias or a norm's, is sharded by "made" and by its own kind of features.
+    `attention` is the loop of attention on the axis, None for the cheapest. A parameter that no matmul uses, such as a
+    bias or a norm's, is sharded by "made" and by its own kind of features.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Axis:
     def loop(self, roles: tuple[Role, ...], use: Use) -> tuple[Loop, Stored] | None:
         """The loop of a matmul on this axis, and the placement of a sum; None if neither batch nor weight is sharded.
 
-        A sum takes the layout of the module's output, or is replicated; but the columns of a table that is summed
-        over, a tied head, leave it sharded like the rows.
+        A sum takes the layout of the module's output, or is replicated; but contracting the columns of a tied table
+        leaves it sharded like the rows.
         """
         if self.batch or self.sequence:
             return "m", "R"
@@ -78,7 +78,7 @@ class Axis:
         return Shard(0) if self.batch else Shard(1) if self.sequence else Replicate()
 
     def keep(self, output: Output) -> Placement:
-        """The placement, on this axis, of what a module adds to the residual stream."""
+        """The placement, on this axis, of a module's output in the residual stream."""
         dim = None
         if self.batch:
             dim = output.batch
@@ -90,7 +90,7 @@ class Axis:
 
 
 def _twice(roles: tuple[Role, ...], role: Role) -> bool:
-    """Whether the parameter has two dims of residual features and `role` is the one not summed over."""
+    """Whether the parameter has two dims of residual features and `role` is the one that is not contracted."""
     return not role.summed and any(r.summed and r.kind is Kind.RESIDUAL for r in roles)
 
 
@@ -155,9 +155,9 @@ def _nearest(ndim: int, mesh: Mesh) -> str:
 
 
 def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
-    """`roles`, in which inner features that are fewer than the ranks to split them are others, and so stay whole.
+    """`roles` without inner features fewer than the ranks that would shard them, such as those of low-rank adapters.
 
-    Such are those of an adapter of low rank. Heads that are fewer are refused: ranks would have nothing to do.
+    Fewer heads are refused: ranks would have nothing to do.
 
     Raises:
         StrategyError: too few heads; names the parameter and the largest mesh that would do. No sequence for an axis
@@ -187,7 +187,7 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
 
 
 def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh: Mesh) -> int:
-    """Over how many ranks the axes that split inner features split this dim of a parameter."""
+    """The number of ranks over which the axes for inner features shard this dim of a parameter."""
     pairs = zip(axes, mesh.shape, strict=True)
     return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.place(roles) == Shard(dim))
 
@@ -197,7 +197,7 @@ def _has_few_features(role: Role, ranks: int) -> bool:
 
 
 def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:
-    """Refuse axes that take attention to its heads where there are none to take it to, or fewer than ranks."""
+    """Refuse axes that shard attention by heads if there is no attention, or fewer heads than ranks."""
     if not any(axis.attention == "h" for axis in axes):
         return
     if roles.heads is None:

@@ -1,4 +1,4 @@
-"""Styles of laying out one module on a mesh of one axis, with the names and the meaning that torch gives them."""
+"""torch's parallel styles: layouts of one module on a mesh of one axis, with torch's names and meanings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ AnyMesh = DeviceMesh | Mesh
 
 
 class ParallelStyle(ABC):
-    """A way to lay out a module. `parallelize_module` calls `_apply`; derive from this class for a style of your own.
+    """A layout of a module. `parallelize_module` calls `_apply`; derive from this class for a style of your own.
 
-    `src_data_rank` is the rank, by its number on the mesh, whose parameters all get; with None each keeps its own.
+    All ranks get the parameters of the mesh's rank number `src_data_rank`; with None each keeps its own.
     """
 
     src_data_rank: int | None = 0
@@ -104,9 +104,9 @@ class RowwiseParallel(ParallelStyle):
 class SequenceParallel(ParallelStyle):
     """The parameters of a norm, a dropout or the like are replicated, and its input sharded over the sequence.
 
-    Of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), section 4.2.1. A plain
-    input is taken as this rank's local tensor of the sequence, tensor dim `sequence_dim`; a DTensor is redistributed to
-    it.
+    A plain input counts as this rank's shard of the sequence, tensor dim `sequence_dim`; a DTensor is redistributed to
+    that layout. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022),
+    section 4.2.1.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -160,7 +160,7 @@ def distributed_input(
 ) -> DTensor:
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 
-    `size` is that of the last dim, where the module knows it. Other sizes count as even, as in `DTensor.from_local`.
+    `size` is the size of the last dim, if the module knows it. Other dims count as even, as in `DTensor.from_local`.
 
     Raises:
         MixedError: the input is no tensor.

@@ -24,8 +24,8 @@ def parallelize_module(
 
     The plan is a style for the module itself, or a style for each name of submodules: names may have wildcards in each
     of their parts ("layers.*.wq"); "" is the module itself. A name that no submodule has is a warning. Without a mesh
-    that of the `with mesh:` block around the call is taken. `src_data_rank`, a rank's number on the mesh, has the
-    parameters that all get; with None each rank keeps its part of its own and nothing is sent.
+    that of the `with mesh:` block around the call is used. All ranks get shards of the parameters of the mesh's rank
+    number `src_data_rank`; with None each rank cuts its shards out of its own, and nothing is sent.
 
     Raises:
         ArgumentError: a plan that is neither a style nor a dict of them.

@@ -1,4 +1,4 @@
-"""Styles that lay out the inputs and outputs of a module, and none of its parameters."""
+"""torch's parallel styles for the inputs and outputs of a module, not for its parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Layouts = Placement | Sequence[Placement | None] | None
 class PrepareModuleInput(ParallelStyle):
     """A module's plain inputs become DTensors of `input_layouts`, redistributed to `desired_input_layouts`.
 
-    One placement for each positional argument, None for one that is left as it is; a single placement stands for one
-    argument. `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the same by name; keyword arguments not named
-    are left as they are. With `use_local_output` the module gets plain local tensors.
+    One placement for each positional argument, None for an unchanged one; a single placement stands for one argument.
+    `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the same by name; keyword arguments not named are
+    unchanged. With `use_local_output` the module gets plain local tensors.
 
     Raises:
         LayoutError: layouts without desired ones, or not as many.
@@ -80,8 +80,8 @@ class PrepareModuleInput(ParallelStyle):
 class PrepareModuleOutput(ParallelStyle):
     """A module's plain outputs become DTensors of `output_layouts`, redistributed to `desired_output_layouts`.
 
-    One placement for each output, None for one that is left as it is. With `use_local_output`, the default, plain local
-    tensors are returned.
+    One placement for each output, None for an unchanged one. With `use_local_output`, the default, plain local tensors
+    are returned.
 
     Raises:
         LayoutError: not as many layouts as desired ones.
