@@ -202,6 +202,11 @@ def compare_errors(expected: Result, found: Result) -> tuple[str, str]:
         return "not raised", f"{expected.line!r} should raise {told(expected.error)}"
     if expected.error is None and "does not require grad" in str(found.error) and has_constant_gradients(expected):
         return "equal", ""
+    if expected.error is None and isinstance(found.error, IndexError) and " with size 0" in str(found.error):
+        return (
+            "raised",
+            "IndexError",
+        )  # an index into an empty dim, at which torch does not look where nothing is written
     if expected.error is None:
         word = "refused" if isinstance(found.error, DShardError) else "raised only here"
         return word, f"{found.line!r}: {told(found.error)}"
