@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_origin
 
 import dshard
 
@@ -98,8 +99,14 @@ def first_line(path: str) -> str:
     value = value_at(path)
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         own = type(value).__module__.startswith("dshard")
-        return f"a `{type(value).__name__}`" if own or isinstance(value, Mapping) else "a type"
+        return f"a `{type(value).__name__}`" if own or isinstance(value, Mapping) else _members(value)
     return (inspect.getdoc(value) or "").partition("\n")[0]
+
+
+def _members(kind: object) -> str:
+    """What a type made of others is: one of a union's types or a literal's values, or a tuple."""
+    members = ", ".join(f"`{getattr(each, '__name__', each)}`" for each in get_args(kind))
+    return f"{'a tuple of' if get_origin(kind) is tuple else 'one of'} {members}"
 
 
 def reference() -> str:
