@@ -18,7 +18,6 @@ from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
 from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
-from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.spec import Spec
 from dshard.distribute import distribute_tensor
@@ -28,6 +27,7 @@ from dshard.ops.matmul.options import MatmulOptions, current_options, enter_opti
 from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
 from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
+from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
@@ -228,12 +228,12 @@ def distribute_inputs(inputs: object, plan: Plan) -> Any:
     tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged, except that those on a mesh
     that the plan folds take the layout of plain ones.
     """
-    sizes = sizes_of_batch(tensors_in(inputs))
+    sizes = sizes_of_batch(nested_tensors(inputs))
     replicated = (Replicate(),) * plan.mesh.ndim
     placements_of = {"rows and sequence": plan.batch, "rows": rows_alone(plan), "neither": replicated}
 
-    def distributed(leaf: object) -> Any:
-        if not isinstance(leaf, Tensor) or (isinstance(leaf, DTensor) and not _unfolded(leaf, plan)):
+    def distributed(leaf: Tensor) -> Tensor:
+        if isinstance(leaf, DTensor) and not _unfolded(leaf, plan):
             return leaf
         placements = placements_of[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
@@ -241,7 +241,7 @@ def distribute_inputs(inputs: object, plan: Plan) -> Any:
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
 
-    return replace_leaves(inputs, distributed)
+    return map_tensors(inputs, distributed)
 
 
 def _unfolded(x: DTensor, plan: Plan) -> bool:

@@ -56,7 +56,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
-        return boundary.inputs((args, kwargs), lambda: [name for _, name in named_inputs(module, args, kwargs)])
+        return boundary.inputs((args, kwargs), lambda: named_inputs(module, args, kwargs))
 
     model._dshard_boundary = boundary  # type: ignore[assignment]
     model.register_forward_pre_hook(enter, with_kwargs=True)

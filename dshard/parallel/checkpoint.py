@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.signature import Function
 from dshard.errors import LayoutError
 from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
+from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.validate import check_callable
 
 
@@ -52,7 +52,7 @@ class _Block:
         self.fn, self.arguments = fn, (args, kwargs)
         self.count, self.last = 0, (0, 0)
         self.saved: dict[int, Tensor] = {}
-        tensors = tensors_in(self.arguments)
+        tensors = nested_tensors(self.arguments)
         self.random = torch.get_rng_state(), get_device_states(*tensors)
         self.device = next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
         self.cast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
@@ -94,10 +94,10 @@ class _Block:
                     for x in saved():
                         keep(x)
 
-        def inputs(x: object) -> Any:
-            return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        def inputs(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_(x.requires_grad)
 
-        args, kwargs = replace_leaves(self.arguments, inputs)
+        args, kwargs = map_tensors(self.arguments, inputs)
         devices, states = self.random[1]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.set_rng_state(self.random[0])

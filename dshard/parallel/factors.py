@@ -32,6 +32,7 @@ from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.parallel.forward_values import ForwardValues, named_inputs
+from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes
 
@@ -267,8 +268,8 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
     tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
     traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
     example = named_inputs(model, tuple(args), kwargs)
-    args, kwargs = replace_tensors((tuple(args), dict(kwargs)), without_data)
-    inputs = tensors_in((args, kwargs))
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), without_data)
+    inputs = nested_tensors((args, kwargs))
     traced.inputs = [tracer.nodes(t) for t in inputs]
     own = dict((*model.named_parameters(), *model.named_buffers()))
     stand_ins = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
@@ -276,7 +277,7 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
     hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), _Heads(traced.heads), values:
-            functional_call(model, state, tuple(args), dict(kwargs))
+            functional_call(model, state, args, dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, LayoutError) or "meta" not in str(error):
             raise

@@ -27,6 +27,7 @@ from dshard.dispatch.composite_table import REWRITTEN
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
+from dshard.parallel.nested_tensors import nested_tensors
 from dshard.torch_private import disable_modes
 
 QUESTIONS = frozenset(
@@ -291,4 +292,4 @@ def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> 
     names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     names += [f"argument {i}" for i in range(len(names), len(args))]  # of `*args`
     arguments = (*zip(names, args, strict=False), *kwargs.items())
-    return [(x, name) for name, arg in arguments for x in tensors_in(arg)]
+    return [(x, name) for name, arg in arguments for x in nested_tensors(arg)]

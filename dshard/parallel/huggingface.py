@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import group_rank, runtime_of
-from dshard.core.moves import replace_leaves
 from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
 from dshard.ops.random import seeded_alike
@@ -23,7 +22,8 @@ from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import Inputs
-from dshard.parallel.outputs import Outputs, map_tensors
+from dshard.parallel.nested_tensors import map_tensors
+from dshard.parallel.outputs import Outputs
 from dshard.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class ParallelizedModel(_Model):
         """
         boundary = boundary_of(self)
         mesh = boundary.plan.mesh
-        args, kwargs = replace_leaves((args, kwargs), whole)
+        args, kwargs = map_tensors((args, kwargs), whole)
         rows = None
         if boundary.inputs.per_data_rank:
-            args, kwargs = replace_leaves(boundary.inputs((args, kwargs)), whole)
+            args, kwargs = map_tensors(boundary.inputs((args, kwargs)), whole)
             rows = boundary.inputs.rows
         with whole_batches(boundary), implicit_replication(), seeded_alike("generate", mesh, self.device):
             out = super().generate(*args, **kwargs)

@@ -11,13 +11,13 @@ from torch import Tensor
 from dshard.compile.graph_functions import bound, call_in_graph
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import Instead, PlainReplicated
-from dshard.core.moves import replace_leaves, tensors_in
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
 from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
+from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
@@ -58,16 +58,16 @@ class InputsInGraph:
 
     def __call__(self, inputs: object) -> Any:
         """`inputs` with distributed tensors for plain ones. Traced."""
-        sizes = sizes_of_batch(tensors_in(inputs))
+        sizes = sizes_of_batch(nested_tensors(inputs))
 
-        def distributed(leaf: object) -> Any:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        def distributed(leaf: Tensor) -> Any:
+            if isinstance(leaf, DTensor):
                 return leaf
             if leaf.requires_grad:
                 return call_in_graph(self.differentiable, leaf)
             return call_in_graph(self.distribute[has_of_batch(leaf, sizes)], leaf)
 
-        return replace_leaves(inputs, distributed)
+        return map_tensors(inputs, distributed)
 
 
 def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:

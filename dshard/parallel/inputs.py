@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced
-from dshard.core.moves import leaves, replace_leaves
 from dshard.core.wrapper import is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.mesh import Coordinate
 from dshard.parallel.batch_rows import Rows, data_coordinate
+from dshard.parallel.nested_tensors import map_tensors, named_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
@@ -38,9 +38,9 @@ class Inputs:
         self.compared = False
         self.rows: Rows | None = None
 
-    def __call__(self, inputs: object, name: Callable[[], Sequence[str]] = tuple) -> Any:
-        """Lay out the plain tensors of nested `inputs` where needed; `name` returns their names for errors."""
-        plain = [x for x in leaves(inputs) if _is_plain(x)]
+    def __call__(self, inputs: object, names: Callable[[], Sequence[tuple[Tensor, str]]] = tuple) -> Any:
+        """Lay out the plain tensors of nested `inputs` where needed; `names` returns their names for errors."""
+        plain = [x for x in nested_tensors(inputs) if _is_plain(x)]
         if not plain:
             return inputs
         if self.per_data_rank and is_dynamo_compiling():
@@ -50,14 +50,13 @@ class Inputs:
             )
         compares = (not self.compared or comparing()) and _have_values(plain)
         if self.per_data_rank or (compares and not self.compared):
-            rows, are_rows = self._exchange(plain, name, compares)
+            rows, of_rows = self._exchange(inputs, names, compares)
             self.compared |= compares
             if self.per_data_rank:
                 self.rows = rows
-                chosen = iter(are_rows)
-                return replace_leaves(inputs, lambda x: self._laid_out(x, next(chosen)) if _is_plain(x) else x)
+                return map_tensors(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
         if is_recorded(plain):
-            return replace_leaves(inputs, self._differentiable)
+            return map_tensors(inputs, self._differentiable)
         return inputs
 
     def _laid_out(self, x: Tensor, is_rows: bool) -> DTensor:
@@ -70,30 +69,32 @@ class Inputs:
         return _replicated(x, self.plan) if _is_plain(x) and x.requires_grad else x
 
     def _exchange(
-        self, plain: Sequence[Tensor], name: Callable[[], Sequence[str]], compares: bool
-    ) -> tuple[Rows, list[bool]]:
-        """The number of rows of each rank, and whether each tensor has them as first dim on all ranks.
+        self, inputs: object, names: Callable[[], Sequence[tuple[Tensor, str]]], compares: bool
+    ) -> tuple[Rows, set[int]]:
+        """How many rows each rank gives, and the ids of the tensors that have them as first dim on all ranks.
 
         Raises:
             LayoutError: ranks that must have the same inputs differ.
         """
-        if len(plain) > MAX_TENSORS:
+        found = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
+        if len(found) > MAX_TENSORS:
             raise LayoutError(
-                f"{len(plain)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
+                f"{len(found)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
             )
-        of_rank = gather_rows(_row(plain, compares), self.plan.mesh, is_check=not self.per_data_rank)
+        count = next((x.shape[0] for _, x in found if x.dim()), 0)
+        plain = [x for _, x in sorted(found, key=lambda pair: pair[0])]  # a dict may have another order on each rank
+        of_rank = gather_rows(_row(plain, count, compares), self.plan.mesh, is_check=not self.per_data_rank)
         if len({row[0] for row in of_rank.values()}) > 1:
             raise LayoutError(self._differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
-        sizes = {at: row[1 : 1 + len(plain)] for at, row in of_rank.items()}
-        counts = {at: next((n for n in row if n >= 0), 0) for at, row in sizes.items()}
-        are_rows = [x.dim() > 0 and all(sizes[at][i] == counts[at] for at in sizes) for i, x in enumerate(plain)]
-        for i in range(len(plain)):
-            columns = [1 + i, 1 + MAX_TENSORS + i]
+        counts = {at: row[1] for at, row in of_rank.items()}
+        are_rows = [x.dim() > 0 and all(of_rank[at][2 + i] == counts[at] for at in counts) for i, x in enumerate(plain)]
+        for i, x in enumerate(plain):
+            columns = [2 + i, 2 + MAX_TENSORS + i]
             for group in self._alike(of_rank, are_rows[i] and self.per_data_rank):
                 if len({tuple(row[c] for c in columns) for row in group.values()}) > 1:
-                    names = [*name()][i : i + 1] or [f"tensor {i + 1}"]
-                    raise LayoutError(self._differ(names[0], group, columns))
-        return Rows(self.plan, counts), are_rows
+                    name = next((name for tensor, name in names() if tensor is x), f"tensor {i + 1}")
+                    raise LayoutError(self._differ(name, group, columns))
+        return Rows(self.plan, counts), {id(x) for x, is_rows in zip(plain, are_rows, strict=True) if is_rows}
 
     def _alike(
         self, of_rank: dict[Coordinate, tuple[int, ...]], by_data_rank: bool
@@ -137,10 +138,10 @@ def _replicated(x: Tensor, plan: Plan) -> DTensor:
     return DTensor.from_local(x, plan.mesh, (Replicate(),) * plan.mesh.ndim, shape=x.shape)
 
 
-def _row(plain: Sequence[Tensor], compares: bool) -> list[int]:
-    """The numbers by which ranks compare tensors: a digest of kinds and sizes, first dims, and checksums of values."""
+def _row(plain: Sequence[Tensor], count: int, compares: bool) -> list[int]:
+    """What ranks compare: a digest of kinds and sizes, the number of rows, first dims, and checksums of values."""
     kinds = crc32(str([(tuple(x.shape[1:]), x.dim(), x.dtype) for x in plain]).encode())
     empty = [0] * (MAX_TENSORS - len(plain))
     sizes = [x.shape[0] if x.dim() else -1 for x in plain]
     values = [checksum(x) - 2**63 if type(x) is Tensor else 0 for x in plain] if compares else [0] * len(plain)
-    return [kinds, *sizes, *empty, *values, *empty]
+    return [kinds, count, *sizes, *empty, *values, *empty]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from types import FrameType
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from dshard.errors import LayoutError
 from dshard.layout import layout_of
 from dshard.parallel.batch_rows import Rows
+from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Placement
 from dshard.tensor import DTensor
@@ -103,18 +104,3 @@ def _is_for_library() -> bool:
             return library in LIBRARIES
         frame = frame.f_back
     return False
-
-
-def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`tree`, nested sequences and mappings of any class, with `change` applied to each tensor."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, tuple | list):
-        items = [map_tensors(item, change) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, Mapping):
-        mapped: Any = copy(tree)
-        for name, item in tree.items():
-            mapped[name] = map_tensors(item, change)
-        return mapped
-    return tree

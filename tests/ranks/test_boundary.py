@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -180,6 +181,30 @@ def test_different_data_on_the_ranks_is_refused(ranks: RankPool) -> None:
     assert ranks.run(given_different_data) == ["raised"] * 4
 
 
+class TakesMasks(Net):
+    def forward(self, x: Tensor, masks: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        return super().forward(x * masks["far"] * masks["near"][:, :1])
+
+
+def given_other_orders(inputs: str) -> None:
+    """Dicts made of a set of names, as transformers makes masks, have another order in each process."""
+    mesh, x = mesh_of((2, 2)), data(4, torch.float64)[0]
+    near, far = torch.full((4, 3), 0.5, dtype=torch.float64), torch.full((6,), 3.0, dtype=torch.float64)
+    masks = {"near": near, "far": far} if torch.distributed.get_rank() % 2 else {"far": far, "near": near}
+    model = parallelize(TakesMasks().double(), mesh, "megatron", x, masks=masks, inputs=inputs)
+    expected = TakesMasks().double()(x, masks)
+    if inputs == "per-data-rank":
+        x, masks["near"] = dshard.distribute_tensor(x, mesh, [Shard(0), Replicate()]).to_local(), near[:2]
+    for _ in range(2):
+        torch.testing.assert_close(model(x, masks=masks).full_tensor(), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("inputs", ["global", "per-data-rank"])
+def test_ranks_give_tensors_of_a_dict_in_any_order(ranks: RankPool, inputs: str) -> None:
+    ranks.run(given_other_orders, inputs)
+
+
 def test_what_parallelize_is_asked_for() -> None:
     mesh, x = Mesh((2,), ("tp",)), torch.randn(4, 6)
     with simulated(mesh):
@@ -240,3 +265,46 @@ def test_a_model_whose_parameter_is_called_inputs() -> None:
     mesh, x = Mesh((2,), ("dp",)), torch.randn(4, 6)
     with simulated(mesh):
         assert parallelize(TakesInputs(), mesh, "data", inputs=x)(inputs=x).placements == (Shard(0),)
+
+
+@dataclass(frozen=True)
+class Features:
+    scale: Tensor
+    name: str = "scale"
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    features: Features
+
+
+class TakesContainers(Net):
+    def forward(self, pair: Pair, given: Any) -> Any:  # type: ignore[override]
+        assert pair.features.name == "scale"
+        return Pair(super().forward(pair.x * pair.features.scale) + given["shift"], pair.features)
+
+
+def given_containers(inputs: str) -> None:
+    """Named tuples, dataclasses and mappings keep their classes, and what they hold is laid out."""
+    mesh, x = mesh_of((2, 2)), data(4, torch.float64)[0]
+    given = UserDict(shift=torch.arange(4.0)[:, None])
+    pair = Pair(x, Features(x.sum(1, keepdim=True)))
+    expected = TakesContainers().double()(pair, given)
+    model = parallelize(TakesContainers().double(), mesh, "data x megatron", pair, given, inputs=inputs)
+    if inputs == "per-data-rank":
+        first = 2 * dshard.data_ranks(model)[1]
+        pair = Pair(x[first : first + 2], Features(pair.features.scale[first : first + 2]))
+        given = UserDict(shift=given["shift"][first : first + 2])
+    found = model(pair, given)
+    torch.testing.assert_close(found.x.full_tensor(), expected.x)
+    assert found.features.scale.placements == (Shard(0), Replicate())
+    batch = dshard.distribute_batch(model, given)
+    assert batch["shift"].placements == (Shard(0), Replicate())
+    assert isinstance(given["shift"], Tensor)
+    assert not isinstance(given["shift"], dshard.DTensor)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("inputs", ["global", "per-data-rank"])
+def test_inputs_in_containers_of_any_class(ranks: RankPool, inputs: str) -> None:
+    ranks.run(given_containers, inputs)

@@ -1,0 +1,55 @@
+"""Tensors in what a module is given and returns: sequences, mappings and dataclasses of any class, one in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], object]) -> Any:
+    """`tree` with `change` applied to each tensor, in order; each container keeps its class."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(item, change) for item in tree])
+    if type(tree) is dict:
+        return {name: map_tensors(item, change) for name, item in tree.items()}
+    if not nested_tensors(tree):
+        return tree
+    items = {name: map_tensors(item, change) for name, item in _items(tree)}
+    if isinstance(tree, tuple | list):
+        return tree._make(items.values()) if hasattr(tree, "_make") else type(tree)(items.values())
+    changed = copy(tree)
+    for name, item in items.items():
+        if isinstance(tree, MutableMapping):
+            changed[name] = item
+        else:
+            object.__setattr__(changed, name, item)  # of a frozen dataclass, too
+    return changed
+
+
+def named_tensors(tree: object, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The tensors that `map_tensors` changes, in its order, each with the numbers and names that lead to it."""
+    if isinstance(tree, Tensor):
+        return [(path, tree)]
+    return [named for name, item in _items(tree) for named in named_tensors(item, (*path, str(name)))]
+
+
+def nested_tensors(tree: object) -> list[Tensor]:
+    """The tensors that `map_tensors` changes, in its order."""
+    return [x for _, x in named_tensors(tree)]
+
+
+def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, by name or number; nothing of anything else."""
+    if isinstance(tree, tuple | list):
+        return enumerate(tree)
+    if isinstance(tree, MutableMapping):
+        return tree.items()
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name)) for field in fields(tree) if hasattr(tree, field.name)]
+    return ()
