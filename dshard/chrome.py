@@ -1,4 +1,4 @@
-"""Timelines in the Chrome trace format, for Perfetto or a browser's about:tracing: the one writer of all of them."""
+"""Writer of timelines in the Chrome trace format, for Perfetto or a browser's about:tracing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Track: TypeAlias = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A span of time on a track: `begin` and `seconds` in seconds, and whatever else is worth showing."""
+    """A span of time on a track: `begin` and `seconds` in seconds, and further values to show."""
 
     name: str
     category: str
@@ -24,7 +24,7 @@ class Slice:
 
 
 def to_chrome(slices: Iterable[Slice], tracks: Sequence[Track], processes: Mapping[int, str] | None = None) -> str:
-    """A trace whose tracks stand in this order; processes have names where any are given.
+    """A trace with tracks in this order; processes may have names.
 
     >>> text = to_chrome([Slice("gemm", "forward", (0, "compute"), 1.0, 0.5)], [(0, "compute")])
     >>> [event["ph"] for event in json.loads(text)["traceEvents"]]

@@ -1,4 +1,4 @@
-"""torch's debugging helpers by their names: collectives counted, and the layout of a tensor drawn."""
+"""torch's debugging helpers by their names: `CommDebugMode` and `visualize_sharding`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES: dict[str, object] = {
     "exchange": _OPS.all_to_all_single,
     "broadcast": _OPS.broadcast,
 }
-"""torch's names of collectives; those without one keep the name that dshard gives them."""
+"""torch's names of collectives; others keep dshard's name."""
 
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
@@ -45,7 +45,7 @@ _NO_COLLECTIVES = frozenset(
 
 
 class _Sent(TorchDispatchMode):
-    """Counts the collectives that the program sends by itself, of which dshard does not hear."""
+    """Counts the collectives that the program runs without dshard."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class _Sent(TorchDispatchMode):
 
 
 def _by_dshard() -> bool:
-    """Whether the innermost function on the stack that is not torch's, before this module's, is dshard's."""
+    """Whether dshard is the caller: the innermost function on the stack below this module that is not torch's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
@@ -109,7 +109,7 @@ class CommDebugMode:
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[object, int]]]:
-        """How many of each collective of dshard ran "forward" and "backward" in each module, by path, and "Global"."""
+        """The number of each collective of dshard, "forward" and "backward", by path of the module, and "Global"."""
         counts: dict[str, dict[str, dict[object, int]]] = defaultdict(
             lambda: {"forward": defaultdict(int), "backward": defaultdict(int)}
         )
@@ -120,12 +120,12 @@ class CommDebugMode:
         return counts
 
     def get_comm_counts(self) -> dict[object, int]:
-        """How many of each collective ran."""
+        """The number of each collective that ran."""
         own: Counter[object] = Counter(NAMES.get(event.collective, event.collective) for event in self.trace.events)
         return defaultdict(int, own + self._sent.counts)
 
     def get_total_counts(self) -> int:
-        """How many collectives ran."""
+        """The number of collectives that ran."""
         return len(self.trace.events) + self._sent.counts.total()
 
     def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Tensors and modules as distributed ones: `distribute_tensor`, `distribute_module`."""
+"""`distribute_tensor` and `distribute_module`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
 
     The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
-    copy and nothing is sent. Where a placement is Partial, the first rank holds the term that is the tensor. On a
-    `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh that of the
-    `with mesh:` block around the call is taken.
+    copy and nothing is sent. On an axis with a Partial placement the tensor is the term of the first rank. On
+    a `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh, the mesh
+    of the `with mesh:` block around the call is used.
 
     Raises:
         LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
@@ -100,10 +100,10 @@ def distribute_module(
 ) -> nn.Module:
     """Make a module's parameters and buffers DTensors in place, and return the module.
 
-    `partition_fn(name, submodule, device_mesh)` lays out what it chooses, by assigning `nn.Parameter`s made with
-    `distribute_tensor`; whatever it leaves plain is replicated. `input_fn(module, inputs, device_mesh)` and
-    `output_fn(module, outputs, device_mesh)` become hooks of the module. Without a mesh it is that of the `with mesh:`
-    block.
+    `partition_fn(name, submodule, device_mesh)` may assign `nn.Parameter`s made with `distribute_tensor`; the remaining
+    plain parameters and buffers are replicated. `input_fn(module, inputs, device_mesh)` and `output_fn(module, outputs,
+    device_mesh)` become hooks of the module. Without a mesh, the mesh of the `with mesh:` block around the call is
+    used.
 
     Raises:
         MeshError: no process group, or a mesh larger than the world.
@@ -138,11 +138,11 @@ def distribute_module(
 
 
 _DISTRIBUTED = "_distribute_module_applied"
-"""The attribute, torch's too, of a module that `distribute_module` was called for."""
+"""The attribute, the same as torch's, that marks a module as distributed by `distribute_module`."""
 
 
 def _hook(what: str, function: Function | None) -> Function | None:
-    """The function of a module, values and the mesh; one of the values and the mesh alone is taken with a warning."""
+    """`function` of a module, values and the mesh; a function of values and the mesh is adapted, with a warning."""
     try:
         taken = 3 if function is None else len(signature(function).parameters)
     except (TypeError, ValueError):  # of what is not written in Python

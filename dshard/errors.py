@@ -17,8 +17,8 @@
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
-Each message says what was asked, the rule, and the way out, and is raised before anything is sent. Those that are of
-two of Python's classes are so because torch raises now the one and now the other.
+Each message says what was requested, the rule, and the way out, and is raised before anything is sent. Errors of two of
+Python's classes exist because torch raises either.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TopologyError(DShardError, ValueError):
 
 
 class CheckpointError(DShardError, RuntimeError):
-    """A checkpoint that cannot be written or read, or is not what is asked for."""
+    """A checkpoint that cannot be written or read, or does not match the request."""
 
 
 class ScheduleError(DShardError, ValueError):
@@ -81,7 +81,7 @@ class PeerError(DShardError, RuntimeError):
 
 
 class CompileError(DShardError, RuntimeError):
-    """Something that a compiled or exported graph cannot hold: ranks that ask each other, or settings that change."""
+    """Something that a compiled or exported graph cannot hold: exchanged shapes or values, or changing settings."""
 
 
 class RankError(DShardError, RuntimeError):

@@ -44,10 +44,10 @@ def local_map(
 ) -> Function:
     """`func`, written for plain tensors, as a function of DTensors: it gets and returns local tensors.
 
-    `out_placements` are those of the outputs, in the order of the flattened result: a sequence of placements for one
-    tensor, a tuple of those for several, None for what is no tensor. `in_placements` are those that each argument must
-    have, None for any; with `redistribute_inputs` it is redistributed to them. Where no argument is a DTensor, `func`
-    is called as it is. Without `func` this is a decorator.
+    `out_placements` are the placements of the outputs, in the order of the flattened result: a sequence of placements
+    for one tensor, a tuple of such sequences for several, None for a value that is no tensor. `in_placements` are the
+    required placements of each argument, None for any; with `redistribute_inputs` arguments are redistributed to them.
+    Without a DTensor among the arguments, `func` is called directly. Without `func` this is a decorator.
 
     Gradients are those of one device where `func` sends nothing: on a mesh axis on which some output is not replicated,
     each rank's gradient of a replicated argument is a term of a sum, and the ranks add them. `in_grad_placements`,
@@ -139,7 +139,7 @@ def _local_arguments(
 
 
 def _partial_on(varying: frozenset[int], layout: Layout) -> list[Placement] | None:
-    """The placements of the gradient of a tensor that each rank has a term of on `varying` axes; None: its own."""
+    """The placements of a gradient of which each rank has a term on `varying` axes; None: the tensor's own."""
     axes = {i for i, p in enumerate(layout.placements) if i in varying and p == Replicate()}
     placements = layout.cotangent().placements
     return [Partial() if i in axes else p for i, p in enumerate(placements)] if axes else None
@@ -164,7 +164,7 @@ def _check_count(name: str, entries: Sequence[object] | None, n: int, what: str)
 
 
 def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> object:
-    """An argument in the placements that it must have."""
+    """Check, or redistribute, an argument to its required placements."""
     if placements is None or not isinstance(arg, Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: argument {i} is no tensor, but in_placements lays it out: give None for it")
@@ -180,7 +180,7 @@ def _in_placements(arg: object, i: int, placements: Placements, move: bool) -> o
 
 
 def _is_uneven(spec: Spec) -> bool:
-    """Whether the local tensors are of several shapes, as every rank knows."""
+    """Whether the local tensors have different shapes."""
     layout = spec.layout
     return any(
         spec.shape[dim] % prod(layout.mesh.shape[axis] for axis in layout.axes_of(dim)) for dim in layout.sharded_dims()
@@ -228,10 +228,11 @@ def register_sharding(
     """A decorator for a function that gives the placements on one mesh axis in which the operator may run.
 
     It gets the operator's arguments, a `TensorLike` for each tensor, and returns pairs of lists: the placements of the
-    outputs, and those of the arguments, None for what is no tensor. The rows become a rule, which replaces dshard's
-    own; dshard expands it to whole meshes, prices it, and takes the cheapest. All replicated is always allowed.
+    outputs, and those of the arguments, None for a value that is no tensor. The rows become a rule, which replaces
+    dshard's own; dshard expands it to whole meshes, prices it, and takes the cheapest. All replicated is always
+    allowed.
 
-    A rule shards each dim of a tensor in one way. Of rows that cannot go together the first is kept, with a warning.
+    A rule shards each dim of a tensor in one way. Of incompatible rows the first is kept, with a warning.
 
         @register_sharding(torch.ops.mylib.gated.default)
         def rows(x, gate):
@@ -320,7 +321,7 @@ class _Rows:
         )
 
     def add(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
-        """Add one row to the rule, if it goes together with those before."""
+        """Add one row to the rule, if it is compatible with the rows before."""
         if len(outs) != len(self.call.outs):
             raise LayoutError(
                 f"register_sharding of {self.call.func}: [{format_of(outs)}] for {len(self.call.outs)} outputs"
@@ -365,7 +366,7 @@ class _Rows:
                 self.sizes.append((inner, self.shapes[i][dim] // size))
 
     def drop(self, outs: list[Placement | None], ins: list[Placement | None]) -> None:
-        """Leave out a row that a rule cannot say together with the others: it costs a choice, never the result."""
+        """Drop a row that is incompatible with the others, with a warning: it costs a choice, never the result."""
         warn_user(
             f"register_sharding of {self.call.func}: the row [{format_of(ins)}] -> [{format_of(outs)}] does not go "
             "together with those before it and is left out",

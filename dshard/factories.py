@@ -54,7 +54,7 @@ def empty(
     placements: Sequence[Placement] | None = None,
     **options: object,
 ) -> DTensor:
-    """A DTensor of whatever memory holds; `dtype` and `requires_grad` as in `torch.empty`."""
+    """An uninitialised DTensor; `dtype` and `requires_grad` as in `torch.empty`."""
     return _new(torch.empty, size, device_mesh, placements, **options)
 
 
@@ -215,7 +215,7 @@ def _new(
     /,
     **options: Any,
 ) -> DTensor:
-    """A DTensor whose local tensor each rank makes itself, by `make`."""
+    """A DTensor whose local tensor each rank makes by `make`."""
     size = _size_of(size, options)
     _check_options("a factory", options, {"dtype", "requires_grad"})
     shape, layout = _shape_and_layout(size, device_mesh, placements)
@@ -317,7 +317,7 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
 
 
 def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
-    """The local tensors in `layout`; where that is partial, they are those of the value, the term of the first rank."""
+    """Wrap local tensors in `layout`; on partial axes the value is the first rank's term."""
     device = comm.device_of_result(local, layout.mesh)
     wrapped = wrap(local, contiguous_spec(layout.cotangent(), shape, local.dtype, device))
     out = as_dtensor(redistribute(wrapped, layout))

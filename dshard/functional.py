@@ -1,4 +1,4 @@
-"""Matmuls with a strategy or a layout of the result that the caller asks for."""
+"""Matmuls with a requested strategy, or layout of the result."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def matmul(
     saved: Saved | None = None,
     panels: int | Literal["auto"] | Stream | None = None,
 ) -> DTensor:
-    """`torch.matmul` of distributed tensors, by the cheapest strategy or the one asked for.
+    """`torch.matmul` of distributed tensors, by the cheapest strategy or a requested one.
 
-    `strategy` is a name (see `strategies`) or a `Schedule`; `out_placements` are those of the result, which
-    count in the choice; `saved` which operands the backward pass keeps (see `use_strategy`); with `panels`, or a
-    `Stream`, the matmul runs in so many panels, one multiplied while the next is sent, and so do its gradients;
-    "auto" takes the number that is priced to be the fastest.
+    `strategy` is a name (see `strategies`) or a `Schedule`. `out_placements` are the placements of the result, which
+    count in the choice. `saved` says which operands the backward pass keeps (see `use_strategy`). With `panels`, a
+    number or a `Stream`, the matmul and its gradients run in panels, one multiplied while the next is sent; "auto"
+    takes the number of panels that is priced to be the fastest.
 
     Raises:
         StrategyError: there is no such strategy, or not on this mesh, or less than one panel.
@@ -61,7 +61,7 @@ def linear(
     saved: Saved | None = None,
     panels: int | Literal["auto"] | Stream | None = None,
 ) -> DTensor:
-    """`torch.nn.functional.linear` of distributed tensors, by the cheapest strategy or the one asked for.
+    """`torch.nn.functional.linear` of distributed tensors, by the cheapest strategy or a requested one.
 
     `weight` is stored [out, in]; the options are those of `matmul`.
 

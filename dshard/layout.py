@@ -185,7 +185,7 @@ class Layout(Drawn):
 
 
 def overlap(a: Region, b: Region) -> Region | None:
-    """The intersection of two regions, or None where it is empty."""
+    """The intersection of two regions, or None if it is empty."""
     both = tuple([range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)])
     return both if all(both) else None
 
@@ -198,7 +198,7 @@ def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
 
 @cached("layouts", 65536)
 def interned(layout: Layout) -> Layout:
-    """One object for all equal layouts, so that comparing them is fast."""
+    """The cached object for all equal layouts, so that comparing them is fast."""
     return layout
 
 
@@ -337,7 +337,7 @@ def _of_torch(placement: object) -> str:
 
 
 def format_of(placements: Iterable[object]) -> str:
-    """Placements as text, whatever they are: for messages about what a user passed."""
+    """Placements of any type as text, for messages about a user's arguments."""
     return " ".join(map(str, placements))
 
 

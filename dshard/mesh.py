@@ -12,10 +12,10 @@ from dshard.errors import MeshError
 from dshard.validate import as_int, as_tuple, shown, suggestion
 
 MAX_RANKS = 1 << 22
-"""A mesh holds all its ranks; one of more is a mistake."""
+"""The most ranks of a mesh, which holds them all; a larger one is a mistake."""
 
 DEVICE_TYPES = {"cpu", "cuda", "hpu", "ipu", "maia", "meta", "mps", "mtia", "privateuseone", "xla", "xpu"}
-"""torch's types of devices that compute; a backend of one's own is added when a mesh over its processes is bound."""
+"""torch's types of devices that compute; a custom backend's is added when a mesh over its processes is bound."""
 
 Coordinate = tuple[int, ...]
 

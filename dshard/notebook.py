@@ -1,4 +1,4 @@
-"""Values that a notebook draws: the reports, which are imported when they are asked, know how."""
+"""Base classes of values that a notebook draws, by reports that are imported lazily."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Drawn:
 
 
 class Tabled(Drawn):
-    """A value whose text is a table, which stands for it where it is printed and at a prompt."""
+    """A value whose text is a table, shown by `print` and at a prompt."""
 
     __slots__ = ()
 

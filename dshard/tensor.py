@@ -44,11 +44,11 @@ dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it 
 
 
 LONGEST = 100
-"""Characters of the longest local tensor that the text of a distributed one shows."""
+"""The most characters of a local tensor in the repr of a distributed one."""
 
 
 def as_dtensor(x: Wrapper) -> DTensor:
-    """`x`, which is a DTensor: there is no other class of wrappers."""
+    """`x` as a DTensor, the only class of wrappers; for type checkers."""
     return x  # type: ignore[return-value]
 
 
@@ -96,12 +96,12 @@ class DTensor(Wrapper):
 
     @property
     def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]  # they have the methods of torch's
-        """One placement for each mesh axis, which is of torch's classes, too."""
+        """One placement for each mesh axis, of classes that derive from torch's, too."""
         return self._spec.placements
 
     @property
     def device_mesh(self) -> DeviceMesh | Mesh:  # type: ignore[override]  # torch has no pure mesh
-        """torch's mesh behind the tensor, or the pure mesh where there are no processes."""
+        """torch's mesh of the tensor, or the pure mesh if there are no processes."""
         if sys._getframe(1).f_globals.get("__name__") == "peft.tuners.tuners_utils":
             return UNNAMED  # type: ignore[return-value]  # by names it tells whether layers compute with local weights
         return comm.device_mesh_of(self._spec.layout.mesh)
@@ -120,17 +120,17 @@ class DTensor(Wrapper):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[AnyPlacement] | None = None,
     ) -> DTensor:
-        """The DTensor whose local tensors the ranks give; without placements each gives the global tensor.
+        """The DTensor made of each rank's local tensor; without placements each rank passes the global tensor.
 
-        Nothing is sent: without `shape`, the global shape, all local tensors count as of one shape, so uneven ones need
-        it; ranks that give a shape or dtype for the first time compare theirs just before their next collective, and
-        under DSHARD_DEBUG=1 at once, with replicated local tensors. `stride` is that of the global tensor, by default
-        contiguous or, without `shape`, in the order of the local one. With `run_check` the ranks exchange their local
-        shapes, which may be uneven, and broadcast replicated local tensors from the first rank. Without a mesh it is
-        that of the `with mesh:` block around the call.
+        Nothing is sent: without `shape`, the global shape, all local tensors are assumed to have one shape, so uneven
+        ones need it. Ranks compare a new local shape or dtype just before their next collective, and under
+        DSHARD_DEBUG=1 at once, with replicated local tensors. `stride` is the global stride, by default contiguous or,
+        without `shape`, in the order of the local tensor's. With `run_check` the ranks exchange their local shapes,
+        which may be uneven, and broadcast replicated local tensors from the first rank. Without a mesh, the mesh of the
+        `with mesh:` block around the call is used.
 
-        `grad_placements` are those of the gradient of the local tensor, by default its own, with Replicate in place of
-        Partial: with Partial each rank gets a term of it.
+        `grad_placements` are the placements of the gradient of the local tensor, by default the tensor's own, with
+        Replicate in place of Partial: with Partial each rank gets a term of it.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
@@ -145,8 +145,8 @@ class DTensor(Wrapper):
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 
         By default these are the tensor's own, with Replicate in place of Partial. So the gradient of a replicated local
-        tensor counts as the same on all ranks: where each rank has a term of it, as beside sharded data, give Partial.
-        Under DSHARD_DEBUG=1 the ranks compare the gradients.
+        tensor must be the same on all ranks: if each rank has a term of it, as with sharded data, pass Partial. Under
+        DSHARD_DEBUG=1 the ranks compare the gradients.
         """
         layout = None
         if grad_placements is not None:
@@ -208,15 +208,15 @@ class DTensor(Wrapper):
         """This tensor in other placements or on another mesh, by the cheapest sequence of collectives. Differentiable.
 
         With `forward_dtype` the values are sent, and returned, in that dtype; the gradient is sent in `backward_dtype`,
-        by default that of this tensor, which it has afterwards.
+        by default the dtype of this tensor, to which it is cast.
 
         With `async_op` the first collective is in flight on return. The first use of the result waits for it,
         by any operator, `to_local`, `full_tensor` or a backward pass; until then this tensor must not be written. An
         error of the collective is raised there. The gradient is redistributed in the same way.
 
-        To another mesh, which may share ranks with this one, every rank of either calls it, and it is over on return. A
-        rank outside a mesh has an empty local tensor there: before, with `distribute_tensor` or
-        `from_local(torch.empty(0), ..., shape=...)`, and as the result; backward it gives any gradient, such as
+        To another mesh, which may share ranks with this one, every rank of either mesh calls it, and it has ended on
+        return. A rank outside a mesh has an empty local tensor there: before, made by `distribute_tensor` or
+        `from_local(torch.empty(0), ..., shape=...)`, and as the result; in backward it passes any gradient, as in
         `y.backward(y)`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""torch's own distributed tensors: all that dshard takes of them. It is imported late, for torch's module is slow."""
+"""The parts of torch's own distributed tensors that dshard uses; imported late, as torch's module is slow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class _Probe(TorchDTensor):
-    """A subclass that answers every operator itself."""
+    """A subclass that implements every operator itself."""
 
     _spec: Any = None
 
@@ -48,9 +48,9 @@ class _Probe(TorchDTensor):
 
 
 def _carries_subclasses() -> bool:
-    """Whether torch sends the operators of a subclass of its class there, and not to its own dispatch.
+    """Whether torch dispatches operators on a subclass of its class to that, not to its own dispatch.
 
-    torch 2.11 takes every instance of its class for its own: its C++ code reads a spec that it did not make.
+    torch 2.11 treats every instance of its class as its own: its C++ code reads a spec that it did not make.
     """
     try:
         return bool(make_wrapper_subclass(_Probe, (1,)).neg())
@@ -59,7 +59,7 @@ def _carries_subclasses() -> bool:
 
 
 IS_TORCHS = _carries_subclasses()
-"""Whether `dshard.DTensor` can be torch's, too; of a torch that cannot carry it, it is a plain subclass of `Tensor`."""
+"""Whether `dshard.DTensor` can derive from torch's; otherwise it derives from `Tensor` alone."""
 if TYPE_CHECKING:
     Base = TorchDTensor
 else:
@@ -73,18 +73,18 @@ def counts_plain_as_replicated() -> bool:
 
 
 def with_placements_of_dshard(x: TorchDTensor) -> TorchDTensor:
-    """`x`, with partial placements of torch's that dshard does not have replicated: norms, and masked sums."""
+    """`x` with torch's partial placements that dshard lacks, norms and masked sums, replicated."""
     if not any(type(p).__name__ in _OWN_PARTIALS for p in x.placements):
         return x
     return x.redistribute(placements=[TorchReplicate() if p.is_partial() else p for p in x.placements])
 
 
 _OWN_PARTIALS = ("_NormPartial", "_MaskPartial")
-"""The names of torch's partial placements whose terms are not reduced as those of its public one."""
+"""The names of torch's partial placements with reductions of their own."""
 
 
 def strided_placements(x: TorchDTensor) -> tuple[TorchPlacement, ...]:
-    """The placements of `x`, in which strided ones say what torch's spec may say by an order of the mesh axes."""
+    """The placements of `x`, with strided ones in place of an order of the mesh axes in torch's spec."""
     spec: Any = x._spec
     if spec.shard_order and not spec.is_default_device_order(spec.shard_order):
         return spec._convert_shard_order_to_StridedShard(spec.shard_order, spec.placements, x.device_mesh)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Every private name of torch that dshard uses: what for, and what stops working in a torch that lacks it.
+"""Every private name of torch that dshard uses, with its purpose and what fails without it.
 
 A private name begins with an underscore, or is in a module whose name does. Torch may change one in any release, so
 this module alone names them: the package imports them from here, and `import dshard` fails with a list of those that
@@ -43,7 +43,7 @@ class PrivateName:
 NAMES: dict[str, PrivateName] = {}
 """The private names by their path, those of modules that are imported late and attributes included."""
 MISSING: list[PrivateName] = []
-"""Those that this torch lacks."""
+"""The private names that this torch lacks."""
 _ABSENT = object()
 
 
@@ -72,7 +72,7 @@ def _needed(path: str, use: str) -> Any:
 
 
 def _optional(path: str, use: str, fallback: object) -> Any:
-    """The object at `path`, or `fallback`: `use` says what is lost then."""
+    """The object at `path`, or `fallback`; `use` says what is lost with the fallback."""
     return _row(PrivateName(path, use, is_needed=False), fallback)
 
 

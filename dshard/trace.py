@@ -27,11 +27,11 @@ from dshard.validate import check_one_of
 class Traced:
     """One collective: the operator that needed it, its mesh axes, bytes received by this rank, and its line.
 
-    `seconds` are those that the topology predicts, `measured` those that a measuring trace saw; `at` is its start, in
-    seconds since the trace began. `module` is the path of the module that ran, forward or backward: "Net.fc.1".
-    `asked` says whether the user asked for it; where it is False, `strict` would have refused the operator. `members`
-    are the modules whose parameters, or their gradients, one collective moves, each with its bytes; `module` is then
-    what their paths begin with.
+    `seconds` are predicted by the topology, `measured` by a measuring trace; `at` is the start, in seconds since the
+    trace began. `module` is the path of the module that ran, forward or backward: "Net.fc.1". `asked` says whether the
+    user requested the collective; if False, `strict` would have refused the operator. `members` are the modules whose
+    parameters, or their gradients, one collective moves, each with its bytes; `module` is then the common part of
+    their paths.
     """
 
     op: str
@@ -140,8 +140,8 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     """Record the operators and collectives that run within the block.
 
     With `measure` each collective is timed: its ranks wait for each other, then for its end, on the device too. That
-    perturbs what it measures: nothing overlaps with computation any more, and the steps of a program take longer than
-    without. All ranks must measure or none. Simulated ranks are not measured.
+    perturbs the program: communication no longer overlaps with computation, and steps take longer. All ranks must
+    measure or none. Simulated ranks are not measured.
 
     >>> with trace() as t:
     ...     pass
@@ -199,10 +199,10 @@ def event_seconds(event: Event) -> float:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Within the block an operator that would communicate without being asked to is an error, before it sends anything.
+    """Within the block an operator that communicates implicitly is an error, before it sends anything.
 
-    What you ask for stays allowed: `redistribute`, `full_tensor`, `distribute_tensor` and `from_local`; numbers of
-    global tensors, such as `item()` and norms without dims; gradients that are redistributed to the layout of their
+    Explicit communication stays allowed: `redistribute`, `full_tensor`, `distribute_tensor` and `from_local`; numbers
+    of global tensors, such as `item()` and norms without dims; gradients that are redistributed to the layout of their
     parameters.
 
     Raises:
@@ -218,7 +218,7 @@ def strict() -> Iterator[None]:
 
 
 def _refuse_collectives(op: str, decision: Decision) -> None:
-    """Refuse a decision that sends anything; `op` is the operator that the user called, within which it was made."""
+    """Refuse a decision that communicates; `op` is the operator called by the user, whose run made the decision."""
     if not decision.collectives():
         return
     moved = [f"[{plan.src}] -> [{plan.dst}]" for plan, itemsize in decision.moves() if collectives_of(plan, itemsize)]

@@ -1,4 +1,4 @@
-"""Arguments of callers, checked where they come in: each message says what was given, the rule, and the way out."""
+"""Checks of callers' arguments: each message says what was passed, the rule, and the way out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_number(
 
 
 def as_tuple(value: object, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> tuple[Any, ...]:
-    """The items of a sequence, or of anything that can be iterated; text and mappings are no sequences of items.
+    """The items of an iterable other than text and mappings.
 
     Raises:
         ArgumentError: it is none, with the way out; or the `error` given.
@@ -88,7 +88,7 @@ def check_type(value: object, kind: Any, what: str, way_out: str, error: type[DS
 
 
 def check_callable(value: object, what: str, way_out: str) -> None:
-    """Refuse what cannot be called.
+    """Refuse a value that is not callable.
 
     Raises:
         ArgumentError: with the way out.
@@ -98,7 +98,7 @@ def check_callable(value: object, what: str, way_out: str) -> None:
 
 
 def check_one_of(value: object, known: Iterable[str], what: str, error: type[DShardError] = ArgumentError) -> None:
-    """Refuse what is none of the `known` names.
+    """Refuse a value that is none of the `known` names.
 
     Raises:
         ArgumentError: with the suggestion of them; or the `error` given.
@@ -109,7 +109,7 @@ def check_one_of(value: object, known: Iterable[str], what: str, error: type[DSh
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:
-    """The known name that was perhaps meant, for the end of a message.
+    """The known name closest to a mistyped one, for the end of a message.
 
     >>> suggestion("suma", ["data", "summa"])
     "; did you mean 'summa'?"

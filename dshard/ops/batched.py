@@ -1,4 +1,4 @@
-"""Operators that treat each entry of their leading dims by itself: pooling, resampling, linear algebra, transforms."""
+"""Operators on batches, independent for each entry of leading dims: pooling, resampling, linear algebra, transforms."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dshard.rules.strategy import Strategy
 
 
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
-    """The rule of an operator whose first `count(ndim)` dims all tensors share; if they do not, none may be sharded.
+    """The rule of an operator whose first `count(ndim)` dims all tensors share; if they differ, none may be sharded.
 
-    A partial sum of the operands `passes` passes through.
+    A partial sum passes through the operands `passes`.
     """
 
     def rule(call: Call) -> Rule:
@@ -44,7 +44,7 @@ def none_sharded(call: Call) -> Rule:
 
 
 def or_nothing(kernel: Kernel | None = None) -> Kernel:
-    """The operator, or empty results on a rank that holds no entries, for which torch may refuse to run it."""
+    """The operator, or empty results on a rank without entries, for which torch may refuse to run it."""
 
     def choose(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         pairs = zip(strategy.inputs, call.specs, strict=True)
@@ -74,9 +74,9 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The operator on a local matrix that is made contiguous just where the global tensor is.
+    """The operator on a local matrix that is contiguous if and only if the global tensor is.
 
-    torch factors the transpose of a contiguous matrix, and its backward looks at the strides to tell which it was.
+    torch factors the transpose of a contiguous matrix, and its backward tells which it was by the strides.
     """
     is_contiguous = call.specs[0].meta().is_contiguous()
 

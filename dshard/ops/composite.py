@@ -1,7 +1,7 @@
 """Run a composite operator as one: its operands redistributed once, then local tensors under torch's own autograd.
 
-The local backward pass gives each operand's gradient in the layout that the strategy says: sharded like the operand, or
-a partial sum where the work was sharded and the operand was not. Second derivatives work, for the crossings between
+The local backward pass gives each operand's gradient in the layout of the strategy: sharded like the operand, or a
+partial sum if the work was sharded and the operand was not. Second derivatives work, as the crossings between
 distributed and local tensors are themselves differentiable.
 """
 
@@ -42,8 +42,8 @@ def run_composite(
 ) -> Any:
     """Run `local` on the local tensors of `tensors`, redistributed as the cheapest strategy of `rule` says.
 
-    `key` tells calls apart whose rule or local operator differ though the specs are alike; `kernel`, where there is
-    one, gives the local operator of each rank. Both are cached, and so must hold no tensor.
+    `key` distinguishes calls of equal specs whose rule or local operator differ; `kernel`, if given, returns the local
+    operator of each rank. Both are cached, and so must hold no tensor.
     """
     return run_chosen(key, lambda: _choose_composite(rule, local, tensors, key[0], kernel), tensors)
 
@@ -51,7 +51,7 @@ def run_composite(
 def run_chosen(
     key: tuple[Any, ...], choose: Callable[[], Executable | ComposedExecutable], tensors: Sequence[Any]
 ) -> Any:
-    """Run a composite operator as what `choose` makes of the first call with these specs and this `key`."""
+    """Run a composite operator by the executable that `choose` made at the first call with these specs and `key`."""
     full_key = call_key(key, tensors)
     choices = planning_context().choices
     executable: Executable | ComposedExecutable | None = choices.get(full_key)
@@ -121,7 +121,7 @@ def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
 
 
 def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
-    """The local tensor of `x`, recorded where `x` is: its gradient there has the layout `gradient`."""
+    """The local tensor of `x`, recorded if `x` is; its gradient has the layout `gradient`."""
     if not x.requires_grad:
         return x._local_tensor
     spec = x._spec.with_layout(gradient)
@@ -131,7 +131,7 @@ def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
 
 
 def _moved_to(x: Wrapper, layout: Layout) -> Wrapper:
-    """`x` in another layout; a write to it counts as one to `x`, which the local operator may have saved."""
+    """`x` in another layout, with the version counter of `x`, as the local operator may have saved it."""
     moved = redistribute(x, layout)
     if moved is not x and type(moved._local_tensor) is not LocalTensor and not traced(moved._local_tensor):
         moved._local_tensor = counting_as(x._local_tensor, moved._local_tensor)
@@ -139,13 +139,13 @@ def _moved_to(x: Wrapper, layout: Layout) -> Wrapper:
 
 
 class SavingExecutable(Executable):
-    """A composite operator whose local operator saves copies: its operands and its result are saved as well."""
+    """A composite operator whose local operator saves copies; so its operands and its result are saved as well."""
 
     __slots__ = ()
 
 
 class Saved(torch.autograd.Function):
-    """The result of a composite operator, with its operands saved: a write to any of them is refused in backward."""
+    """The result of a composite operator, with its operands saved, so that backward refuses a write to any of them."""
 
     @staticmethod
     def forward(ctx: Context, out: Wrapper, *operands: Wrapper) -> Wrapper:
@@ -162,8 +162,8 @@ class Saved(torch.autograd.Function):
 def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Make `out` depend on all local tensors: a rank that computes nothing must still join the collectives of backward.
 
-    So must each gradient, of every order: it depends on all of them again, and is finite. What depends on the one that
-    is recorded has its own derivatives, which may end where those of other ranks do.
+    The same holds for each gradient, of every order: it depends on all local tensors again, and is finite. A recorded
+    gradient has derivatives of its own, which may end where those of other ranks do.
     """
     if out.numel() > 0:
         return out
@@ -177,8 +177,9 @@ def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
 class Simulated(torch.autograd.Function):
     """The autograd node of a local operator on ranks simulated in one process; backward runs each rank's backward pass.
 
-    That is a local operator as well, of the gradients of the outputs and the operands. `outs` are the specs of the
-    outputs and `cotangents` the layouts of their gradients; `of_gradients` are the specs of the operands' gradients.
+    The backward pass is a local operator, too, of the gradients of the outputs and the operands. `outs` are the specs
+    of the outputs, `cotangents` the layouts of their gradients, and `of_gradients` the specs of the operands'
+    gradients.
     """
 
     @staticmethod
@@ -217,7 +218,7 @@ class Simulated(torch.autograd.Function):
 
 
 def _as_tuples(local_op: Callable[[Coordinate], Any]) -> Callable[[Coordinate], Locals]:
-    """Wrap a local operator so that it returns a tuple, of one output too."""
+    """Wrap a local operator so that it returns a tuple, also of one output."""
 
     def at(coordinate: Coordinate) -> Locals:
         local = local_op(coordinate)
@@ -232,9 +233,9 @@ def _as_tuples(local_op: Callable[[Coordinate], Any]) -> Callable[[Coordinate], 
 
 
 def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
-    """A function from `n` output gradients of `local`, and its operands, to the operands' gradients that are needed.
+    """A function from `n` output gradients of `local`, and its operands, to the needed gradients of the operands.
 
-    It can be differentiated itself, where autograd records its operands.
+    It is differentiable if autograd records its operands.
     """
 
     def pull(*tensors: Tensor) -> tuple[Tensor, ...]:

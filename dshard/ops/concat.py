@@ -43,7 +43,7 @@ def roll(call: Call) -> Rule:
 
 
 def flip(call: Call) -> Rule:
-    """Any dim may be sharded except those that are reversed, or turned."""
+    """Any dim may be sharded except those that are reversed or rotated."""
     return call.rule("... [] ... -> ... [] ...", at="dims", passes=MOVES)
 
 
@@ -63,7 +63,7 @@ def pad(call: Call) -> Rule:
 
 
 def triangle(call: Call) -> Rule:
-    """Any dim may be sharded: each rank knows where its rows and columns stand."""
+    """Any dim may be sharded: each rank knows the positions of its rows and columns."""
     return call.rule("... -> ...", passes=MOVES)
 
 
@@ -78,7 +78,7 @@ def triangle_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
 
 
 def creation(call: Call) -> Rule:
-    """Dims of the size that they have in the operand may be sharded, as they are there; nothing of it is read."""
+    """Dims of the operand's size may be sharded as they are there; its values are not read."""
     alike = len(call.shapes[0]) == len(call.out_shapes[0])
     rule = call.rule("... -> ..." if alike else "[...] -> [...]", same_size=True)
     return replace(rule, unread=frozenset({0}))
@@ -100,7 +100,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor of `shape` without gaps whose dims lie in memory in the order of the strides `like`.
+    """The strides of a dense tensor of `shape` whose dims have the memory order of the strides `like`.
 
     >>> dense_stride((2, 3), (1, 10))
     (1, 2)

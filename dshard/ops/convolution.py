@@ -52,7 +52,7 @@ def convolution_backward(call: Call) -> Rule:
 
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A kernel of the groups that this rank holds; the first rank that shards the input channels adds the bias."""
+    """A kernel for the groups that this rank holds; the first rank that shards the input channels adds the bias."""
     shape, groups = out_local_shape(call, strategy, coordinate), _groups(call, strategy, coordinate, 0)
     adds = _is_first(strategy, coordinate)
 
@@ -66,7 +66,7 @@ def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A backward kernel: the first of the ranks that shard the input channels has the gradient of the bias."""
+    """A backward kernel: the first of the ranks that shard the input channels computes the gradient of the bias."""
     groups, adds = _groups(call, strategy, coordinate, 1), _is_first(strategy, coordinate)
 
     def run(grad: Tensor, x: Tensor, weight: Tensor, bias: list[int] | None, *rest: Any) -> Any:

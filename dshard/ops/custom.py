@@ -1,4 +1,4 @@
-"""Operators that are not one local operator: decomposed ones, numbers taken out of tensors, lists of tensors."""
+"""Operators that are not one local operator: decomposed ones, values on the host, lists of tensors."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def answered(function: Function) -> Custom:
 
 
 def check(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Let torch refuse arguments that it would refuse on one device; without data, once for each kind of arguments.
+    """Let torch refuse arguments that it would refuse on one device; on meta tensors, once for each kind of arguments.
 
-    A generator is none of them: it is one of the CPU, which torch does not take for tensors without data.
+    A generator is left out, as torch does not take a CPU generator for meta tensors.
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     key = call_key(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Operators as other operators, which run on distributed tensors and know nothing of ranks."""
+"""Operators decomposed into other operators on distributed tensors, without code for ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def trace(x: Tensor) -> Tensor:
 
 
 def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The multilabel margin loss as torch takes it apart, but 0-d for a vector, as its kernels have it."""
+    """The multilabel margin loss as torch decomposes it, but 0-d for a vector, as in its kernels."""
     loss, is_target = decomposition_table[aten.multilabel_margin_loss_forward.default](x, target, reduction)
     return loss if x.dim() > 1 else loss.reshape(()), is_target
 
@@ -138,7 +138,7 @@ def flash_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of each query's sum of exponentials. It holds the scores; torch has no dropout here.
+    """Attention, and the log-sum-exp of each query. The scores are held in memory; torch has no dropout here.
 
     torch's own decomposition returns the weights in place of that logarithm.
     """
@@ -255,7 +255,7 @@ QUESTIONS: dict[OpOverload, Function] = {
 
 
 NOT_TAKEN_APART = frozenset({aten.as_strided_scatter.default, aten.narrow_copy.default})
-"""Operators whose decomposition in torch leads back to them, or refuses other arguments than they do."""
+"""Operators whose decomposition in torch recurses, or refuses other arguments than the operators."""
 
 
 @cached("decompositions", 16384)

@@ -1,4 +1,4 @@
-"""Distances between the rows of two matrices: rows of either may be sharded, and features by one small reduction."""
+"""Distances between the rows of two matrices: rows of either may be sharded, or features, by one small reduction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def distances_backward(call: Call) -> Rule:
 
 
 def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The operator; in half precision a rank without rows asks torch, too, whether it refuses that dtype."""
+    """The operator; in half precision also called on a rank without rows, so that all refuse the dtype."""
     local = or_nothing()(call, strategy, coordinate)
     if call.specs[0].dtype not in HALF:
         return local
@@ -45,9 +45,9 @@ def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def _where_largest(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """The backward form, which for p=inf finds the largest difference by equality: so it is computed again here.
+    """The backward form; for p=inf it finds the largest difference by equality, so the distances are recomputed.
 
-    An operand that was partial may have been completed in another order for the forward form, and rounded otherwise.
+    A partial operand may have been completed in another order for the forward form, and rounded differently.
     """
     if call.argument("p") != inf:
         return call.func
@@ -59,7 +59,7 @@ def _where_largest(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def _of_features(call: Call) -> Statistic:
-    """The distances over a part of the features, to the power `p`; the root is taken of their sum."""
+    """The statistic of distances over a shard of the features, to the power `p`; the result is the root of its sum."""
     p: float = call.argument("p")
 
     def powers(*args: object, **kwargs: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""The entry of `torch.nn.functional.embedding`: each rank computes the gradient of the table rows that it holds."""
+"""`torch.nn.functional.embedding`: each rank computes the gradient of the table rows that it holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_
 def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.embedding` of a table that is sharded over its rows and needs a gradient.
 
-    Any other call runs as a torch operator. There the gradient of a table would be replicated on every rank.
+    Any other call runs as a torch operator, which would replicate the gradient of a table on every rank.
     """
     indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
     distributed = isinstance(table, Wrapper) and isinstance(indices, Wrapper) and table.dim() == 2

@@ -1,4 +1,4 @@
-"""Operators that move elements along a sharded dim: each rank sends its peers just what they need, none gathers it.
+"""Operators that move elements along a sharded dim, by an exchange of the needed elements instead of a gather.
 
 A call is a list of exchanges along one dim each; an exchange is a list of moves, each a run of indices of one operand
 that becomes consecutive in the output.
@@ -160,7 +160,7 @@ def exchange_locals(exchange: IndexExchange, locals_: tuple[Tensor, ...], fill: 
 
 
 def planned_exchanges(exchanges: Sequence[IndexExchange], itemsize: int) -> tuple[PlannedCollective, ...]:
-    """The collectives of exchanges of elements of this size."""
+    """The collectives of exchanges of elements of `itemsize` bytes."""
     mesh = exchanges[0].layout.mesh
     topology = planning_context().topology_of(mesh)
     return tuple(
@@ -169,7 +169,7 @@ def planned_exchanges(exchanges: Sequence[IndexExchange], itemsize: int) -> tupl
 
 
 def index_exchange(plan: Callable[[Call], AlternativePlan | Sequence[AlternativePlan] | None]) -> Alternative:
-    """An alternative that moves indices of sharded dims; it applies where an operand has elements and such dims."""
+    """An alternative that moves indices of sharded dims, for operands with elements."""
 
     def where_sharded(call: Call, rule: Rule) -> AlternativePlan | Sequence[AlternativePlan] | None:
         sharded = any(spec.layout.sharded_dims() and 0 not in spec.shape for spec in call.specs)
@@ -179,7 +179,7 @@ def index_exchange(plan: Callable[[Call], AlternativePlan | Sequence[Alternative
 
 
 def _one_exchange(call: Call, layout: Layout, dim: int, moves: Moves) -> AlternativePlan:
-    """One exchange of the operands that have all dims, which take `layout`, to an output in that layout."""
+    """One exchange of the operands with all dims, redistributed to `layout`, to an output in that layout."""
     (out,) = call.outs
     read = [i for i, shape in enumerate(call.shapes) if len(shape) == out.dim()]
     exchange = IndexExchange(layout, tuple(call.shapes[i] for i in read), dim, moves, out.shape[dim])
@@ -237,7 +237,7 @@ def cut_scatter(call: Call) -> AlternativePlan | None:
 
 
 def concatenate(call: Call) -> list[AlternativePlan]:
-    """Tensors concatenated, all in the layout of one of them; those that torch skips have another number of dims."""
+    """Tensors concatenated, all in the layout of one of them; tensors that torch skips have another number of dims."""
     (out,) = call.outs
     dim = call.dim(ndim=out.dim())
     joined = [spec for spec in call.specs if len(spec.shape) == out.dim()]
@@ -253,7 +253,7 @@ def concatenate(call: Call) -> list[AlternativePlan]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An exchange along one dim, whose size becomes `size`; `alone` are the arguments of the operator for it alone."""
+    """An exchange along one dim, whose size becomes `size`; `alone` are the operator's arguments for this dim only."""
 
     dim: int
     moves: Moves

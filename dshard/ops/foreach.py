@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: one local call where each entry's tensors have one layout, else entry by entry."""
+"""Operators on lists of tensors: one local call if each entry's tensors have one layout, else entry by entry."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], ComposedExecutable]
 
 
 def support() -> None:
-    """Let optimisers and gradient clipping work on lists of tensors of this class by default.
+    """Let optimisers and gradient clipping use operators on lists of DTensors by default.
 
-    torch asks whether the type of each tensor is in one of two lists, which have no function to add to.
+    torch looks for the type of each tensor in two lists, which have no function to add to.
     """
     cls = Wrapper.public
     for known in (optimizer_list_types, list_types):
@@ -43,7 +43,7 @@ def support() -> None:
 
 
 def one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
-    """Each entry by itself: torch's own loop over the operator for one tensor, each of whose calls has a decision."""
+    """Entry by entry: torch's own loop over the operator for one tensor; each of its calls has a decision."""
     return ComposedExecutable(None, partial(_one_by_one, func))
 
 
@@ -52,7 +52,7 @@ def _one_by_one(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
 
 
 def counted(plan: ForEach) -> ForEach:
-    """The plan of an operator in place, whose writes are counted: torch counts none to entries below autograd."""
+    """The plan of an in-place operator that counts writes, as torch counts none to list entries below autograd."""
 
     def planned(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
         executable = plan(func, args, kwargs)
@@ -76,7 +76,7 @@ def _counted(run: Function, args: Args, kwargs: Kwargs) -> object:
 
 
 def by_mesh(plan: ForEach) -> ForEach:
-    """The plan of an operator on lists whose entries may be on several meshes, or plain: one call for each of these."""
+    """The plan of an operator on lists with entries on several meshes, or plain: one call for each of these."""
 
     def planned(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
         positions: dict[Mesh | None, list[int]] = {}
@@ -183,7 +183,7 @@ def _norms(func: OpOverload, tensors: Sequence[Any], ord: float, dtype: torch.dt
 
 
 def _gives_term(layout: Layout, terms: Layout, coordinate: Coordinate) -> bool:
-    """Whether this rank adds a term of a tensor: of copies along an axis that others shard, the first one does."""
+    """Whether this rank adds a term of a tensor: among replicas along an axis that other tensors shard, the first."""
     axes = zip(layout.placements, terms.placements, coordinate, strict=True)
     return all(i == 0 for placement, term, i in axes if isinstance(term, Partial) and placement == Replicate())
 
@@ -210,7 +210,7 @@ def _roots(gathered: Tensor, ord: float, dtype: torch.dtype) -> list[Tensor]:
 def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """A whole optimiser step as one local call: gradients and states are redistributed to their parameters' layouts.
 
-    The user asked for the redistributions of the gradients, but not for those of the states: each is a decision.
+    Redistributions of the gradients count as requested by the user, those of the states do not: each is a decision.
     """
     layouts = [_without_partial(func, t._spec.layout) for t in args[0]]
     return ComposedExecutable(None, partial(_fused, func, layouts))

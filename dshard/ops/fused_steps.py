@@ -1,6 +1,6 @@
-"""Optimisers whose parameters are distributed step by torch's fused operators, unless they are told how to step.
+"""Fused steps by default for optimisers of distributed parameters, unless the user has chosen otherwise.
 
-One operator then updates all local tensors, where the loop that is torch's default on a CPU calls several for each.
+One operator then updates all local tensors, while torch's default on a CPU calls several for each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FUSED: frozenset[type[Optimizer]] = frozenset({SGD, Adagrad, Adam, AdamW})
 
 
 _BY_DEFAULT = 1
-"""A true value where the user has not asked: it is taken back after the step."""
+"""The true value of `fused` that the user has not set; it is removed after the step."""
 
 
 def _leaves_open(group: dict[str, Any]) -> bool:
@@ -46,6 +46,6 @@ def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def support_fused_steps() -> None:
-    """Have all optimisers ask here before they step."""
+    """Register the hook of all optimisers' steps."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)

@@ -84,7 +84,7 @@ def one_by_one(
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether the rows or the columns lie as torch's kernels want them: dense, and begin at multiples of 16 bytes."""
+    """Whether the rows or the columns have the alignment of torch's kernels: dense, at multiples of 16 bytes."""
     row, column = x.stride()[-2:]
     rows, columns = x.shape[-2:]
     ways = ((column, row, columns), (row, column, rows))

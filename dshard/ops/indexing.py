@@ -89,7 +89,7 @@ def index_put(call: Call) -> Rule:
 
 
 def _indexed(call: Call) -> str:
-    """The dims of the operand: those that are indexed have factors that no other tensor has."""
+    """The term of the operand: indexed dims have factors that no other tensor has."""
     where = _positions(call)
     return " ".join(f"{'v' if i in where else 'd'}{i}" for i in range(len(call.shapes[0])))
 
@@ -99,7 +99,7 @@ def _positions(call: Call) -> list[int]:
 
 
 def _result(call: Call, *inner: str) -> list[str]:
-    """The dims of the result: `inner` stand in place of the indexed dims, or lead where these are apart."""
+    """The term of the result: `inner` replaces the indexed dims, or leads if these are not adjacent."""
     where = _positions(call)
     rest = [f"d{i}" for i in range(len(call.shapes[0])) if i not in where]
     at = where[0] if where[-1] - where[0] == len(where) - 1 else 0

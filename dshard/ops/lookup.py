@@ -1,7 +1,7 @@
 """Local kernels of indexed operators whose indexed dim is sharded: each rank reads, or writes, the indices it holds.
 
-An index that another rank holds reads zero, so that the result is a partial sum; written elements go to a slot beyond
-the local tensor, which is dropped.
+An index on another rank reads zero, so that the result is a partial sum; elements written there go to a slot beyond the
+local tensor, which is dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _embedding = torch.ops.aten.embedding.default
 def local_index(
     index: Tensor, held: range, size: int, dim: int, kind: type[Exception] = IndexError
 ) -> tuple[Tensor, Tensor]:
-    """The positions of `index` within the indices `held`, 0 if it is not among them, and whether it is.
+    """The positions of `index` within the range `held`, 0 outside of it, and whether each is within it.
 
     Raises:
-        IndexError: an index beyond the global dim, of `size`; or what `kind` says.
+        IndexError: an index beyond the global dim, of `size`; `kind` selects torch's message.
     """
     refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
@@ -36,9 +36,9 @@ def local_index(
 
 
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
-    """Raise torch's error where an index is beyond the dim; on accelerators, as torch does, when the kernel has run.
+    """Raise torch's error if some index is beyond the dim; on accelerators, as in torch, when the kernel has run.
 
-    A graph that is traced asserts it when it runs.
+    A traced graph asserts it when it runs.
 
     Raises:
         IndexError: one is.
@@ -51,7 +51,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
 
 
 def look_up(table: Tensor, indices: Tensor, *options: Any) -> Tensor:
-    """`aten::embedding`, which also without indices or features has a second derivative: torch's is an error there."""
+    """`aten::embedding` with a second derivative also without indices or features, where torch's raises."""
     has_entries, is_sparse = table.numel() and indices.numel(), len(options) > 2 and options[2]
     if has_entries or is_sparse:
         rows: Tensor = _embedding(table, indices, *options)
@@ -96,7 +96,7 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
 
 
 def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A kernel of select: the rank that holds the index gives the slice, the others zeros."""
+    """A kernel of select: the slice on the rank that holds the index, zeros on others."""
     dim, index = call.dim(), call.argument("index")
     held = _held(call, strategy, coordinate, dim)
     if held is None:
@@ -108,7 +108,7 @@ def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp
 
 
 def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A kernel of x[i, j]: the elements that this rank holds, and zeros."""
+    """A kernel of x[i, j]: the elements that this rank holds, zeros for others."""
     held_indices = _split(call, strategy, coordinate)
     if not held_indices:
         return call.func

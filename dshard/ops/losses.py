@@ -1,4 +1,4 @@
-"""Losses: element by element, then reduced; a mean is the sum of the local elements over the global count."""
+"""Elementwise losses with a reduction; a mean is the sum of the local elements over the global count."""
 
 from __future__ import annotations
 

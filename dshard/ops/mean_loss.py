@@ -32,7 +32,7 @@ _NLL = torch.ops.aten.nll_loss_forward.default
 
 
 def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper) -> WarmCall | None:
-    """Specialise calls like this one, whose result was `out`; None where it is no mean over sharded rows alone."""
+    """The shortcut of calls like this one, whose result was `out`; None unless it is a mean over sharded rows only."""
     x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     if average is not None or reduce is not None or smoothing or reduction not in (None, "mean") or len(args) < 2:
         return None
@@ -66,7 +66,7 @@ def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper)
 
 
 def _are_rows(x: object, target: object) -> bool:
-    """Whether these are logits and classes of the same rows, which are sharded, and of which each rank has some."""
+    """Whether these are logits and classes of the same sharded rows, and each rank has some rows."""
     cls = Wrapper.public
     if type(x) is not cls or type(target) is not cls or x._spec.layout != target._spec.layout:
         return False

@@ -1,7 +1,7 @@
 """Operators that need all of a sharded dim: another dim is sharded in its place.
 
-Gathering the dim gives every rank all of the tensor, and all of the work; exchanging it for another dim gives each rank
-the elements that it needs, and leaves the result sharded.
+Gathering the dim replicates the tensor and the work; an all_to_all to another dim moves only the needed elements, and
+leaves the result sharded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dshard.rules.strategy import completed_layout
 
 
 def _plan(call: Call, rule: Rule) -> AlternativePlan | None:
-    """The operator along one dim, on a tensor of which other dims are sharded in its place."""
+    """The plan of an operator along one dim, with other dims sharded in its place."""
     spec = call.specs[0]
     if call.argument("dim") is None or not spec.shape or 0 in spec.shape:
         return None
@@ -28,7 +28,7 @@ def _plan(call: Call, rule: Rule) -> AlternativePlan | None:
 
 
 def _other_dims_sharded(layout: Layout, shape: Shape, dim: int) -> Layout | None:
-    """The layout with the longest other dims sharded in place of `dim`; None if it is not, or they are short."""
+    """The layout with the longest other dims sharded in place of `dim`; None if it is unsharded or they are short."""
     axes = split_axes(layout, (dim,))
     for axis in axes:
         left = layout.replace(axis, Shard(dim)).local_shape(shape, (0,) * layout.mesh.ndim)

@@ -1,4 +1,4 @@
-"""Operators of neural networks that have kernels of their own: softmax, norms, embedding, losses."""
+"""Operators of neural networks: softmax, norms, embedding, losses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _loss_terms(call: Call, ndim: int) -> tuple[str, str, str]:
 
 
 def nll_kernel(operand: int) -> Kernel:
-    """A kernel that ignores targets whose class another rank holds; operand `operand` has the log-probabilities."""
+    """A kernel that ignores targets with classes on other ranks; operand `operand` has the log-probabilities."""
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         shape, ignored = call.shapes[operand], call.argument("ignore_index")
@@ -130,7 +130,7 @@ ELSEWHERE = -(2**31)
 
 
 def mean_nll_loss(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """The mean loss: a sum over a total weight, each over all ranks; a mean of means would misweigh uneven shards."""
+    """The mean loss: a sum over a total weight, each reduced over all ranks; uneven shards forbid a mean of means."""
     x, target, weight, _, ignored = args
     total, count = reduced_together(func(x, target, weight, SUM, ignored), str(func))
     return total / count, count

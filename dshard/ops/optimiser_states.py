@@ -1,4 +1,4 @@
-"""States of optimisers that are loaded: distributed as their parameters are, whoever made the values."""
+"""Loaded states of optimisers: distributed like their parameters, whichever program saved them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dshard.torch_private import state_like_parameter
 
 
 def support_states() -> None:
-    """Let `Optimizer.load_state_dict` make what it loads of the class of the parameter.
+    """Let `Optimizer.load_state_dict` convert loaded values to the class of their parameter.
 
-    torch's functions for state dicts give it tensors of torch's class, checkpoints of one device plain ones. One
-    function of torch gives each value the dtype and the device of its parameter; it is replaced by one that does more.
+    torch's functions for state dicts pass it tensors of torch's class, checkpoints of one device plain ones. The
+    function of torch that gives each value the dtype and the device of its parameter is replaced.
     """
     if state_like_parameter is not None:
         name = state_like_parameter.__name__
@@ -36,7 +36,7 @@ def _distributed_as_the_parameter(process: Function) -> Function:
 
 
 def _like(param: object, value: object) -> object:
-    """`value`, a state of `param`: of the same class, and cut where it is whole."""
+    """`value`, a state of `param`, as a tensor of the same class; a plain global tensor is sharded."""
     if not isinstance(value, Tensor):
         return value
     if is_torchs(param):

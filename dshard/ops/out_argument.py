@@ -1,4 +1,4 @@
-"""Operators with `out=`: run the form without it and write the result into the given tensor, which keeps its layout."""
+"""Operators with `out=`: run the form without `out`, and write the result to `out`, which keeps its layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that treat each element by itself: all that torch tags pointwise, copies and casts."""
+"""Elementwise operators: all that torch tags pointwise, copies and casts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pointwise(call: Call) -> Rule:
 
 
 def passing(call: Call) -> tuple[PassThrough, ...]:
-    """The pass-throughs of this call: which partial operands leave the output partial."""
+    """The pass-throughs of this call: the partial operands that leave the output partial."""
     name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
     n = len(call.specs)
     if call.argument("rounding_mode") is not None:
@@ -30,7 +30,7 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
 
 
 def _exact(call: Call, operand: int) -> bool:
-    """Whether the output has the operand's dtype, or a wider one; else the reduction must run first."""
+    """Whether the output has the operand's dtype or a wider one; else the reduction must run first."""
     src, dst = call.specs[operand].dtype, call.outs[0].dtype
     return src == dst or (src.is_floating_point and dst.is_floating_point and dst.itemsize > src.itemsize)
 

@@ -1,7 +1,7 @@
-"""Functions whose results are as large as values say, written as indexing: masks, and sequences of several lengths.
+"""Functions whose output sizes depend on values, written as indexing: masks, and sequences of several lengths.
 
-Torch's own kernels read the values from memory, and their gradients are operators without a rule. Here the host is
-asked for the values, or a mask for the places where it is true; the rest are lookups at places that every rank knows.
+Torch's own kernels read the values from memory, and their gradients are operators without a rule. Here the host reads
+the values, or the positions where a mask is true; then every rank knows the indices of ordinary lookups.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dshard.core.torch_function import bind_arguments
 
 
 def is_mask(index: object) -> bool:
-    """Whether an index is a mask: it stands for as many indices as it has dims."""
+    """Whether an index is a mask, which stands for as many indices as it has dims."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
 
 
 def without_masks(x: Tensor, index: object) -> object:
-    """An index of `x`, with the places where its masks are true in their stead.
+    """An index of `x` with each mask replaced by the positions where it is true.
 
     Raises:
-        IndexError: a mask of another size than what it selects from.
+        IndexError: a mask whose size differs from the indexed dims.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(is_mask, parts)):
@@ -51,7 +51,7 @@ def without_masks(x: Tensor, index: object) -> object:
 
 
 def _indexed_dims(part: object) -> int:
-    """How many dims of the tensor a part of an index stands for."""
+    """The number of tensor dims that an entry of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -60,7 +60,7 @@ def _indexed_dims(part: object) -> int:
 
 
 def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
-    """`torch.masked_select`: the elements of `input`, broadcast with `mask`, where that is true."""
+    """`torch.masked_select`: the elements of `input`, broadcast with `mask`, where `mask` is true."""
     x, mask, out = bind_arguments(("input", "mask", "out"), args, kwargs)
     if out is not None or mask.dtype != torch.bool:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -70,9 +70,9 @@ def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    """`torch._pack_padded_sequence`: the steps of sorted sequences one after the other, and how many each time has.
+    """`torch._pack_padded_sequence`: the steps of sorted sequences in order of time, and the batch size at each time.
 
-    The numbers are a plain tensor: torch reads them from memory.
+    The batch sizes are a plain tensor, as torch reads them from memory.
 
     Raises:
         RuntimeError: lengths that torch refuses.
@@ -89,7 +89,7 @@ def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
 
 
 def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    """`torch._pad_packed_sequence`: packed sequences in a tensor that has all steps of each, and their lengths.
+    """`torch._pad_packed_sequence`: packed sequences as one padded tensor, and their lengths.
 
     Raises:
         ValueError: fewer steps than the longest sequence has.
@@ -108,14 +108,14 @@ def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ten
 
 
 def _places(sizes: Sequence[int], batch_first: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each packed step stands in the tensor of all steps."""
+    """The index of each packed step in the padded tensor."""
     pairs = [(step, row) for step, size in enumerate(sizes) for row in range(size)]
     step, row = torch.tensor(pairs, device=device).unbind(1)
     return (row, step) if batch_first else (step, row)
 
 
 def repeated(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`repeat_interleave` by numbers in a tensor: a lookup at the places that they repeat."""
+    """`repeat_interleave` by counts in a tensor: a lookup at the repeated indices."""
     x, repeats, dim, size = bind_arguments(("input", "repeats", "dim", "output_size"), args, kwargs)
     if dim is None:
         x, dim = x.flatten(), 0

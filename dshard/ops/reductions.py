@@ -1,4 +1,4 @@
-"""Reductions, and operators that need all of one dim: a reduced dim that is sharded leaves the result partial."""
+"""Reductions, and operators that need all of one dim; reducing a sharded dim leaves the result partial."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
 
 
 def _ask(call: Call) -> None:
-    """Let torch refuse a reduction of no elements; meta tensors do not check it."""
+    """Let torch refuse a reduction of no elements, which it does not check on meta tensors."""
     call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype), *call.args[1:], **call.kwargs)
 
 
@@ -130,7 +130,7 @@ def filled(*ops: ReduceOp) -> Callable[[Call, Strategy, Coordinate], LocalOp]:
 
 
 def identity(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes no max or min.
+    """The identity of max or min for a dtype.
 
     >>> identity("max", torch.int8), identity("min", torch.bool)
     (-128, True)

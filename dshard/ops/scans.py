@@ -1,4 +1,4 @@
-"""Operators along a sharded dim from one small summary of each rank's block: scans, and the positions of extremes.
+"""Operators along a sharded dim by a small summary of each rank's block: scans, and the positions of extremes.
 
 Each rank works on its block; the summaries of all blocks are gathered; each rank combines them to its result.
 """
@@ -64,7 +64,7 @@ class Blocks:
         return number
 
     def peers(self, at: Coordinate) -> list[Coordinate]:
-        """The ranks that hold the blocks of one group, that of the rank at `at`."""
+        """The ranks that hold the blocks in the group of the rank at `at`."""
         mesh = self.spec.layout.mesh
         return mesh.peers(tuple(mesh.names[axis] for axis in self.axes), at)
 
@@ -78,7 +78,7 @@ class Blocks:
         return [i for i, peer in enumerate(self.peers(at)) if all(layout.region(shape, peer)[dim] for dim in self.dims)]
 
     def stacked(self, dtype: torch.dtype) -> tuple[Spec, Layout]:
-        """The spec of the summaries of all blocks stacked along a new dim 0, sharded there, and the layout without."""
+        """The spec of the summaries of all blocks stacked along a new, sharded dim 0, and that layout replicated."""
         layout, term = self.spec.layout, tuple((str(d),) for d in range(len(self.small)))
         order = order_of([term], [self.rest])
         sharded, replicated = (
@@ -108,10 +108,10 @@ def _alternative(
     local_op: Callable[[Coordinate], LocalOp],
     join_op: Callable[[Coordinate], LocalOp],
 ) -> AlternativePlan:
-    """A local operator on each block, whose last outputs are summaries of `dtypes`, and one that joins them.
+    """The plan of a local operator on each block, whose last outputs are summaries of `dtypes`, and of `join_op`.
 
-    That takes the other outputs of the first, and the summaries of all blocks. Outputs are sharded as the operand would
-    be by `result`.
+    `join_op` takes the other outputs of the local operator, and the summaries of all blocks. Outputs are sharded like
+    `result`.
     """
     layout, device = blocks.spec.layout, blocks.spec.device
     _, outputs = sharded_anyway(rule, order_of(rule.inputs, [result]), layout.mesh)
@@ -132,7 +132,7 @@ def _alternative(
 
 
 def _picked(blocks: Tensor, numbers: Sequence[int]) -> Tensor:
-    """The blocks of these numbers; the first few, which they mostly are, as a view."""
+    """The blocks of these numbers, as a view if they are the first ones."""
     if list(numbers) == list(range(len(numbers))):
         return blocks[: len(numbers)]
     # a list as an index becomes a tensor on the CPU, for whose copy to a GPU the host waits
@@ -145,7 +145,7 @@ def _picked(blocks: Tensor, numbers: Sequence[int]) -> Tensor:
 def scan(join: Callable[[Parts, Parts], Parts], positions: bool = False) -> Alternative:
     """A cumulative operator: each rank scans its block, and continues from the last slices of the blocks before it.
 
-    `join` takes a block's outputs and the last ones of each block before. With `positions` the second output has
+    `join` takes a block's outputs and the last slices of each block before. With `positions` the second output has
     indices.
     """
 
@@ -183,17 +183,17 @@ def _scanned(call: Call, local: Tensor, held: range, positions: bool) -> Parts:
 
 
 def add(own: Parts, ends: Parts) -> Parts:
-    """Join of cumsum."""
+    """The join of cumsum."""
     return (own[0] + ends[0].sum(0, dtype=own[0].dtype),)
 
 
 def multiply(own: Parts, ends: Parts) -> Parts:
-    """Join of cumprod."""
+    """The join of cumprod."""
     return (own[0] * ends[0].prod(0, dtype=own[0].dtype),)
 
 
 def log_add(own: Parts, ends: Parts) -> Parts:
-    """Join of logcumsumexp."""
+    """The join of logcumsumexp."""
     total = ends[0][0]
     for end in ends[0][1:]:
         total = torch.logaddexp(total, end)
@@ -201,7 +201,7 @@ def log_add(own: Parts, ends: Parts) -> Parts:
 
 
 def latest(better: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Parts, Parts], Parts]:
-    """Join of cummax and cummin: the largest or smallest so far, the latest of equals; a NaN stays."""
+    """The join of cummax and cummin: the largest or smallest so far, the latest of equals; NaN propagates."""
 
     def join(own: Parts, ends: Parts) -> Parts:
         value, index = ends[0][0], ends[1][0]
@@ -217,7 +217,7 @@ def latest(better: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Parts, Parts
 
 
 def _extreme_of_blocks(largest: bool, call: Call, rule: Rule) -> AlternativePlan | None:
-    """max and min along a dim, argmax and argmin: the best of the blocks' extremes, the first of equals."""
+    """`max` and `min` along a dim, `argmax` and `argmin`: the best of the blocks' extremes, the first of equals."""
     spec, ndim = call.specs[0], len(call.shapes[0])
     if len(call.outs) == 1 and not call.func._schema.name.startswith("aten::arg"):
         return None  # no position is asked for: a reduction gives the value alone
@@ -262,7 +262,7 @@ def _own_extreme(local: Tensor, dims: tuple[int, ...], largest: bool, region: An
 def _best(
     values: Tensor, indices: Tensor, filled: Sequence[int], largest: bool, gone: tuple[int, ...], both: bool
 ) -> Any:
-    """The best extreme of the blocks that are not empty, and the first index that has it."""
+    """The best extreme of the blocks that are not empty, and its first index."""
     values, indices = _picked(values, filled), _picked(indices, filled)
     best = values.max(0).values if largest else values.min(0).values
     hits = (values == best) | (values.isnan() & best.isnan())
@@ -273,7 +273,7 @@ def _best(
 
 
 def _best_of_blocks(call: Call, rule: Rule) -> AlternativePlan | None:
-    """topk: the best `k` of the best `k` of each block."""
+    """`topk`: the best `k` of the best `k` of each block."""
     k, spec = call.argument("k"), call.specs[0]
     dim = call.dim() if spec.shape else 0
     blocks = Blocks.of(call, (dim,), k) if k > 0 else None

@@ -1,6 +1,6 @@
-"""Operators that select some of a tensor's elements, their backward forms, and those that write a selection.
+"""Operators that select elements along dims, their backward forms, and operators that write a selection.
 
-A dim along which elements are selected is not sharded, for its term has no factor there, unless by a single index.
+A dim along which elements are selected is not sharded, as it has no factor, unless one index is selected.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The terms of a tensor and of what is selected of it; `dims` are the arguments that name dims of the tensor."""
+    """The terms of a tensor and of a selection of it; `dims` are the arguments that name dims of the tensor."""
 
     tensor: str
     selected: str
     dims: tuple[str, ...] = ("dim",)
 
     def rule(self, call: Call, text: str, passes: tuple[PassThrough, ...]) -> Rule:
-        """The rule `text` of these terms."""
+        """The rule `text`, with a gap at the selected dims."""
         dims = [call.argument(name) for name in self.dims]
         return call.rule(text, at=[dim for dim in dims if dim is not None], same_size=True, passes=passes)
 

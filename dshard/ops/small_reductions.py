@@ -1,7 +1,7 @@
-"""Operators along a sharded dim by small reductions instead of gathering it: softmax, norms, distances.
+"""Operators along a sharded dim by small reductions instead of a gather: softmax, norms, distances.
 
 Most are torch's own decompositions, whose reductions leave small partial results, completed at once. An operator whose
-output follows from one statistic for each of its elements, to which all ranks add, says which: `reduced_statistic`.
+output follows from one reduced statistic for each of its elements uses `reduced_statistic`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def partial_along(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout
 def along_dims(
     layout: Layout, shape: Shape, dims: tuple[int, ...], reductions: Sequence[ReduceOp]
 ) -> list[tuple[Layout, Layout, Shape]]:
-    """The reductions of a tensor over `dims`, completed on all ranks: each a layout before and after, and a shape."""
+    """The reductions of a tensor over `dims`, completed on all ranks: the layouts before and after, and the shape."""
     axes, small = split_axes(layout, dims), tuple(1 if dim in dims else n for dim, n in enumerate(shape))
     return [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
 
 
 def small_reductions(*reductions: ReduceOp, operand: int = 0) -> Alternative:
-    """torch's decomposition of an operator along the dims that its rule does not shard, by these reductions over them.
+    """The alternative by torch's decomposition, with these reductions over the dims that the rule does not shard.
 
-    All operands take the layout of number `operand`, as far as they share its dims.
+    All operands take the layout of operand number `operand`, as far as they share its dims.
     """
     return Alternative("small reductions", partial(_plan, reductions, operand))
 
@@ -99,9 +99,9 @@ def _decomposition(func: OpOverload) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """The statistics of a local tensor, in the output's shape, their reductions, and the output computed from them.
+    """A statistic of local tensors, in the output's shape, its reduction, and the output computed from it.
 
-    `part` takes the arguments of the call with local tensors, also of a rank without elements of the sharded dim.
+    `part` takes the arguments of the call with local tensors, also on a rank without elements of the sharded dim.
     """
 
     part: LocalOp
@@ -110,9 +110,9 @@ class Statistic:
 
 
 def reduced_statistic(of: Callable[[Call], Statistic | None]) -> Alternative:
-    """An operator of one output, along the dims that its rule does not shard, by one reduction of a statistic.
+    """The alternative of an operator of one output by one reduced statistic over the dims that the rule does not shard.
 
-    Not where `of` gives None, nor in half precision, in which the statistic of each part would be rounded.
+    It does not apply if `of` returns None, nor in half precision, in which each rank's statistic would be rounded.
     """
     return Alternative("small reductions", partial(_plan_statistic, of))
 

@@ -1,4 +1,4 @@
-"""`split` and `chunk` of a sharded dim: each piece has the tensor's layout, and each rank sends just what peers lack.
+"""`split` and `chunk` of a sharded dim: each piece has the tensor's layout, by an exchange of missing elements only.
 
 So a projection that computes queries, keys and values at once, sharded as one tensor, leaves each of them sharded.
 """
@@ -60,7 +60,7 @@ def _pieces(call: Call) -> AlternativePlan | None:
 
 
 def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:
-    """The moves that give each rank in turn its chunk of each piece."""
+    """The moves that give each rank its chunk of each piece."""
     moves, at = [], 0
     for rank in range(ranks):
         for start, size in zip(starts, sizes, strict=False):

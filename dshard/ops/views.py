@@ -1,4 +1,4 @@
-"""Operators that show all elements of a tensor in other dims."""
+"""View operators: all elements of a tensor in other dims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dshard.torch_private import no_dispatch, no_torch_function
 
 
 def with_local_size(name: str) -> Kernel:
-    """A kernel: the operator, with the output's local shape in place of its global argument `name`."""
+    """A kernel with the output's local shape in place of the global argument `name`."""
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         size = out_local_shape(call, strategy, coordinate)
@@ -96,14 +96,14 @@ def squeeze(call: Call) -> Rule:
 
 
 def _squeezed(call: Call) -> tuple[int, ...]:
-    """The dims that go, of size one."""
+    """The dims of size one that the call removes."""
     shape = call.shapes[0]
     dims = call.dims() if shape and call.argument("dim") != [] else ()
     return tuple(dim for dim in dims if shape[dim] == 1)
 
 
 def squeeze_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A kernel that drops only dims whose global size is one: a local tensor may have that size by chance."""
+    """A kernel that removes only dims of global size one, as other dims may have local size one."""
     gone = _squeezed(call)
     return lambda x, *_, **__: x.squeeze(gone)
 
@@ -114,7 +114,7 @@ def expand(call: Call) -> Rule:
 
 
 def strided(call: Call) -> Rule:
-    """No dim may be sharded, for strides reach any element; but those of a contiguous tensor are a reshape."""
+    """No dim may be sharded, as strides reach any element; but strides of a contiguous tensor are a reshape."""
     if _is_plain(call):
         return reshape(call)
     return call.rule("[...] -> [...]", passes=MOVES)
@@ -129,9 +129,9 @@ def _is_plain(call: Call) -> bool:
 
 
 def in_memory_of(call: Call, is_moved: bool) -> Callable[[Tensor], Tensor] | None:
-    """The function that gives the redistributed operand of a view the strides of its spec; None where any will do.
+    """The function that gives the redistributed operand of a view the strides of its spec; None if any will do.
 
-    Strides that are given count in it. Where the operand `is_moved` it is a copy, to which views write.
+    Needed for views by given strides, and if the operand `is_moved`: then it is a copy, to which views write.
     """
     spec = call.specs[0]
     if call.func is _ATEN.as_strided.default and not _is_plain(call):
@@ -160,7 +160,7 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
 
 
 def strided_of_base(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Any strides over the memory of a view, which is that of its base."""
+    """`as_strided` of a view: strides over the memory of its base."""
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
     with no_torch_function():
@@ -194,7 +194,7 @@ def done_now(operator: LocalOp) -> Kernel:
 
 
 def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Change a tensor in place to the dims of the view."""
+    """Give a tensor in place the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)
     x._local_tensor, x._spec = out._local_tensor, out._spec
@@ -216,7 +216,7 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 }
 
 _OF_VIEW = {_ATEN.as_strided.default: Composed(strided_of_base, lambda args: args[0]._is_view())}
-"""The operators that reach memory beyond a view of which they are called."""
+"""Operators of a view that reach memory beyond it."""
 
 _RESHAPE = Operator(reshape, reshape_kernel)
 

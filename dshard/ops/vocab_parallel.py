@@ -33,7 +33,7 @@ LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "
 
 
 def reduce_statistics(x: Any, op: str | None) -> Any:
-    """`x` with its partial sums reduced, for operator `op` or because the user asked for it; recorded by autograd."""
+    """`x` with its partial sums reduced, for operator `op` or at the user's request; recorded by autograd."""
     return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.has_partial else x
 
 
@@ -56,9 +56,9 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
     The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
-    (Megatron-LM, vocab-parallel cross entropy); the gradient is computed from what each rank holds. None where
-    gathering the classes costs less, unless `always`: then the reductions count as asked for. `nll_loss`, of log
-    probabilities, needs the last number alone.
+    (Megatron-LM, vocab-parallel cross entropy); the gradient needs no communication. None if gathering the classes
+    costs less, unless `always`: then the reductions count as requested by the user. `nll_loss`, of log probabilities,
+    needs only the last number.
     """
     bound = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     x, target, weight, average, ignored, reduce, reduction, smoothing = bound

@@ -5,8 +5,8 @@ expand.py               a rule on a mesh: each mesh axis takes at most one facto
 strategy.py             expansions priced, the cheapest chosen
 reshape.py              the rule of a reshape, from its shapes
 matmul_loops.py         matmuls: a loop m, n or k for each mesh axis, all schedules in closed form
-matmul_strategies.py    those that have a name
+matmul_strategies.py    named schedules
 split_contraction.py    a contraction dim whose operands are sharded at different levels
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
-matmul_bound.py         the least that a matmul must communicate
+matmul_bound.py         a lower bound on the communication of a matmul
 """

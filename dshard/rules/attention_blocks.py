@@ -1,4 +1,4 @@
-"""Blocks of scores: which of a rank's queries see which of the keys that it holds, as products that need no mask.
+"""Blocks of scores: the ranges of a rank's queries and keys that see each other, as matmuls that need no mask.
 
 Positions are those of single-device torch: with a causal mask query i sees the keys 0 to i.
 """
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 TILE_KEYS = 512
-"""Keys of a tile of torch's kernel for CPUs, which computes a tile whole where a query of it sees a key."""
+"""Keys of a tile of torch's kernel for CPUs, which computes all of a tile in which some query sees a key."""
 
 Join: TypeAlias = Literal["taken", "copied", "merged"]
-"""How the result of a block joins that of the blocks before: it is the result, or copied or merged into its rows."""
+"""How a block's result joins the result of the blocks before: taken as the result, or copied or merged into it."""
 FILLING, COPYING, MERGING = 2, 2, 5
 """Operators that fill a result before the first copy to it, copy a block's, and merge one: with the log-sum-exps."""
 FILLED, COPIED, MERGED, WIDENED = 1.0, 2.0, 3.0, 1.5
-"""How often these, and a conversion to single precision, read or write an element of the rows."""
+"""How often a fill, a copy, a merge, and a conversion to single precision read or write an element of the rows."""
 ADDED = 3.0
 """How often the one operator that adds a gradient of a block to the sum reads or writes an element."""
 PREPARING, PRODUCT = 2, 2
 """Operators before the blocks of a backward pass, which fills a sum for each gradient: one pair finds the rows without
-weights, one has the product of the result with its gradient."""
+weights, one multiplies the result and its gradient."""
 STANDING_IN = 11
-"""Operators that make what stands in for the result in a backward pass which does not hold it."""
+"""Operators that make a substitute for the result in a backward pass which does not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A range of the local queries and one of the local keys, all of which they see; or, on the `diagonal`, a triangle.
+    """A range of local queries that see all of a range of local keys; or, on the `diagonal`, a triangle of them.
 
     On the diagonal query i of the range sees the keys 0 to i of the range.
     """
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """The pairs of a query and a key that it sees."""
+        """The number of pairs of a query and a key that it sees."""
         rows, columns = len(self.queries), len(self.keys)
         if not self.diagonal:
             return rows * columns
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def tiled_pairs(self) -> int:
-        """The pairs that torch's kernel for CPUs computes: those of all tiles in which some pair is seen.
+        """The number of pairs that torch's kernel for CPUs computes: all of each tile in which some pair is seen.
 
         >>> Block(range(1024), range(1024), diagonal=True).tiled_pairs / 1024**2
         0.75
@@ -63,7 +63,7 @@ class Block:
 
 
 def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool) -> tuple[Block, ...]:
-    """The blocks of what a rank computes that has the queries at these positions, in order, and keys at those.
+    """The blocks that a rank with queries and keys at these positions, in order, computes.
 
     >>> for block in visible_blocks([range(4, 8)], [range(6)], causal=True):
     ...     print(block)
@@ -92,7 +92,7 @@ def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool
 
 
 def _union(a: Block, b: Block) -> Block | None:
-    """Two blocks side by side as one, which takes one kernel and is merged once; None where they are no such."""
+    """Two adjacent blocks as one, which takes one kernel and is merged once; None if they are not adjacent."""
     if a.diagonal or b.diagonal:
         return None
     if a.queries == b.queries and a.keys.stop == b.keys.start:
@@ -103,12 +103,12 @@ def _union(a: Block, b: Block) -> Block | None:
 
 
 def visible_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> int:
-    """The pairs of a query and a key that it sees, of queries and keys at these positions."""
+    """The number of pairs of a query and a key that it sees, for queries and keys at these positions."""
     return sum(block.pairs for block in visible_blocks(queries, keys, causal))
 
 
 def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
-    """The pairs that kernels compute for blocks: on CPUs, where gloo sends, those of whole tiles.
+    """The number of pairs that kernels compute for blocks: on CPUs, where gloo sends, all pairs of their tiles.
 
     Tiles of GPUs are so small that they are not counted.
     """
@@ -116,7 +116,7 @@ def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
 
 
 def join_of(block: Block, reached: Sequence[range], rows: int) -> Join:
-    """How a block joins a result of so many rows, of which blocks before reached these ranges.
+    """How a block joins a result of `rows` rows, of which earlier blocks have written the ranges `reached`.
 
     >>> join_of(Block(range(2, 4), range(2)), [range(2)], 4), join_of(Block(range(4), range(2)), [range(2)], 4)
     ('copied', 'merged')
@@ -127,15 +127,16 @@ def join_of(block: Block, reached: Sequence[range], rows: int) -> Join:
 
 
 def reach(reached: list[range], queries: range) -> None:
-    """Add a range of queries to those that blocks reached, unless it lies within one of them."""
+    """Add a range of queries to the written ranges `reached`, unless it lies within one of them."""
     if not any(each.start <= queries.start and queries.stop <= each.stop for each in reached):
         reached.append(queries)
 
 
 class Work(NamedTuple):
-    """What a rank does for so many `blocks`: pairs, operators with the kernels, and rows that those beside them touch.
+    """A rank's work for a number of `blocks`: computed pairs, operators, and rows touched beside the kernels.
 
-    Rows are of the result, in single precision at least. `queries` and `keys` are those of all blocks.
+    `operators` include the kernels. `rows` are rows of the result, in single precision at least. `queries` and `keys`
+    are summed over the blocks.
     """
 
     pairs: int
@@ -147,7 +148,7 @@ class Work(NamedTuple):
 
 
 def work_of(steps: Sequence[Sequence[Block]], rows: int, backend: str, narrow: bool) -> tuple[Work, ...]:
-    """What the blocks of each step take that join one result of so many rows, `narrow` in half precision.
+    """The work of the blocks of each step, which join one result of `rows` rows, `narrow` in half precision.
 
     >>> work_of([visible_blocks([range(4, 8)], [range(6)], True)], 4, "nccl", False)
     (Work(pairs=23, operators=7, rows=12.0, blocks=2, queries=8, keys=6),)

@@ -1,4 +1,4 @@
-"""A lower bound on the communication of attention whose sequences are stored split."""
+"""A lower bound on the communication of attention with sharded sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 
 LARGEST = 128
-"""Ranks that split a sequence: for more of them, of a causal mask, no bound is computed."""
+"""The most ranks along a sequence for which a bound with a causal mask is computed."""
 
 
 def attention_lower_bound(rows: float, keys: float, groups: int, ranks: int, causal: bool) -> float:
@@ -42,7 +42,7 @@ def attention_lower_bound(rows: float, keys: float, groups: int, ranks: int, cau
 def attention_bytes_bound(
     rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]]
 ) -> float | None:
-    """Bytes that some rank must receive in attention whose operands are stored once, each split in the same way.
+    """Bytes that some rank must receive in attention whose operands are stored once, all sharded in the same way.
 
     None for another operator, and for other layouts.
     """
@@ -76,7 +76,7 @@ def _pairs(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _causal_pairs(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """The most pairs of a and b, where a range of queries sees those of keys before it: the last ones see the first."""
+    """The most pairs of a query range and a key range, if queries see the keys before: the last see the first."""
     for b in range(ranks):
         count = 0
         for a in range(ranks):

@@ -1,8 +1,8 @@
-"""Attention as a product: O[b, h, q] = softmax(Q[b, h, q] K[b, h, k]^T) V[b, h, k], with one loop for each mesh axis.
+"""Attention as nested loops: O[b, h, q] = softmax(Q[b, h, q] K[b, h, k]^T) V[b, h, k]; each mesh axis shards one loop.
 
-Loops b and h move nothing where the operands are stored by batch or heads; where they are stored split over the
-sequence, an all_to_all takes them to loop h and the result back. Loop q moves K and V. Loop k moves O: each rank has a
-partial result, and these are merged by the log-sum-exp of each row.
+Loops b and h communicate nothing if the operands are stored by batch or heads; if they are sharded over the sequence,
+an all_to_all moves them to loop h and the result back. Loop q moves K and V. Loop k moves O: each rank has a partial
+result, and these are merged by the log-sum-exp of each row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dshard.validate import suggestion
 AttentionLoop: TypeAlias = Literal["b", "h", "q", "k", "ring", "balanced ring"]
 LOOPS: tuple[AttentionLoop, ...] = ("b", "h", "q", "k")
 RINGS: tuple[AttentionLoop, ...] = ("ring", "balanced ring")
-"""Loop q whose keys and values are not gathered, but go round."""
+"""Forms of loop q whose keys and values are not gathered, but sent around a ring."""
 AttentionLoops: TypeAlias = tuple[AttentionLoop | None, ...]
 """A loop for each mesh axis, None for any."""
 RequestedLoops: TypeAlias = str | AttentionLoops | None
 """A name of the table below, loops, or None for the cheapest of all."""
 Keys: TypeAlias = Literal["whole", "split", "every head"]
-"""Of the keys a rank has those of its heads, a range of those, or all of every head."""
+"""The keys that a rank has: all keys of its heads, a range of them, or all keys of every head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ ATTENTIONS: dict[str, NamedAttention] = {
 def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", causal: bool = False) -> Rule:
     """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
 
-    A causal mask is about absolute positions: where queries are sharded, each rank's kernel knows where its own begin.
-    With grouped queries, the heads of the query are those of the key times the group that shares one, and sharded with
-    those; where every rank has "every head" of the keys, the heads of the query are sharded alone. Where keys are
-    "split", loop k is one of the loops, and leaves a partial sum.
+    A causal mask has absolute positions: each rank's kernel knows where its queries begin. With grouped queries, the
+    heads of the query are the key heads times the group that shares one, and sharded with the key heads; if every rank
+    has "every head" of the keys, the heads of the query are sharded alone. If keys are "split", loop k is one of the
+    loops, and leaves a partial sum.
 
     >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False))
     b h q [d], b h [k] [d], b h [k] [e] -> b h q [e]
@@ -98,7 +98,7 @@ def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", cau
 
 
 def is_grouped(shapes: Sequence[Shape], gqa: bool) -> bool:
-    """Whether several heads of the query share one of the key."""
+    """Whether several heads of the query share one key head."""
     return gqa and shapes[0][-3] != shapes[1][-3]
 
 
@@ -121,11 +121,10 @@ Way: TypeAlias = tuple[Allowed, tuple[int, ...]]
 
 
 def ways_of(requested: RequestedLoops, rule: Rule, layouts: Sequence[Layout]) -> tuple[tuple[Way, ...], bool | None]:
-    """The ways in which loops may be given to mesh axes, and whether rings are balanced: None for either.
+    """The assignments of loops to mesh axes, and whether rings are balanced: None for either.
 
-    Axes without a role may have any loop. Where nothing is asked for, or no loop of an axis, an axis on which all
-    operands are replicated stays so, and a ring goes round axes on which the sequence of keys is stored split, the
-    first of them outside.
+    Axes without a role may have any loop. Without a requested loop an axis on which all operands are replicated stays
+    so, and a ring goes around axes that shard the sequence of keys, the first of them outermost.
 
     Raises:
         StrategyError: no such name or loop, more loops than mesh axes, or a ring around an axis of one rank.
@@ -161,7 +160,7 @@ def ways_of(requested: RequestedLoops, rule: Rule, layouts: Sequence[Layout]) ->
 def _way(
     loops: Sequence[AttentionLoop | None], picked: Sequence[int], rule: Rule, layouts: Sequence[Layout]
 ) -> Way | None:
-    """The loops given to these mesh axes, in this order; None where a ring has one rank."""
+    """The assignment of loops to the mesh axes `picked`, in this order; None if a ring has one rank."""
     mesh, rows = layouts[0].mesh, {loop: frozenset[Row]({loop}) for loop in LOOPS}
     rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
     given: dict[int, frozenset[Row] | None] = {}
@@ -178,15 +177,15 @@ def _way(
 
 
 def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:
-    """The rows with loop q on these mesh axes."""
+    """`allowed` with loop q on these mesh axes."""
     return tuple(frozenset[Row]({"q"}) if axis in axes else rows for axis, rows in enumerate(allowed))
 
 
 def check_attention(requested: object) -> RequestedLoops:
-    """The name of a choice of loops, or loops, one for each mesh axis, None where any may be taken.
+    """Check a name of `ATTENTIONS`, or loops, one for each mesh axis or None for any, and return it.
 
     Raises:
-        StrategyError: neither, with the names there are.
+        StrategyError: neither, with the known names.
     """
     if isinstance(requested, str) and requested in ATTENTIONS:
         return requested
@@ -200,7 +199,7 @@ def check_attention(requested: object) -> RequestedLoops:
 
 
 def with_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
-    """Those of the alternatives in which some mesh axis has this row."""
+    """The alternatives that allow this row on some mesh axis, restricted to it there."""
     return tuple(
         (*allowed[:axis], frozenset[Row]({row}), *allowed[axis + 1 :])
         for allowed in alternatives
@@ -210,7 +209,7 @@ def with_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
 
 
 def without_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
-    """Those of the alternatives in which no mesh axis must have this row."""
+    """The alternatives in which no mesh axis must have this row."""
     return tuple(allowed for allowed in alternatives if frozenset[Row]({row}) not in allowed)
 
 

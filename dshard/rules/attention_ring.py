@@ -1,13 +1,12 @@
-"""Attention around a ring: which panel of keys and values each rank has in each step, and what it sends on.
+"""Ring attention: the panel of keys and values that each rank has in each step, and the messages between steps.
 
-Every rank of the ring begins with its own panel, and hands on the panel that it has to the rank after it. Around
-several mesh axes the innermost turns fastest: a panel goes round it, then one rank further on the next axis, and round
-again, so that it crosses a slow axis least often. A panel that no later rank may see is not sent on (Liu et al., Ring
-Attention, 2023).
+Every rank of the ring begins with its own panel, and sends its current panel to the next rank. Around several mesh axes
+the innermost varies fastest: a panel goes around it, then one rank further on the next axis, and around again, so that
+it crosses a slow axis least often. A panel that no later rank may see is not sent (Liu et al., Ring Attention, 2023).
 
-In a balanced ring each rank first swaps the second half of its queries, keys and values with the rank that is as far
-from the other end: then all ranks see equally much of a causal mask in every step (Brandon et al., Striped Attention,
-2023; the halves are those of zigzag forms, of which these move least).
+In a balanced ring each rank first swaps the second half of its queries, keys and values with its mirror image in the
+ring: then all ranks have equal work under a causal mask in every step (Brandon et al., Striped Attention, 2023; the
+halves are those of zigzag forms, and the swap is the cheapest of these).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Positions = tuple[range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The mesh axes around which keys and values are sent, the outermost first, and whether halves are swapped."""
+    """The mesh axes around which keys and values are sent, outermost first, and whether halves are swapped."""
 
     axes: tuple[int, ...]
     balanced: bool = False
@@ -32,9 +31,9 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The sends and receives of one index of a ring in an exchange: of whose panel, to or from which index.
+    """The sends and receives of one rank of a ring between steps: pairs of a peer's index and the panel's owner.
 
-    `axis` is the place, among those of the ring, of the one mesh axis along which all are sent; None for several.
+    `axis` is the position in the ring's axes of the only mesh axis along which all are sent; None for several.
     """
 
     axis: int | None
@@ -44,12 +43,11 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """The steps of a ring of this shape, by the index of a rank in it.
+    """The steps of a ring of this shape; ranks have indices in it.
 
-    `owners` are those of the panels that ranks have in each step, `holders` the ranks that have each owner's panel,
-    `blocks` what ranks see of their panels, and `pairs` how many pairs of a query and a key that is. `last` is for each
-    owner the last step in which a rank sees some of its panel; `lengths` are the keys in each panel, `rows` the queries
-    of each rank.
+    For each step `owners` has the owner of each rank's panel, `holders` the rank that has each owner's panel, `blocks`
+    the visible blocks of each rank, and `pairs` their pairs of a query and a key. `last` is for each owner the last
+    step in which a rank sees some of its panel; `lengths` are the keys in each panel, `rows` the queries of each rank.
     """
 
     shape: tuple[int, ...]
@@ -63,11 +61,11 @@ class RingPlan:
 
     @property
     def ranks(self) -> int:
-        """The ranks of the ring, and its steps."""
+        """The number of ranks, and of steps, of the ring."""
         return len(self.lengths)
 
     def holder(self, owner: int, step: int) -> int:
-        """The index that has a panel in a step."""
+        """The index of the rank that has the panel of `owner` in a step."""
         return self.holders[step][owner]
 
     def panels(self, index: int, step: int) -> Messages:
@@ -78,7 +76,7 @@ class RingPlan:
         return Messages(_moving_axis(self.shape, step), sent, received)
 
     def gradients(self, index: int, step: int) -> Messages:
-        """The gradients of panels that a rank sends and receives after `step`: on with the panel, last to its owner."""
+        """The gradients that a rank sends and receives after `step`: they follow their panel, then go to its owner."""
         held = self.owners[step][index]
         sent: tuple[tuple[int, int], ...] = ()
         received: tuple[tuple[int, int], ...] = ()
@@ -104,11 +102,11 @@ class RingPlan:
         )
 
     def moving_axis(self, step: int) -> int | None:
-        """The axis along which panels are sent before `step`, by its place in the ring."""
+        """The axis along which panels are sent before `step`, by its position in the ring."""
         return _moving_axis(self.shape, step)
 
     def moving_axis_of_gradients(self, step: int) -> int | None:
-        """The axis along which gradients are sent after `step`, by its place in the ring; None for several."""
+        """The axis along which gradients are sent after `step`, by its position in the ring; None for several."""
         if len(self.shape) == 1:
             return 0
         if step + 1 == self.ranks or step in self.last:
@@ -116,15 +114,15 @@ class RingPlan:
         return _moving_axis(self.shape, step + 1)
 
     def works(self, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
-        """What each rank does in each step, on devices that have this backend; `narrow` in half precision."""
+        """The work of each rank in each step, on devices with this backend; `narrow` in half precision."""
         of_ranks = zip(zip(*self.blocks, strict=True), self.rows, strict=True)
         return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
 
     def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
-        """Seconds of the critical path, where a rank sends a panel on while it computes with it.
+        """Seconds of the critical path, as a rank sends a panel on while it computes with it.
 
-        `work` are the seconds of each step on each rank, `sends` those of the exchange before each step but the first,
-        and `lost` how much longer a rank computes beside each of these.
+        `work` are the seconds of each step on each rank, `sends` those of the messages before each step but the first,
+        and `lost` the seconds by which each of these slows the computation beside it.
         """
         starts = [0.0] * self.ranks
         for step, (send, longer) in enumerate(zip(sends, lost, strict=True), start=1):
@@ -139,7 +137,7 @@ class RingPlan:
 def ring_plan(
     shape: tuple[int, ...], queries: tuple[Positions, ...], keys: tuple[Positions, ...], causal: bool
 ) -> RingPlan:
-    """The plan of a ring, given the positions of the queries and keys that each rank begins with.
+    """The plan of a ring for the initial positions of each rank's queries and keys.
 
     >>> plan = ring_plan((2, 2), ((range(1),),) * 4, ((range(1),),) * 4, False)
     >>> plan.owners
@@ -159,7 +157,7 @@ def ring_plan(
 
 
 def swapped(positions: Sequence[range]) -> tuple[Positions, ...]:
-    """The positions of each rank once second halves are swapped with the rank as far from the other end.
+    """The positions of each rank after it has swapped second halves with its mirror image in the ring.
 
     >>> swapped([range(0, 4), range(4, 8), range(8, 10)])
     ((range(0, 2), range(9, 10)), (range(4, 6), range(6, 8)), (range(8, 9), range(2, 4)))
@@ -175,7 +173,7 @@ def halved(positions: range) -> tuple[range, range]:
 
 
 def _moving_axis(shape: tuple[int, ...], step: int) -> int:
-    """The axis of the ring along which panels are sent before a step: the outermost that comes round."""
+    """The axis of the ring along which panels are sent before a step: the outermost whose inner axes are back at 0."""
     return next(axis for axis in range(len(shape)) if step % prod(shape[axis + 1 :]) == 0)
 
 

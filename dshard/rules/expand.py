@@ -44,9 +44,9 @@ def expansions(
     among: Sequence[Allowed] | None = None,
     result: Layout | None = None,
 ) -> Iterator[Expansion]:
-    """Yield the candidate expansions of `rule`; only those that one of `among` allows, if it is given.
+    """Yield the candidate expansions of `rule`; with `among` only those that one of its alternatives allows.
 
-    `result` is the layout requested of the first output, whose order of mesh axes then counts like an operand's.
+    `result` is the requested layout of the first output, whose order of mesh axes then counts like an operand's.
     """
     sizes = sizes_of(rule, operands, outputs)
     rows = [rows_of_axis(rule, operands, axis) for axis in range(operands[0].layout.mesh.ndim)]
@@ -101,7 +101,7 @@ Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
 def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
-    """Yield the orders of the mesh axes that shard one factor: left to right, and any that a tensor has already."""
+    """Yield the orders of the mesh axes that shard one factor: left to right, and any order of an operand."""
     split: Order = {}
     for axis, row in enumerate(assignment):
         if isinstance(row, str):
@@ -138,7 +138,7 @@ class Expansion:
 def expand(
     rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
 ) -> Expansion | None:
-    """The expansion of these rows, or None where they exclude each other."""
+    """The expansion of these rows, or None if they exclude each other."""
     mesh = operands[0].layout.mesh
     for term in (*rule.inputs, *rule.outputs):
         if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
@@ -158,7 +158,7 @@ def expand(
 
 
 def order_of(terms: Sequence[Term], layouts: Sequence[Layout]) -> Order:
-    """For each factor the mesh axes that shard it, where tensors of these terms have these layouts."""
+    """For each factor the mesh axes that shard it, if tensors of these terms have these layouts."""
     order: Order = {}
     for term, layout in zip(terms, layouts, strict=True):
         for dim, factors in enumerate(term):
@@ -200,7 +200,7 @@ def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placem
 def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
     """The placements of operand `i`'s gradient on axes that shard none of its factors.
 
-    Where the work is sharded but the operand is replicated, its gradient is partial. So it is where another operand is
+    If the work is sharded but the operand is replicated, its gradient is partial. So it is if another operand is
     partial: the gradient is summed or averaged like that operand.
     """
     rest: list[Placement] = []
@@ -235,12 +235,12 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
 
 @cached("expanded layouts", 16384)
 def _expanded_layout(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
-    """One object for all expansions that give this layout."""
+    """The cached layout, one object for all expansions that have it."""
     return interned(Layout(mesh, placements, orders))
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
-    """Whether factors sharded in this order merge, on every rank, into just the chunk that the merged dim has there."""
+    """Whether factors sharded in this order merge, on every rank, into exactly its chunk of the merged dim."""
     axes = _axes_of(dim, order)
     if not axes:
         return True

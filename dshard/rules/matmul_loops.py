@@ -1,4 +1,4 @@
-"""Schedules: a loop for each mesh axis, and where the tensor that lacks it is stored. All of them, in closed form.
+"""Schedules of matmuls in closed form: a loop for each mesh axis, and the storage of the tensor that lacks it.
 
 On an axis with loop m, A and C are sharded over m, and B, which has no m, moves: it is replicated there, or stored
 sharded and gathered. Loop n moves A; loop k moves C, which is left partial, all-reduced, or reduce-scattered. That

@@ -12,9 +12,9 @@ from dshard.rules.rule import Rule, Term
 
 
 def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str, int]) -> str | None:
-    """The factor to cut into panels: of the allowed loops, the one whose tensors move most; None where nothing moves.
+    """The factor to cut into panels: among the allowed loops, the most communicated; None if nothing is communicated.
 
-    Of equals, one that is not contracted, for its panels need not be added up, and the largest.
+    Among equals, one that is not contracted, as its panels need not be summed, and the largest.
     """
     terms = (*rule.inputs, *rule.outputs)
     moved = [plan.busiest() for plan in plans]
@@ -32,7 +32,7 @@ def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str
 def panels_of(
     factor: str, size: int, terms: Sequence[Term], plans: Sequence[Plan], stream: Stream
 ) -> tuple[Ranges, ...]:
-    """The panels of a factor of this size: index ranges that hold for all tensors with the factor."""
+    """The panels of a factor of this size: the same index ranges for all tensors with the factor."""
     ends: list[tuple[Layout, int]] = []
     split: list[tuple[Layout, int]] = []
     for i, (term, plan) in enumerate(zip(terms, plans, strict=True)):

@@ -45,10 +45,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A number of panels chosen by price: of `PANELS`, the one that takes the fewest seconds; one panel means in bulk.
+    """A number of panels chosen by price: the one in `PANELS` that takes the fewest seconds; one panel means in bulk.
 
-    Only numbers count whose buffers take at most `limit` bytes on a rank; where none do, the one that takes the least.
-    Each gradient has a number of its own.
+    The choice is limited to numbers whose buffers take at most `limit` bytes on a rank, or else to the smallest
+    buffers. Each gradient has a number of its own.
 
     Raises:
         StrategyError: a limit below zero.

@@ -44,7 +44,7 @@ class _Side:
 
 
 def reshape_rule(src: Shape, dst: Shape) -> Rule:
-    """The rule of a reshape from `src` to `dst`, whose dims are taken apart into the factors that both share.
+    """The rule of a reshape from `src` to `dst`, whose dims are decomposed into the factors that both share.
 
     Factors that the two do not share may not be sharded. A dim of size one pairs with one of size one.
 
@@ -73,7 +73,7 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
 
 
 def _skip(a: _Side, b: _Side, sizes: dict[str, int]) -> None:
-    """Skip the dims up to where both sides have equally many elements again: until there they share no factor."""
+    """Skip dims, which share no factor, up to where both sides have equally many elements again."""
     passed = [1, 1]
     while passed[0] != passed[1] or passed[0] == 1:
         i = 0 if passed[0] <= passed[1] else 1

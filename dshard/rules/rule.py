@@ -28,11 +28,11 @@ class Rule:
     """An operator's rule: the factors in each dim of its operands and outputs.
 
     `unsharded` factors may not be sharded. A sharded factor that an output lacks leaves it partial: with `reduce[i]`
-    for output `i`, or `reduce[0]` where all are alike. `passes` are partial operands that leave the outputs partial. Of
-    `unread` operands only the layout matters: they are not redistributed. `sizes` are those of factors that stand alone
-    in no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is
-    one matmul over all factors, or several, each with one of the factors `apart`. Of the two factors of a `triangle`
-    only the pairs count in which the index of the second is at most that of the first.
+    for output `i`, or `reduce[0]` for all. `passes` are partial operands that leave the outputs partial. Only the
+    layout of `unread` operands matters: they are not redistributed. `sizes` are the sizes of factors that are alone in
+    no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is one
+    matmul over all factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count
+    only pairs in which the index of the second is at most that of the first.
     """
 
     inputs: tuple[Term, ...]
@@ -67,7 +67,7 @@ def linear(*operands: int) -> tuple[PassThrough, ...]:
 
 
 def together(*operands: int, ops: tuple[ReduceOp, ...] = LINEAR) -> tuple[PassThrough, ...]:
-    """The pass-through of a partial reduction, one of `ops`, that these operands have together; none without `ops`."""
+    """The pass-through of a partial reduction, one of `ops`, that all these operands have; none without `ops`."""
     return (PassThrough(frozenset(operands), ops),) if ops else ()
 
 
@@ -76,7 +76,7 @@ MOVES = together(0, ops=ANY)
 
 
 def factor_sizes(terms: Sequence[Term], shapes: Sequence[Shape], rule: object) -> dict[str, int]:
-    """The size of each factor that stands alone in some dim; a size of one gives way to a larger one.
+    """The size of each factor that is alone in some dim; a larger size overrides a size of one.
 
     Raises:
         ShapeError: a factor has two sizes.

@@ -11,8 +11,8 @@
 Operators also differ in which partial operands pass through: `passes` lists sets of operands which, partial together
 while the others are replicated, leave the outputs partial with the same reduction.
 
-Two `...` in a term leave a gap at the dims that a call names, wherever these are. So are the rules of dshard's own
-operators written, whose arguments say along which dims they work:
+Two `...` in a term leave a gap at the dims that a call names, wherever these are, as in the rules of dshard's own
+operators with dims as arguments:
 
     "... [d] ... -> ... [d] ..."    softmax: any dim may be sharded, but for the one along which it works
     "... r ... -> ... ..."          a sum over some dims
@@ -78,7 +78,7 @@ def parse_rule(
 def _parsed(
     text: str, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...] | None, at: tuple[int, ...] | None, same_size: bool
 ) -> Rule:
-    """The factors of a rule alone."""
+    """The terms and unsharded factors of a rule."""
     left, right = read_rule(text)
     in_terms = left.for_tensors(shapes, "operands", text)
     out_terms = right.terms if outputs is None else right.for_tensors(outputs, "outputs", text)
@@ -105,7 +105,7 @@ def _parsed(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The terms on one side of the arrow, of which number `repeated` stands for any number of tensors."""
+    """The terms on one side of the arrow; term number `repeated` stands for any number of tensors."""
 
     terms: tuple[Term, ...]
     repeated: int | None = None
@@ -128,7 +128,7 @@ class Side:
 
 @cached("rule texts", 4096)
 def read_rule(text: str) -> tuple[Side, Side]:
-    """Both sides of the arrow. Names in brackets keep them."""
+    """Both sides of the arrow. Names in brackets keep their brackets."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise NotationError(f"the rule {text!r} has no '->': write it like 'm k, k n -> m n'")
@@ -180,7 +180,7 @@ def _parts(term: Term) -> list[Term]:
 
 
 def _positions(terms: Sequence[Term], shapes: Sequence[Shape | None], at: Sequence[int] | None, text: str) -> list[int]:
-    """The dims `at`, counted from 0, of a tensor that has all dims; one of no dims has none."""
+    """The dims `at`, counted from 0, of a tensor that has all dims; none for a tensor without dims."""
     gaps = [(_parts(term), shape) for term, shape in zip(terms, shapes, strict=True) if term.count(_SHARED) > 1]
     if gaps and at is None:
         raise NotationError(f"the rule {text!r} has several '...' in one term: it is not clear how many dims each is")
@@ -217,7 +217,7 @@ def _numbered(dim: Dim, i: int) -> Dim:
 
 
 def _of_one_size(terms: Sequence[Term], shapes: Sequence[Shape], names: list[str]) -> list[Term]:
-    """The terms, less those of the names whose dims differ in size."""
+    """The terms without the names whose dims differ in size."""
     sizes: dict[Dim, set[int]] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for dim, n in zip(term, shape, strict=True):

@@ -2,7 +2,7 @@
 
 The order in which a sum runs is free, so operands that shard k over several mesh axes may be multiplied block by block
 as they are stored: A with k over (c, d) and B with k over (r, d) agree on d, though neither holds a range of k there.
-With k seen as k1 k2 k3, the axes c and r shard k1 and d shards k2, and the rule notation says the rest.
+With k as k1 k2 k3, the axes c and r shard k1 and d shards k2, in rule notation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SplitContraction:
 
 
 def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContraction | None:
-    """The matmul with its contraction dim cut, or None where that adds no candidate or sizes do not divide.
+    """The matmul with its contraction dim cut, or None if that adds no candidate or sizes do not divide.
 
-    It adds candidates where both operands shard the dim, at some level by different axes of one size.
+    It adds candidates if both operands shard the dim, at some level by different axes of one size.
     """
     (a, b), (out,) = rule.inputs[:2], rule.outputs
     shared = [dim for dim in a if dim and dim in b and dim not in out]

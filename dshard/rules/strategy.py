@@ -1,4 +1,4 @@
-"""Strategies of an operator: the layouts in which it runs, with their price, and what may be required of them."""
+"""Strategies of an operator: the layouts in which it runs, with their price, and constraints on them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dshard.rules.expand import Allowed, Order, Row
 class Constraints:
     """Requirements on a strategy beyond its operands: layouts, gradients, and the rows allowed.
 
-    `keep`: the layout in which the first operand and output should stay. `result`: the layout required of the first
-    output. `gradients`: which operands get a gradient, so that the backward pass counts; `kept`: of which the
-    redistributed copy is kept for it. `among`: the rows that each mesh axis may have, in alternatives. `reduced`: for
-    each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the dim of loop m or
-    n. `returned`: the layout whose shards the first output takes again, where the strategy has others or a sum there.
+    `keep`: the layout in which the first operand and output should stay. `result`: the required layout of the first
+    output. `gradients`: whether each operand gets a gradient, so that the backward pass counts; `kept`: whether its
+    redistributed copy is kept for that. `among`: alternatives, each with the rows that every mesh axis may have.
+    `reduced`: for each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the
+    dim of loop m or n. `returned`: the layout whose shards the first output gets back if the strategy has others.
     """
 
     keep: Layout | None = None
@@ -37,13 +37,13 @@ ANY = Constraints()
 class Strategy:
     """The layouts in which an operator runs locally, the row of each mesh axis, and the priced seconds.
 
-    `gather` seconds redistribute the operands, `compute` is the local work, `reduce` redistributes the outputs, partial
-    ones among them, to `ends`; `backward` is all of the backward pass, where it counts. Of a reduction that the
-    operator begins only the bytes are charged, for it may be completed together with others, except for matmuls; one
-    that is merely passed on is charged in full, for every use would complete it anew. A partial output is charged the
-    cheapest reduction, and an output sharded along a mesh axis on which all operands are replicated is charged its
-    gather: there, work is sharded only where that pays by itself. `gradients` are the layouts in which the local
-    backward pass of an operator that is linear in what it reduces gives the operands' gradients.
+    `gather` seconds redistribute the operands, `compute` is the local work, `reduce` redistributes the outputs to
+    `ends`; `backward` is all of the backward pass, if it counts. A new reduction, except of a matmul, is charged only
+    its bytes, as it may be completed together with others; a partial operand that passes through is charged in full,
+    as every use would complete it anew. A partial output is charged the cheapest reduction, and an output sharded along
+    a mesh axis on which all operands are replicated is charged its gather: there, work is sharded only if that pays by
+    itself. `gradients` are the layouts of the operands' gradients from the local backward pass of an operator that is
+    linear in its reduction.
 
     An alternative to the rule has a `name`, and sends `exchanges` while it runs, which are part of `gather`.
     """

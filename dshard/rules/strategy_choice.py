@@ -25,9 +25,8 @@ def choose(
 ) -> Strategy:
     """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
 
-    Branch and bound: the candidate that may be cheapest is priced redistribution by redistribution, and left as soon as
-    another may be cheaper, until one is priced in full that none can beat. `constraints.keep` is kept if any strategy
-    can.
+    Branch and bound: the candidate with the least bound is priced redistribution by redistribution, and left as soon as
+    another has a lower bound, until one is priced in full. `constraints.keep` is kept if any strategy can.
     """
     candidates = candidate_expansions(rule, operands, outputs, constraints)
     if constraints.keep is not None:
@@ -60,7 +59,7 @@ def choose(
 
 
 def _digits(seconds: float) -> float:
-    """Seconds rounded to nine digits, so that the order of adding equal terms does not decide between strategies."""
+    """Seconds rounded to nine digits, so that the order of summation does not decide between strategies."""
     return float(f"{seconds:.9e}")
 
 
@@ -115,7 +114,7 @@ def alternative_strategy(
     exchanges: tuple[PlannedCollective, ...],
     seconds: float,
 ) -> Strategy:
-    """An alternative to `rule`, priced as its strategies are: `layouts` are those of operands and outputs.
+    """An alternative to `rule`, priced like its strategies: `layouts` are the layouts of operands and outputs.
 
     It sends `exchanges` while it runs, in `seconds`.
     """
@@ -131,7 +130,7 @@ def alternative_strategy(
 
 
 def cheapest(strategy: Strategy, alternatives: Sequence[Strategy]) -> Strategy:
-    """The cheapest of a rule's strategy and the alternatives to the rule; of equals the first."""
+    """The cheapest among a rule's strategy and the alternatives to the rule; the first of equals."""
     return min((strategy, *alternatives), key=lambda candidate: _digits(candidate.seconds))
 
 
@@ -140,8 +139,8 @@ def candidate_expansions(
 ) -> list[Expansion]:
     """The candidate expansions of `rule`.
 
-    A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, where it
-    can be. To repeat it there may save a message, but repeats all that follows, which backward then holds replicated.
+    A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, if it can
+    be. Repeating it there may save a message, but also repeats the operators that follow, with replicated gradients.
     """
     candidates = list(expansions(rule, operands, outputs, constraints.among, constraints.result))
     if not rule.loops or not any(constraints.gradients) or (constraints.among, constraints.result) != (None, None):

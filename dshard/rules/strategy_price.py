@@ -40,9 +40,9 @@ class Bound:
         return (self.fixed + sum([price.at_least(move) * move.times for move in self.moves])) * (1 - 1e-12)
 
     def refine(self, price: Price, slack: float) -> bool:
-        """Price one redistribution without a price, within `slack` seconds above its bound; false if all have prices.
+        """Price one unpriced redistribution, within `slack` seconds above its bound; return False if all have prices.
 
-        Where it takes more, so does the expansion than the best one so far, and it is not considered again.
+        If it takes more, the expansion cannot beat the best one so far, and is not considered again.
         """
         for move in self.moves:
             if move[:3] not in price.plans:
@@ -55,7 +55,7 @@ class Bound:
 
 
 class Price:
-    """Prices of the expansions of one rule on given operands; redistributions that several share are priced once."""
+    """Prices of the expansions of one rule for given operands; shared redistributions are priced once."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Price:
         return seconds
 
     def end_at_least(self, expansion: Expansion) -> float:
-        """A lower bound on the seconds that redistribute a matmul's result to its end, and its gradient in backward."""
+        """A lower bound on the seconds to redistribute a matmul's result to its end, and its gradient in backward."""
         if not self.rule.loops:
             return 0.0
         layout, (shape, itemsize) = expansion.outputs[0], self.outputs[0]
@@ -187,7 +187,7 @@ class Price:
         )
 
     def local_work(self, expansion: Expansion) -> tuple[float, float]:
-        """Seconds of the local work, and of that of the backward pass: as much again for each gradient."""
+        """Seconds of the local work, and of the backward pass's: as much again for each gradient."""
         nbytes = sum(
             layout.local_numel(operand.shape) * operand.itemsize
             for operand, layout in zip(self.operands, expansion.inputs, strict=True)
@@ -208,7 +208,7 @@ class Price:
     def _triangle(
         self, expansion: Expansion, sides: tuple[int, int], flops: float, nbytes: float
     ) -> tuple[float, float]:
-        """The local work of the busiest rank by blocks of a triangle: `flops` for each pair, and what joins blocks."""
+        """The local work of the busiest rank by blocks of a triangle: `flops` for each pair, and joining of blocks."""
         assert self.rule.triangle is not None
         device, gradients = self.topology, sum(self.constraints.gradients)
         axes = tuple(expansion.order.get(factor, ()) for factor in self.rule.triangle)
@@ -230,7 +230,7 @@ class Price:
         return together_seconds(forward, device), together_seconds(backward, device)
 
     def works(self, axes: tuple[tuple[int, ...], ...], narrow: bool) -> list[Work]:
-        """What each rank does for the blocks of a triangle, where these mesh axes shard its factors."""
+        """The work of each rank for the blocks of a triangle whose factors these mesh axes shard."""
         if axes not in self.known_works:
             assert self.rule.triangle is not None
             sizes = [self.sizes[factor] for factor in self.rule.triangle]
@@ -304,7 +304,7 @@ def requested_layout(rule: Rule, constraints: Constraints, expansion: Expansion,
 
 
 def returned_layout(layout: Layout, like: Layout) -> Layout:
-    """The layout with the shards of `like` wherever that has any."""
+    """`layout` with the shards of `like` on each mesh axis where that has any."""
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard) and layout.placements[axis] != placement:
             layout = layout.replace(axis, placement)

@@ -1,6 +1,6 @@
 """Attention by loops: `attention_call` is the entry, `attention_choice` has the candidates.
 
-`local_attention` is what a rank computes that has all keys of its queries; `key_windows` brings it those that a block
-mask lets them see. Otherwise `ring_attention` has the program of each rank, `ring_price` what it takes, `block_kernels`
-what is computed, and `partial_attention` merges the results.
+`local_attention` computes attention on a rank that has all keys of its queries, or by `key_windows` those that a block
+mask allows. Otherwise `ring_attention` has the program of each rank, `ring_price` its price, `block_kernels` the local
+kernels, and `partial_attention` merges the results.
 """

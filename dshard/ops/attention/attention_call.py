@@ -58,7 +58,7 @@ def _executable(
     needed: tuple[bool, ...],
     among: Among,
 ) -> Executable | ComposedExecutable:
-    """The cheapest way to run attention on operands like these."""
+    """The executable of the cheapest candidate of attention on operands like these."""
     mesh = common_mesh("attention", list(tensors))
     same_dtype("attention", [t.dtype for t in tensors[:3]])
     specs = [spec_like(t, mesh) for t in tensors]
@@ -91,7 +91,7 @@ def _of_whole_keys(
 def _of_own_key_heads(
     choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, positions: Sequence[int]
 ) -> RepeatedKeyHeads:
-    """Attention of ranks that receive the key heads of their queries alone."""
+    """Attention of ranks that receive only the key heads of their queries."""
     strategy, times = choice.how.local, choice.how.repeats
     assert strategy is not None
     inner = repeated(specs, times)
@@ -105,13 +105,13 @@ def _of_own_key_heads(
 
 
 def _recorded(options: Options, needed: tuple[bool, ...], tensors: Sequence[Tensor]) -> Any:
-    """Attention to whole keys, whose gradients can be differentiated themselves."""
+    """Attention in which ranks have all keys of their queries, with differentiable gradients."""
     make = partial(_executable, tensors, options, 0.0, None, needed, "whole keys")
     return run_chosen(("attention", *astuple(options), "whole keys", needed), make, tensors)
 
 
 def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:
-    """Attention of the rank at a coordinate: of its queries, with the heads of the keys that are theirs."""
+    """The local attention of the rank at a coordinate: its queries and their key heads."""
     layout, shape = choice.strategy.inputs[0], specs[0].shape
     queries = layout.dim_range(len(shape) - 2, shape[-2], at)
     attend = of_queries(queries, options) if options.causal and len(queries) < shape[-2] else whole(options)

@@ -1,9 +1,8 @@
-"""Attention of local tensors to some blocks of the scores, with the log-sum-exp of each row.
+"""Attention of local tensors restricted to blocks of the scores, with the log-sum-exp of each row.
 
-The kernels of the device hold no scores: flash attention on CPUs and CUDA, memory-efficient attention on CUDA. Where
-none serves, single operators do, in single precision at least. A backward kernel that is given the result and the
-log-sum-exp of the whole row, from however many blocks, gives the gradients of its own block (FlashAttention-2, Dao
-2023, section 3.2).
+The kernels of the device hold no scores: flash attention on CPUs and CUDA, memory-efficient attention on CUDA. If none
+supports the operands, single operators run, in single precision at least. A backward kernel with the result and the
+log-sum-exp of all blocks of a row returns the gradients of one block (FlashAttention-2, Dao 2023, section 3.2).
 
 Tensors have four dims here: query (batch, heads, queries, d), key (batch, key heads, keys, d), value (batch, key heads,
 keys, e), mask (batch, heads, queries, keys), of which any may be 1. Results and sums over blocks are wide: in single
@@ -27,7 +26,7 @@ _aten = torch.ops.aten
 
 
 class Panel(NamedTuple):
-    """Queries, keys, values and perhaps a mask, of which the `blocks` of scores count, times `scale`."""
+    """Queries, keys, values and perhaps a mask, of whose scores, times `scale`, only the `blocks` count."""
 
     q: Tensor
     k: Tensor
@@ -38,7 +37,7 @@ class Panel(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """One block as kernels take it: as many key heads as query heads, and a mask that is added to the scores."""
+    """The operands of a kernel for one block: equally many query and key heads, and an additive mask."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +65,7 @@ class _Kernel(NamedTuple):
 class BlockResult:
     """Attention of local queries to the blocks seen so far: the result, and the log-sum-exp of each row.
 
-    Heads that share one of the key stand in a dim of their own until the end, as kernels have them.
+    Query heads that share a key head are a dim of their own until the end, as in the kernels.
     """
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
@@ -75,7 +74,7 @@ class BlockResult:
         self.found: tuple[Tensor, Tensor] | None = None
 
     def add(self, panel: Panel) -> None:
-        """Merge attention to the blocks of a panel into the result, where there is something to merge it with."""
+        """Merge attention to the blocks of a panel into the result."""
         rows = self.q.shape[-2]
         for block in panel.blocks:
             operands = _operands(panel, block)
@@ -104,7 +103,7 @@ class BlockResult:
         torch.logaddexp(rows, part_lse, out=rows)
 
     def _wide(self, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What has been found, in single precision at least; nothing yet: zeros of these leading dims."""
+        """The result so far, in single precision at least; before the first block zeros with these leading dims."""
         dtype = sum_dtype(self.q.dtype)
         if self.found is None:
             out = self.q.new_zeros((*lead, self.size), dtype=dtype)
@@ -115,10 +114,10 @@ class BlockResult:
 
 
 class RowGradients:
-    """The gradient of a result and what kernels take beside it, of the whole rows, whatever panels they come from.
+    """The gradient of a result, and the statistics of its rows over all panels that backward kernels need.
 
-    `delta` is the product of the gradient with the result summed over the last dim, `lse` the log-sum-exp. Where the
-    result is not held, one stands in for it.
+    `delta` is the product of the gradient with the result summed over the last dim, `lse` the log-sum-exp. If the
+    result is not held, `out` makes a substitute.
     """
 
     def __init__(self, grad: Tensor, delta: Tensor, lse: Tensor, out: Tensor | None = None) -> None:
@@ -127,16 +126,16 @@ class RowGradients:
 
     @property
     def out(self) -> Tensor:
-        """The result, or one whose product with its gradient is the same."""
+        """The result, or a substitute with the same `delta`."""
         if self.known is None:
             self.known = _result_with(self.grad, self.delta)
         return self.known
 
 
 def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, panel: Panel) -> None:
-    """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not wanted.
+    """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not needed.
 
-    `rows` are the whole rows of the result.
+    `rows` are the full rows of the result.
     """
     of_mask = len(totals) > 3 and totals[3] is not None
     for block, found in block_gradients(rows, panel, of_mask):
@@ -144,9 +143,9 @@ def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, pa
 
 
 def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator[tuple[Block, Sequence[Tensor]]]:
-    """The gradients of query, key and value by each block of a panel, and of its scores where that `of_mask` is wanted.
+    """Yield each block of a panel with its gradients of query, key and value, and with `of_mask` of the scores.
 
-    `rows` are the whole rows of the result.
+    `rows` are the full rows of the result.
     """
     for block in panel.blocks:
         operands = _operands(panel, block)
@@ -163,7 +162,7 @@ def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator
 
 
 def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, gradients: Sequence[Tensor]) -> None:
-    """Add the gradients of a block to those of query, key, value and mask, in place; None: not wanted."""
+    """Add the gradients of a block to the sums of query, key, value and mask, in place; None: not needed."""
     for total, part, span in zip(totals, gradients, (block.queries, block.keys, block.keys), strict=False):
         if total is not None:
             here = _span(total, -2, span)
@@ -176,9 +175,9 @@ def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, g
 
 
 def _result_with(grad: Tensor, delta: Tensor) -> Tensor:
-    """A result whose product with its gradient is `delta`: kernels take it for that alone, and a row is short to send.
+    """A substitute for the result with the same `delta`, for which alone kernels read it.
 
-    It is no longer than the result itself, so that it rounds no worse.
+    Its rows have at most the norm of the result's, so that it rounds no worse.
     """
     precise = grad.to(delta.dtype)
     most = precise.abs().amax(-1, keepdim=True)
@@ -212,14 +211,14 @@ def _operands(panel: Panel, block: Block) -> _Operands:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as one that is added: minus infinity where a boolean one is false."""
+    """The additive form of a mask: minus infinity where a boolean mask is false."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -inf)
 
 
 def _attended(operands: _Operands) -> tuple[Tensor, Tensor]:
-    """Attention to a block, and the log-sum-exp of its rows; a row that the mask lets see no key has zeros."""
+    """Attention to a block, and the log-sum-exp of its rows; zeros for a row whose keys are all masked."""
     out, lse = _kernel_of(operands).forward(operands)
     if operands.mask is None:
         return out, lse
@@ -227,7 +226,7 @@ def _attended(operands: _Operands) -> tuple[Tensor, Tensor]:
 
 
 def _blind(mask: Tensor) -> Tensor:
-    """The rows in which the mask lets no key be seen."""
+    """The rows whose keys are all masked."""
     return (mask == -inf).all(-1)
 
 
@@ -235,7 +234,7 @@ def _blind(mask: Tensor) -> Tensor:
 
 
 def _kernel_of(operands: _Operands) -> _Kernel:
-    """The kernel of the device that holds no scores, or single operators."""
+    """The device's kernel that holds no scores, or the one of single operators."""
     q, k, v, mask = operands[:4]
     if not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
         return _OPERATORS

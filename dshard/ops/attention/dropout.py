@@ -1,7 +1,7 @@
-"""Attention with dropout, by its loops: operators on tensors that lie as the loops have them, which then move nothing.
+"""Attention with dropout: operators on tensors in the layouts of its loops, which then communicate nothing.
 
-torch's kernels would draw another mask on each rank. Here the mask is drawn as that of any dropout, the same on every
-mesh, and of the scores a rank has those of its loops.
+torch's kernels would draw another mask on each rank. Here the mask is drawn as for any dropout, the same on every mesh,
+for the scores of a rank's loops.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def attention_with_dropout(
 
 
 def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:
-    """One of the two products of attention, whose dims have the names of its loops."""
+    """One of the two matmuls of attention, whose factors are its loops."""
     shapes = tuple(a.shape), tuple(b.shape)
 
     def rule() -> Rule:
@@ -74,7 +74,7 @@ def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:
 
 
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of rows whose keys are on several ranks, before they are divided by their sum; and that sum."""
+    """The exponentials of scores whose keys are sharded, and their sum over each row."""
     most = _completed(scores.detach().amax(-1, keepdim=True))
     weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
     total = _completed(weights.sum(-1, keepdim=True))

@@ -1,7 +1,7 @@
-"""`flex_attention` by loops b, h and q, dshard's and torch's: what modifies scores is given global indices.
+"""dshard's and torch's `flex_attention` by loops b, h and q: functions that modify scores get global indices.
 
-On CPUs the scores are held, as torch's own function does there, which has no gradients. Elsewhere a rank calls torch's,
-with its functions and its block mask for the rank's range of the scores.
+On CPUs the scores are held in memory, as in torch's own function there, which has no gradients. On other devices a rank
+calls torch's function, with `score_mod` and the block mask for its range of the scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dshard.ops.matmul.rules import same_dtype
 from dshard.torch_private import no_torch_function
 
 Modify: TypeAlias = Callable[..., Tensor]
-"""A function of perhaps a score, and the indices of batch, head, query and key."""
+"""A `score_mod` or `mask_mod`: a function of the score, for the former, and the indices of batch, head, query, key."""
 
 
 def flex_attention(
@@ -60,7 +60,7 @@ def flex_attention(
 
     Raises:
         LayoutError: other options than these for distributed tensors.
-        StrategyError: loops that were asked for and cannot be.
+        StrategyError: requested loops that are impossible.
     """
     tensors = query, key, value
     if not any(isinstance(x, Wrapper) for x in tensors):
@@ -84,10 +84,10 @@ def flex_attention(
 
 
 def flex_attention_operator(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, None, None]:
-    """The operator that torch's own `flex_attention` calls, with no statistics of the scores.
+    """The operator that torch's own `flex_attention` calls, without the statistics of the scores.
 
     Raises:
-        LayoutError: the statistics are asked for.
+        LayoutError: the statistics are requested.
     """
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "of_scores", "of_mask")
     q, k, v, score_mod, mask, scale, kernel_options, *used = bind_arguments(names, args, kwargs)
@@ -112,7 +112,7 @@ def _with_tensors(function: Function, tensors: Sequence[Tensor], *args: Tensor) 
 def _executable(
     tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
 ) -> Executable | WindowAttention:
-    """Plan this call once for operands like these, and run it with the functions of this call."""
+    """The executable of this call, planned once for operands like these, with the functions of this call."""
     requested = current_options().attention
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     mesh = common_mesh("flex_attention", list(tensors))
@@ -144,7 +144,7 @@ def _is_eager(x: Tensor) -> bool:
 
 
 def _of_windows(choice: Choice, specs: Sequence[Spec], windows: KeyWindows) -> Decision:
-    """The decision of attention to windows of the keys, which a rank has."""
+    """The decision of local attention to windows of the keys."""
     strategy = choice.strategy
     keys = [
         contiguous_spec(layout, windows.shape(spec.shape), spec.dtype, spec.device)
@@ -156,11 +156,11 @@ def _of_windows(choice: Choice, specs: Sequence[Spec], windows: KeyWindows) -> D
 
 
 _REACHES: WeakKeyDictionary[BlockMask, Reach] = WeakKeyDictionary()
-"""The keys that queries reach by each block mask: to ask a GPU for them takes time."""
+"""The keys that queries reach by each block mask, cached as reading them from a GPU takes time."""
 
 
 def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
-    """Which keys each block of queries may see by the mask's blocks; None where it says nothing about these."""
+    """The keys that each block of queries may see by the mask's blocks; None if the mask has other lengths."""
     if mask is None or traced(mask.kv_indices) or tuple(mask.seq_lengths) != lengths:
         return None
     if mask not in _REACHES:
@@ -184,7 +184,7 @@ def _kernel(
 
 @dataclass(frozen=True, slots=True)
 class RankScores:
-    """The scores of a rank's ranges of batch, heads, queries and keys, and what modifies them by global indices."""
+    """The scores of a rank's ranges of batch, heads, queries and keys, with functions that take global indices."""
 
     score_mod: Modify | None
     mask: BlockMask | None
@@ -193,7 +193,7 @@ class RankScores:
     keys: range
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the rank's queries, by torch's function where its kernels are for the device."""
+        """Attention of the rank's queries, by torch's function on devices with kernels for it."""
         if q.is_meta:
             return whole(self.options)(q, k, v)
         if not q.numel():

@@ -1,7 +1,7 @@
-"""Bring each rank the keys that its queries reach, where a block mask says which: its neighbours', not all of them.
+"""Windows of keys: each rank receives only the keys that its queries reach by a block mask, often its neighbours'.
 
-The windows of all ranks stand side by side in one tensor, each padded to the longest, so that attention to them is
-local. Gradients of a window go back to the owners of its keys, which sum them.
+The windows of all ranks are concatenated in one distributed tensor, each padded to the longest, so that attention to
+them is local. Gradients of a window are sent to the owners of its keys, which sum them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dshard.rules.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys that queries may see: from each `block` of queries the first one, and that after the last."""
+    """The keys that queries may see: for each block of `block` queries a range, as first key and end."""
 
     block: int
     keys: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class KeyWindows:
-    """The windows of ranks along mesh `axes`, which alone split queries and keys of these `lengths` (dim 2)."""
+    """The windows of ranks along mesh `axes`, the only ones that shard queries and keys of these `lengths` (dim 2)."""
 
     queries: Layout
     keys: Layout
@@ -53,7 +53,7 @@ class KeyWindows:
     reach: Reach
 
     def own(self, at: Coordinate) -> range:
-        """The keys that are stored by the rank at a coordinate."""
+        """The keys that the rank at a coordinate stores."""
         return self.keys.dim_range(2, self.lengths[1], at)
 
     def window(self, at: Coordinate) -> range:
@@ -62,11 +62,11 @@ class KeyWindows:
 
     @property
     def longest(self) -> int:
-        """The keys of the longest window, to which all are padded."""
+        """The length of the longest window, to which all are padded."""
         return max(len(self.window(at)) for at in self._coordinates())
 
     def received(self, back: bool = False) -> int:
-        """The most keys that a rank receives, or `back`, whose gradients it does."""
+        """The most keys that a rank receives, or with `back` the most keys whose gradients it receives."""
         source, target = (self.window, self.own) if back else (self.own, self.window)
         return max(
             sum(len(_shared(source(peer), target(at))) for peer in self.peers(at) if peer != at)
@@ -78,7 +78,7 @@ class KeyWindows:
         return self.keys.mesh.peers(self.axes, at)
 
     def shape(self, keys: Shape) -> Shape:
-        """The shape of the windows of all ranks side by side, of keys or values of this shape."""
+        """The global shape of the windows of all ranks, for keys or values of this shape."""
         mesh = self.keys.mesh
         return (*keys[:2], self.longest * prod(mesh.shape[mesh.axis(axis)] for axis in self.axes), keys[3])
 
@@ -87,12 +87,12 @@ class KeyWindows:
 
 
 def windowed(windows: KeyWindows, tensors: Sequence[Wrapper]) -> tuple[Wrapper, ...]:
-    """The windows of keys and values that are split over the axes."""
+    """The windows of sharded keys and values, as distributed tensors."""
     return _Moved.apply(windows, False, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class WindowAttention(ComposedExecutable):
-    """Attention to windows of the keys: `attention` takes them in the place of keys and values."""
+    """Attention to windows of the keys: `attention` takes the windows in place of keys and values."""
 
     def __init__(self, decision: Decision, strategy: Strategy, windows: KeyWindows, attention: Executable) -> None:
         super().__init__(decision, self._run)
@@ -108,7 +108,7 @@ _Ranges: TypeAlias = Sequence[range]
 
 
 class _Moved(torch.autograd.Function):
-    """Keys to windows, or `back`, where all that windows have of a key is summed: each is the other's adjoint."""
+    """Keys -> windows, or with `back` windows -> the sum of all windows' copies of a key: each the other's adjoint."""
 
     @staticmethod
     def forward(ctx: Context, windows: KeyWindows, back: bool, *tensors: Wrapper) -> tuple[Wrapper, ...]:
@@ -135,7 +135,7 @@ class _Moved(torch.autograd.Function):
 def _move(
     windows: KeyWindows, back: bool, at: Coordinate, space: Session, tensors: Sequence[Tensor]
 ) -> Program[tuple[Tensor, ...]]:
-    """The program of one rank: rows of keys and values from their owners to the windows that have them, or `back`."""
+    """The program of one rank: send rows of keys and values from their owners to the windows, or `back`."""
     source, target = (windows.window, windows.own) if back else (windows.own, windows.window)
     have, want, peers = source(at), target(at), windows.peers(at)
     there = [_shared(have, target(peer)) if peer != at else range(0) for peer in peers]
@@ -171,5 +171,5 @@ def _shared(a: range, b: range) -> range:
 
 
 def _rows(x: Tensor, rows: range, of: range) -> Tensor:
-    """These rows of a tensor that has those `of` a range."""
+    """A view of the positions `rows` of a tensor that has the positions `of`."""
     return x.narrow(2, rows.start - of.start, len(rows)) if rows else x[:, :, :0]

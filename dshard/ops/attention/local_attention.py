@@ -45,7 +45,7 @@ def whole(options: Options) -> Attend:
 def of_queries(queries: range, options: Options) -> Attend:
     """Causal attention of a range of the queries to the keys that they may see.
 
-    By blocks of the scores where the device has a kernel for them, so that no mask as large as the scores is made.
+    By blocks of the scores if the device has a kernel for them, so that no mask as large as the scores is made.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _of_mask(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) 
 
 
 class _OfBlocks(torch.autograd.Function):
-    """Causal attention of a range of the queries; its gradients are differentiated where those by a mask are."""
+    """Causal attention of a range of the queries; recorded gradients are those of attention by a mask."""
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Tensor:
@@ -110,7 +110,7 @@ def _has_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def of_key_heads(heads: range, groups: int, attend: Attend) -> Attend:
-    """Attention of a range of the query's heads, which each find their own among all heads of the keys."""
+    """Attention of a range of the query's heads, each with its own among all key heads."""
 
     def attend_own_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         own = torch.arange(heads.start, heads.stop, device=k.device) // groups  # made there: the host need not wait
@@ -121,7 +121,7 @@ def of_key_heads(heads: range, groups: int, attend: Attend) -> Attend:
 
 
 def causal(queries: range, keys: range, device: torch.device) -> Tensor:
-    """Which of a range of keys each of a range of queries may see: those at its place and before."""
+    """The causal mask of ranges of queries and keys: a query sees the keys at its position and before."""
     seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
     return seen.tril(queries.start - keys.start)
 
@@ -144,7 +144,7 @@ def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> Tensor:
-    """Attention by the CPU's kernel; fused kernels of other devices save as much: operands, result, one sum a query."""
+    """Attention by the CPU's kernel, which saves as much as those of other devices: operands, result, log-sum-exps."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.empty_like(mask, dtype=q.dtype)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,7 +1,7 @@
 """`torch.nn.functional.multi_head_attention_forward`, which `nn.MultiheadAttention` and `nn.Transformer` call.
 
-Torch's own merges the batch with the heads on its way, which no layout can say that splits the heads. Here they stay
-apart, and the attention itself is `scaled_dot_product_attention`, so that mesh axes split heads, batch or sequence.
+Torch's own function merges the batch with the heads, and no layout of the merged dim shards the heads. Here the dims
+stay separate, and attention is `scaled_dot_product_attention`, so that mesh axes shard heads, batch or sequence.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _torchs_own = without_asking(F.multi_head_attention_forward)
 
 
 def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """`multi_head_attention_forward` of distributed tensors, or of those without data; called with their functions on.
+    """`multi_head_attention_forward` of distributed or meta tensors; called with `__torch_function__` enabled.
 
-    Biases of keys, zeros as a further key, and keys that are given are torch's own.
+    Calls with `bias_k`, `bias_v`, `add_zero_attn`, `static_k` or `static_v` run torch's own function.
     """
     arguments = _DEFAULTS | dict(zip(_NAMES, bind_arguments(_NAMES, args, _DEFAULTS | kwargs), strict=True))
     rare = any(arguments[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
@@ -84,7 +84,7 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def _projected(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The queries, keys and values: by one product where they are made of one tensor."""
+    """The queries, keys and values: by one matmul if they are projections of one tensor."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
     if not arguments["use_separate_proj_weight"]:
@@ -98,7 +98,7 @@ def _projected(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _bias(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """The sum of both masks as added to the scores, of the dims batch, heads, queries, keys; None without masks."""
+    """The sum of both additive masks, with dims batch, heads, queries, keys; None without masks."""
     bias = None
     if mask is not None:
         bias = _added(mask, dtype)
@@ -111,5 +111,5 @@ def _bias(mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores: where a boolean one is true, nothing is seen."""
+    """The additive form of a mask: minus infinity where a boolean mask is true."""
     return mask if mask.is_floating_point() else torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)

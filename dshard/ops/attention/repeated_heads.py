@@ -1,8 +1,8 @@
-"""Loop h over more ranks than there are key heads: a rank receives the key heads of its queries, and no others.
+"""Loop h over more ranks than there are key heads: a rank receives only the key heads of its queries.
 
 Each key head is first repeated on the rank that stores a part of it, once for each group of ranks that needs it. Then
-the heads are as many as loop h can split, and an all_to_all brings every rank its own. Gradients of repeated heads are
-added where they come back.
+loop h can shard the heads, and an all_to_all sends every rank its own. The gradients of a head's copies are summed on
+that rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dshard.rules.strategy import Strategy
 
 
 class RepeatedKeyHeads(ComposedExecutable):
-    """Attention of key heads that are repeated so many `times`; `attention` takes all operands but these in place."""
+    """Attention of key heads that are repeated `times` times; `attention` runs on the repeated heads."""
 
     def __init__(self, decision: Decision, strategy: Strategy, times: int, attention: Executable) -> None:
         super().__init__(decision, self._run)
@@ -43,9 +43,9 @@ class RepeatedKeyHeads(ComposedExecutable):
 
 
 def repeats(specs: Sequence[Spec]) -> Iterator[int]:
-    """The numbers of times that key heads may be repeated, so that they can be split over some of the mesh axes.
+    """The numbers of times for which key heads may be repeated, so that some of the mesh axes can shard them.
 
-    None where they are stored split by heads, which may lie otherwise once they are repeated.
+    Empty if they are stored sharded by heads, as repeated heads may have other shards.
     """
     query, key, value = (spec.shape for spec in specs[:3])
     mesh: Mesh = specs[0].layout.mesh
@@ -63,7 +63,7 @@ def repeats(specs: Sequence[Spec]) -> Iterator[int]:
 
 
 def repeated(specs: Sequence[Spec], times: int) -> list[Spec]:
-    """The specs of attention's operands once key heads are repeated."""
+    """The specs of attention's operands with repeated key heads."""
     return [
         contiguous_spec(spec.layout, shape, spec.dtype, spec.device) if i in (1, 2) else spec
         for i, spec in enumerate(specs)

@@ -1,9 +1,9 @@
-"""The programs of attention around a ring: each rank attends to the panel that it holds while it sends that on.
+"""The programs of ring attention: each rank attends to its current panel while it sends the panel on.
 
-Keys and values travel as one flat buffer, of which at most two are held: that in use, which is being sent, and the next
-one. Results of panels are merged by their log-sum-exp. In the backward pass the gradients of a panel follow it from
-rank to rank, and end at its owner. Each rank computes the first of its terms while the sum is on its way, and adds them
-to it where it arrived: of those, too, two are held. They are summed in single precision at least.
+The keys and values of a panel are one flat buffer; at most two are held: the one in use, which is being sent, and the
+next one. Results of panels are merged by their log-sum-exp. In the backward pass the gradients of a panel follow it
+from rank to rank, and end at its owner. Each rank computes its first terms while the sum is in flight, and adds them to
+the sum that arrives: at most two sums are held, too, in single precision at least.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_p
 
 @dataclass(frozen=True, slots=True)
 class RingAttention:
-    """Attention of operands in these layouts around a ring; around no axis, of what each rank holds.
+    """Attention of operands in these layouts around a ring; without axes, of the local operands of each rank.
 
     `layouts` and `shapes` are those of query, key, value and perhaps mask. Queries, keys and values are sharded over
     the axes of the ring.
@@ -48,7 +48,7 @@ class RingAttention:
         return float(self.shapes[0][-1] ** -0.5 if self.options.scale is None else self.options.scale)
 
     def positions(self, operand: int, at: Coordinate) -> tuple[range, ...]:
-        """The rows of an operand that each rank of the ring of the one at `at` begins with."""
+        """The initial rows of an operand on each rank in the ring of the rank at `at`."""
         layout, shape = self.layouts[operand], self.shapes[operand]
         peers = layout.mesh.peers(self.axes, at)
         return tuple(layout.dim_range(len(shape) - 2, shape[-2], peer) for peer in peers)
@@ -79,7 +79,7 @@ class RingAttention:
     def backward(
         self, at: Coordinate, space: Session, tensors: Sequence[Tensor], needed: Sequence[bool]
     ) -> Program[tuple[Tensor, ...]]:
-        """The program of one rank, to the local gradients of all operands; empty where they are not `needed`.
+        """The program of one rank that returns the local gradients of all operands, empty ones if not `needed`.
 
         `tensors` are the gradient of the result, its product with the result summed over the last dim, the log-sum-exp,
         and the operands.
@@ -132,7 +132,7 @@ class _Rank:
         self.index = self.peers.index(at)
 
     def length(self, step: int) -> int:
-        """The keys of the panel that this rank has in a step; none of one that no rank sees any more."""
+        """The number of keys of this rank's panel in a step; 0 for a panel that no later rank sees."""
         owner = self.plan.owners[step][self.index]
         return self.plan.lengths[owner] if self.plan.last[owner] >= step else 0
 
@@ -146,7 +146,7 @@ class _Rank:
         return four_dims(operands[3], operands[0].shape[:-3]) if len(operands) > 3 else None
 
     def columns(self, mask: Tensor, step: int) -> Tensor:
-        """The columns of the mask, or of its gradient, that a step's panel has."""
+        """The columns of the mask, or of its gradient, for a step's panel."""
         shape, layout = self.attention.shapes[3], self.attention.layouts[3]
         if shape[-1] == 1:
             return mask
@@ -156,7 +156,7 @@ class _Rank:
         return mask.narrow(-1, min(keys.start - first, mask.shape[-1]), len(keys)) if len(keys) else mask[..., :0]
 
     def begin(self, messages: Messages, buffer: Tensor, width: int, loan: Tensor | None) -> Program[InFlight]:
-        """Begin to send `buffer`, and to receive what `messages` say, of `width` elements for each key."""
+        """Begin to send `buffer`, and to receive, by `messages`, with `width` elements for each key."""
         axes = self.attention.axes if messages.axis is None else self.attention.axes[messages.axis : messages.axis + 1]
         group = [self.peers.index(peer) for peer in self.mesh.peers(axes, self.at)]
         lengths = self.plan.lengths
@@ -178,7 +178,7 @@ class _Rank:
     def swapped(
         self, tensors: tuple[Tensor, ...], operands: Sequence[int], back: bool = False
     ) -> Program[tuple[Tensor, ...]]:
-        """The tensors, of one dtype, with their second halves swapped in a balanced ring; rows are as of `operands`."""
+        """The tensors, of one dtype, with second halves swapped in a balanced ring; rows are as in `operands`."""
         if not self.attention.ring.balanced:
             return tensors
         other, rows = self.plan.ranks - 1 - self.index, [self.attention.positions(i, self.at) for i in operands]
@@ -234,9 +234,9 @@ class _Panels:
 
 
 class _Sums:
-    """The gradients of keys and values: a rank's own, and those of the panel of a step, which follow the panel.
+    """The sums of gradients of keys and values: for a rank's own keys, and for a step's panel, which they follow.
 
-    A rank adds its terms to the sum that arrives, and sends it on while the next one arrives: two are held.
+    A rank adds its terms to the sum that arrives, and sends it on while the next sum arrives: two are held.
     """
 
     def __init__(self, rank: _Rank, k: Tensor, v: Tensor, needed: bool) -> None:
@@ -247,7 +247,7 @@ class _Sums:
         self.arriving: InFlight | None = None
 
     def at_step(self, step: int) -> Program[tuple[Tensor | None, Tensor | None]]:
-        """The sums for a step's keys and values, once they have arrived; to them this rank's terms are to be added."""
+        """The sums for a step's keys and values, after their arrival; the caller adds this rank's terms."""
         k, v = self.like
         if not self.needed:
             return None, None
@@ -255,7 +255,7 @@ class _Sums:
         return _keys_and_values(buffer, self.rank.length(step) if step else k.shape[-2], k, v)
 
     def sent(self, step: int) -> Program[None]:
-        """Send the sums of a step's panel to the rank that has it next, or to its owner."""
+        """Send the sums of a step's panel to the panel's next rank, or to its owner."""
         if step and self.needed:
             buffer = yield from self._arrived(step)
             messages, width = self.rank.plan.gradients(self.rank.index, step), _width(*self.like)
@@ -274,7 +274,7 @@ class _Sums:
         return _keys_and_values(self.own, k.shape[-2], k, v)
 
     def _arrived(self, step: int) -> Program[Tensor]:
-        """The sums of the step's panel in a buffer; those of the rank's own keys may come with them, and are added."""
+        """The sums of the step's panel in a buffer; sums for this rank's keys may arrive with them, and are added."""
         if self.buffer is not None:
             return self.buffer
         plan, width = self.rank.plan, _width(*self.like)
@@ -304,14 +304,14 @@ def _width(k: Tensor, v: Tensor) -> int:
 
 
 def _keys_and_values(buffer: Tensor, length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values of a panel in a flat buffer, which are otherwise like `k` and `v`."""
+    """The keys and values of a panel in a flat buffer, with the other dims of `k` and `v`."""
     shapes = [(*x.shape[:-2], length, x.shape[-1]) for x in (k, v)]
     first, second = buffer[: sum(map(prod, shapes))].split([prod(shape) for shape in shapes])
     return first.view(shapes[0]), second.view(shapes[1])
 
 
 def _sum_to(gradient: Tensor, mask: Tensor, q: Tensor) -> Tensor:
-    """The gradient of a mask, from that with four dims."""
+    """The gradient of a mask, from the gradient of its four-dim form."""
     if mask.dim() > 4:
         gradient = gradient.reshape(*(q.shape[:-3] if gradient.shape[0] > 1 else mask.shape[:-3]), *gradient.shape[1:])
     else:

@@ -1,4 +1,4 @@
-"""Logarithm, exponential, root, sine and cosine by sums, products and quotients alone, each an operator of its own.
+"""Logarithm, exponential, root, sine and cosine by separate sums, products and quotients.
 
 IEEE 754 rounds these correctly, so results are the same to the bit on every device, and wherever an element stands.
 torch's own `log`, `exp`, `cos` and even `sqrt`, which MKL does not round correctly, differ between devices, and may

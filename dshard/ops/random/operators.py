@@ -40,7 +40,7 @@ def is_random(func: OpOverload) -> bool:
 
 
 def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Draw:
-    """Take the next draw for a tensor on `mesh`, or one that torch's generator seeds, which all ranks step alike.
+    """Take the next draw for a tensor on `mesh`, or one seeded by torch's `generator`, which all ranks advance alike.
 
     Raises:
         MeshError: in debug mode, where the ranks are at different draws.

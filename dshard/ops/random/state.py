@@ -1,4 +1,4 @@
-"""The sequence of draws: a seed and the number of the next draw, stepped alike by every rank."""
+"""The sequence of draws: a seed and the number of the next draw, advanced alike on every rank."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def set_rng_state(state: Tensor) -> None:
 
 
 def next_draw(generator: torch.Generator | None = None) -> Draw:
-    """Take the next draw of the sequence; with a torch generator, one that it seeds, apart from the sequence."""
+    """Take the next draw of the sequence; with a torch generator, a draw seeded by it, outside of the sequence."""
     if generator is None:
         return _SEQUENCE.take()
     with plain():
