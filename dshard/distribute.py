@@ -73,10 +73,10 @@ def distribute_tensor(
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    whole_terms, whole = checked(layout, tensor.dtype)[0], tensor.detach()
-    if traced(whole):
-        whole = with_concrete_sizes(whole)
-    local, shape = scattered(whole, whole_terms, src_data_rank), tuple(whole.shape)
+    term_layout, source = checked(layout, tensor.dtype)[0], tensor.detach()
+    if traced(source):
+        source = with_concrete_sizes(source)
+    local, shape = scattered(source, term_layout, src_data_rank), tuple(source.shape)
     device = tensor.device if comm.is_outside(mesh) else local.device
     if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
         warn(
@@ -84,7 +84,7 @@ def distribute_tensor(
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = contiguous_spec(whole_terms, shape, tensor.dtype, device)
+    spec = contiguous_spec(term_layout, shape, tensor.dtype, device)
     out = as_dtensor(redistribute(wrap(local, spec), layout))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]

@@ -178,10 +178,10 @@ class DTensor(Wrapper):
 
     def full_tensor(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The global tensor, as a plain tensor on every rank."""
-        whole = replicated(self._spec.layout.mesh)
+        layout = replicated(self._spec.layout.mesh)
         if grad_placements is not None:  # before anything is sent
-            gradient_layout(whole, self._spec.shape, grad_placements, "full_tensor")
-        out = as_dtensor(redistribute(self, whole))
+            gradient_layout(layout, self._spec.shape, grad_placements, "full_tensor")
+        out = as_dtensor(redistribute(self, layout))
         return out.to_local(grad_placements=grad_placements)
 
     def to_torch(self) -> TorchDTensor:

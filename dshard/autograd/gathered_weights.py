@@ -159,8 +159,8 @@ class GatheredUse:
             autograd_engine.queue_callback(self.finish_reductions)
         for end, reduction, x in zip(ends, reductions, stored, strict=True):
             dtype = x._spec.dtype
-            whole = end if reduction.spec.dtype is dtype else partial(_cast_end, end, dtype)
-            yield wrap_in_flight(whole, reduction.spec.with_dtype(dtype))
+            cast_end = end if reduction.spec.dtype is dtype else partial(_cast_end, end, dtype)
+            yield wrap_in_flight(cast_end, reduction.spec.with_dtype(dtype))
 
     def finish_reductions(self) -> None:
         """Wait for the reductions of gradients that have begun."""

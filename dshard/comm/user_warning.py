@@ -25,6 +25,8 @@ def _warn(message: str) -> None:
     if frame is None:  # a thread of torch's, and a main thread that has ended
         warnings.warn(message, stacklevel=3)
         return
-    told = frame.f_globals.setdefault("__warningregistry__", {})  # what Python has said at which lines of this module
+    registry = frame.f_globals.setdefault(
+        "__warningregistry__", {}
+    )  # what Python has said at which lines of this module
     name, module = frame.f_code.co_filename, frame.f_globals.get("__name__")
-    warnings.warn_explicit(message, UserWarning, name, frame.f_lineno, module, told)
+    warnings.warn_explicit(message, UserWarning, name, frame.f_lineno, module, registry)

@@ -31,11 +31,11 @@ def tell_of_failures() -> None:
         wrapper = late(_WRAPPER)
     except ImportError:
         return
-    made = wrapper.post_compile
+    original = wrapper.post_compile
 
-    @wraps(made)
+    @wraps(original)
     def post_compile(self: Any, *args: Any, runtime_metadata: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        run: Callable[[Any], Any] = made(self, *args, runtime_metadata=runtime_metadata, **kwargs)
+        run: Callable[[Any], Any] = original(self, *args, runtime_metadata=runtime_metadata, **kwargs)
         ranks = _ranks(getattr(each, "meta", None) for each in runtime_metadata.subclass_inp_meta)
         return _publishing(run, ranks) if ranks else run
 

@@ -64,12 +64,13 @@ def gradient_layout(own: Layout, shape: Shape, grad_placements: Sequence[object]
     if layout.placements == own.placements or not (layout.sharded_dims() or own.sharded_dims()):
         return layout
     last = tuple(n - 1 for n in own.mesh.shape)  # its shard is the smallest, so that all ranks find the same
-    found, expected = layout.local_shape(shape, last), own.local_shape(shape, last)
-    if found != expected:
+    gradient_shape, local_shape = layout.local_shape(shape, last), own.local_shape(shape, last)
+    if gradient_shape != local_shape:
         raise LayoutError(
             f"{what}(grad_placements=...) of a tensor of shape {tuple(shape)} laid out [{own}], its gradient laid out "
-            f"[{layout}]: a gradient has the shape of the local tensor, on the last rank {expected}, and would have "
-            f"{found}; shard the dims that the local tensor is a shard of, and give Replicate or Partial elsewhere"
+            f"[{layout}]: a gradient has the shape of the local tensor, on the last rank {local_shape}, and would have "
+            f"{gradient_shape}; shard the dims that the local tensor is a shard of, and give Replicate or Partial "
+            "elsewhere"
         )
     return layout
 

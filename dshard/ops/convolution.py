@@ -74,8 +74,8 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
         sizes = [grad.shape[1]] if bias else None
         if not grad.numel() or not x.numel() or not weight.numel():
             zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
-            made = [depending_on(t, (grad, x, weight)) for t in zeros]
-            return tuple(t if wanted else None for t, wanted in zip(made, mask, strict=True))
+            empty = [depending_on(t, (grad, x, weight)) for t in zeros]
+            return tuple(t if wanted else None for t, wanted in zip(empty, mask, strict=True))
         gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
         return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
 

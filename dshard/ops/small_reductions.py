@@ -124,8 +124,8 @@ def _plan_statistic(of: Callable[[Call], Statistic | None], call: Call, rule: Ru
     for factor, axes in order_of(rule.inputs, layouts).items():
         if not any(axis in used for used in order.values() for axis in axes):
             order[factor] = axes
-    whole = [factor for factor in order if factor in rule.unsharded]
-    axes = tuple(axis for factor in whole for axis in order[factor] if mesh.shape[axis] > 1)
+    unsharded = [factor for factor in order if factor in rule.unsharded]
+    axes = tuple(axis for factor in unsharded for axis in order[factor] if mesh.shape[axis] > 1)
     statistic = of(call)
     if statistic is None or not axes or any(0 in shape for shape in call.shapes) or out.dtype in HALF:
         return None

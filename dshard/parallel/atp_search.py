@@ -24,7 +24,7 @@ from dshard.validate import as_int, as_tuple, check_one_of, check_type
 Form: TypeAlias = Literal["all_reduce", "reduce_scatter"]
 """Whether sums with a sharded consumer are all-reduced first, as in the paper, or reduce-scattered to its layout."""
 
-WHOLE, SPLIT, BOTH = "d1:R d2:S(1)", "d1:S(1) d2:R", "d1:S(1) d2:S(1)"
+BETWEEN_BLOCKS, WITHIN_BLOCKS, BY_HEADS = "d1:R d2:S(1)", "d1:S(1) d2:R", "d1:S(1) d2:S(1)"
 """The layouts of activations between blocks, between the linear layers of a block, and of attention by heads."""
 
 SUM_D1, SUM_D2 = "d1:P(sum) d2:S(1)", "d1:S(1) d2:P(sum)"
@@ -162,20 +162,20 @@ def _moves(transformer: Transformer, form: Form) -> Iterator[tuple[str, str, str
     t, h = transformer.tokens, transformer.hidden
     qkv, one, ffn = (t, 3 * h), (t, h), (t, transformer.width)
     yield from _into_core("f1 qkv", qkv, form)
-    yield "gather of the core", "d2", BOTH, SPLIT, one
-    yield "f2 output", "d1", SUM_D1, WHOLE, one
-    yield "f3 feed-forward in", "d2", SUM_D2, SPLIT, ffn
-    yield "f4 feed-forward out", "d1", SUM_D1, WHOLE, one
-    yield "gradient of feed-forward out", "d2", SUM_D2, SPLIT, ffn
-    yield "gradient of feed-forward in", "d1", SUM_D1, WHOLE, one
+    yield "gather of the core", "d2", BY_HEADS, WITHIN_BLOCKS, one
+    yield "f2 output", "d1", SUM_D1, BETWEEN_BLOCKS, one
+    yield "f3 feed-forward in", "d2", SUM_D2, WITHIN_BLOCKS, ffn
+    yield "f4 feed-forward out", "d1", SUM_D1, BETWEEN_BLOCKS, one
+    yield "gradient of feed-forward out", "d2", SUM_D2, WITHIN_BLOCKS, ffn
+    yield "gradient of feed-forward in", "d1", SUM_D1, BETWEEN_BLOCKS, one
     yield from _into_core("gradient of output", one, form)
-    yield "gather of the core's gradient", "d2", BOTH, SPLIT, qkv
-    yield "gradient of qkv", "d1", SUM_D1, WHOLE, one
+    yield "gather of the core's gradient", "d2", BY_HEADS, WITHIN_BLOCKS, qkv
+    yield "gradient of qkv", "d1", SUM_D1, BETWEEN_BLOCKS, one
 
 
 def _into_core(name: str, shape: tuple[int, int], form: Form) -> Iterator[tuple[str, str, str, str, tuple[int, int]]]:
     if form == "reduce_scatter":
-        yield name, "d2", SUM_D2, BOTH, shape
+        yield name, "d2", SUM_D2, BY_HEADS, shape
     else:
-        yield name, "d2", SUM_D2, SPLIT, shape
-        yield f"scatter after {name}", "d2", SPLIT, BOTH, shape
+        yield name, "d2", SUM_D2, WITHIN_BLOCKS, shape
+        yield f"scatter after {name}", "d2", WITHIN_BLOCKS, BY_HEADS, shape

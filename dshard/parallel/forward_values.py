@@ -127,7 +127,7 @@ class ForwardValues(TorchFunctionMode):
         super().__init__()
         self.model = type(model).__name__
         self.answers: list[object] = []
-        self.made: dict[int, _Result] = {}
+        self.results: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
         for stand_in, data, name in stand_ins:
@@ -162,19 +162,19 @@ class ForwardValues(TorchFunctionMode):
         def known(leaf: object) -> Any:
             if not isinstance(leaf, Tensor):
                 return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-            made = self.made.get(id(leaf))
-            if made is None:
+            result = self.results.get(id(leaf))
+            if result is None:
                 return leaf
-            origins.append(made.origin)
-            return made
+            origins.append(result.origin)
+            return result
 
         operands = replace_leaves((args, kwargs), known)
         return Origin(func, operands, frozenset(name for each in origins for name in each.inputs), None, origins)
 
     def _note(self, tensors: Sequence[Tensor], origin: Origin) -> None:
         for i, x in enumerate(tensors):
-            if x.is_meta and id(x) not in self.made:
-                self.made[id(x)] = _Result(origin, i)
+            if x.is_meta and id(x) not in self.results:
+                self.results[id(x)] = _Result(origin, i)
                 self.kept.append(x)
                 self.sharing[x.untyped_storage()._cdata].append(x)
 
@@ -182,9 +182,9 @@ class ForwardValues(TorchFunctionMode):
         """After a write, of the tensors in that memory only the model inputs on which they depend are known."""
         for x in written:
             for alias in self.sharing.get(x.untyped_storage()._cdata, [x]) if x.is_meta else ():
-                before = self.made.get(id(alias))
+                before = self.results.get(id(alias))
                 inputs = by.inputs | (before.origin.inputs if before else frozenset())
-                self.made[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)
+                self.results[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)
 
     def _stand_in(self, x: Tensor) -> Tensor:
         """A tensor without data for one that the model has made."""

@@ -156,13 +156,13 @@ class Plan(Tabled):
         lines.append(text_table(HEADINGS, self.rows()))
         if self.cost is not None:
             memory, hidden = self.cost.memory, f"{self.cost.hidden * 1e3:.3f}"
-            beside = "" if hidden == "0.000" else f", {hidden} of them beside local work"
+            overlap = "" if hidden == "0.000" else f", {hidden} of them beside local work"
             held = ", ".join(
                 f"{name} {human_bytes(getattr(memory, name))}"
                 for name in ("parameters", "gradients", "optimizer", "activations", "transient")
             )
             lines.append(
-                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{beside}; "
+                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{overlap}; "
                 f"a rank holds at most {human_bytes(memory.total)}: {held}"
             )
         return "\n".join(lines)

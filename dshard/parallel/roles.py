@@ -117,9 +117,9 @@ def _products(traced: TracedForward, parameters: dict[str, tuple[Role, ...]]) ->
 
 def _residual(traced: TracedForward) -> int | None:
     """The class of the residual stream: the most frequent among those that several matmuls or look-ups produce."""
-    made = Counter(traced.class_of(traced.parameters[use.parameter][i]) for use in traced.uses for i in use.left)
+    producers = Counter(traced.class_of(traced.parameters[use.parameter][i]) for use in traced.uses for i in use.left)
     counts = traced.counts()
-    several = [c for c in counts if made[c] > 1]
+    several = [c for c in counts if producers[c] > 1]
     return max(several, key=lambda c: (counts[c], -c), default=None)
 
 
@@ -145,8 +145,8 @@ def _main_uses(traced: TracedForward) -> dict[str, Use]:
 
 def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
     """Classes that matmuls produce and contract, and wide classes of one matmul or of the rows of a look-up table."""
-    made: set[int | None] = set()
-    summed: set[int | None] = set()
+    produced: set[int | None] = set()
+    contracted: set[int | None] = set()
     ends: set[int | None] = set()
     batch = _batch(traced)
     for use in traced.uses:
@@ -155,12 +155,12 @@ def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
         if sum(bool(nodes) for nodes in dims) < 2:
             continue
         if use.indices is None:
-            made |= {classes[i] for i in use.left}
-            summed |= {classes[i] for i in use.summed}
+            produced |= {classes[i] for i in use.left}
+            contracted |= {classes[i] for i in use.summed}
         elif batch in {traced.classes.find(n) for n in use.indices}:
             ends |= {classes[i] for i in use.summed}
-    wide = {c for c in made | ends if c is not None and _size(traced, c) >= width}
-    return ((made & summed) | wide) - {None, residual}  # type: ignore[return-value]
+    wide = {c for c in produced | ends if c is not None and _size(traced, c) >= width}
+    return ((produced & contracted) | wide) - {None, residual}  # type: ignore[return-value]
 
 
 def _batch(traced: TracedForward) -> int | None:
@@ -170,16 +170,16 @@ def _batch(traced: TracedForward) -> int | None:
 
 def _units(traced: TracedForward) -> dict[int, int]:
     """The number of equal units (heads) of each class: the most into which a view of an activation splits it."""
-    whole: defaultdict[int, set[int]] = defaultdict(set)
+    full_sizes: defaultdict[int, set[int]] = defaultdict(set)
     for use in _main_uses(traced).values():
         for i in () if use.indices is not None else (*use.summed, *use.left):
             nodes = traced.parameters[use.parameter][i]
             if nodes:
-                whole[traced.classes.find(nodes[0])].add(traced.classes.size[nodes[0]])
+                full_sizes[traced.classes.find(nodes[0])].add(traced.classes.size[nodes[0]])
     parts: defaultdict[int, set[int]] = defaultdict(set)
     for node in range(len(traced.classes.size)):
         c = traced.classes.find(node)
-        if c in whole and traced.classes.size[node] not in whole[c] and traced.classes.size[node] > 1:
+        if c in full_sizes and traced.classes.size[node] not in full_sizes[c] and traced.classes.size[node] > 1:
             parts[c].add(traced.classes.size[node])
     return {c: max(sizes) for c, sizes in parts.items()}
 

@@ -118,19 +118,19 @@ def _backward(out: object) -> None:
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     replicated = (Replicate(),) * mesh.ndim
-    made: dict[str, object] = {}
+    state: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
-        made[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
+        state[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
     if plan.precision is not None:
-        plan.precision.reduce(made.values())
+        plan.precision.reduce(state.values())
     for name, buffer in model.named_buffers():
-        made[name] = distribute_tensor(without_data(buffer), mesh, replicated)
-    return made
+        state[name] = distribute_tensor(without_data(buffer), mesh, replicated)
+    return state
 
 
-def _meta(given: Any) -> list[Any]:
-    return [without_data(x) if isinstance(x, Tensor) else x for x in given]
+def _meta(args: Any) -> list[Any]:
+    return [without_data(x) if isinstance(x, Tensor) else x for x in args]
 
 
 def _values(out: object) -> Any:
@@ -183,13 +183,13 @@ class _Work:
         out = func(*args, **kwargs)
         if is_for_shapes():  # nothing is kept of what is asked for shapes alone
             return out
-        given, made = tensors_in((args, list(kwargs.values()))), tensors_in(out)
-        before = {StorageWeakRef(x.untyped_storage()) for x in given}
-        fresh = [x for x in made if StorageWeakRef(x.untyped_storage()) not in before]
-        call = LocalCall(func, args, kwargs, out, given, fresh)
+        operands, outputs = tensors_in((args, list(kwargs.values()))), tensors_in(out)
+        before = {StorageWeakRef(x.untyped_storage()) for x in operands}
+        fresh = [x for x in outputs if StorageWeakRef(x.untyped_storage()) not in before]
+        call = LocalCall(func, args, kwargs, out, operands, fresh)
         if call.works:
             self.works(call.seconds(call.flops(), self.topology))
-        if self.allocations.add(made):
+        if self.allocations.add(outputs):
             self.allocations.most = max(self.allocations.most, self.allocations.alive())
         return out
 

@@ -74,11 +74,11 @@ def form_of(name: str, forms: Sequence[StoredForm]) -> StoredForm | None:
 
 def as_planned(p: Any, form: StoredForm | None, placements: Placements) -> Any:
     """A loaded parameter without its graph, moved to the placements of the plan; `form` was converted for it."""
-    whole = p.detach()
-    if form is not None and form.dim is not None and Shard(form.dim) in whole.placements:
-        dim, parts, sizes = form.dim, form.parts, whole.shape
-        pieces = whole.to_local().unflatten(dim, (parts, whole.to_local().shape[dim] // parts))
-        by_part = [Shard(at.dim + (at.dim >= dim)) if isinstance(at, Shard) else at for at in whole.placements]
+    loaded = p.detach()
+    if form is not None and form.dim is not None and Shard(form.dim) in loaded.placements:
+        dim, parts, sizes = form.dim, form.parts, loaded.shape
+        pieces = loaded.to_local().unflatten(dim, (parts, loaded.to_local().shape[dim] // parts))
+        by_part = [Shard(at.dim + (at.dim >= dim)) if isinstance(at, Shard) else at for at in loaded.placements]
         shape = (*sizes[:dim], parts, sizes[dim] // parts, *sizes[dim + 1 :])
-        whole = type(whole).from_local(pieces, whole.device_mesh, by_part, shape=shape).flatten(dim, dim + 1)
-    return whole.redistribute(placements=placements)
+        loaded = type(loaded).from_local(pieces, loaded.device_mesh, by_part, shape=shape).flatten(dim, dim + 1)
+    return loaded.redistribute(placements=placements)

@@ -66,9 +66,9 @@ def _backward_from(node: Node, grads: Grads, weights: list[nn.Parameter], others
     """Accumulate the weights' gradients that pass through one node, but not those through `others`."""
     hooks = [other.register_prehook(_nothing) for other in others]
     try:
-        given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
-        edges: Any = [edge for edge, _ in given]
-        torch.autograd.backward(edges, [grad for _, grad in given], retain_graph=True, inputs=weights)
+        gradients = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
+        edges: Any = [edge for edge, _ in gradients]
+        torch.autograd.backward(edges, [grad for _, grad in gradients], retain_graph=True, inputs=weights)
     finally:
         for hook in hooks:
             hook.remove()

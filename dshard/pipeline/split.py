@@ -55,7 +55,7 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
             f"{type(cause).__name__}: {cause}"
         ) from error
     calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
-    names = {call: _given(graph_module, call) for call in calls}
+    names = {call: _returned_names(graph_module, call) for call in calls}
     parts = []
     for call in calls:
         takes = tuple(_name(argument, names) for argument in call.args)
@@ -64,7 +64,7 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
     return tuple(parts)
 
 
-def _given(graph_module: Any, call: fx.Node) -> tuple[str, ...]:
+def _returned_names(graph_module: Any, call: fx.Node) -> tuple[str, ...]:
     """Names of the values that a part returns."""
     nodes = graph_module.get_submodule(call.target).graph.nodes
     returned = next(node for node in nodes if node.op == "output").args[0]
@@ -79,8 +79,8 @@ def _name(node: Any, names: dict[fx.Node, tuple[str, ...]]) -> str:
         return names[node][0]
     if node.op == "call_function" and node.target is getitem:
         call, index = node.args
-        given: str = names[call][index]
-        return given
+        name: str = names[call][index]
+        return name
     return str(node.target)
 
 

@@ -58,10 +58,10 @@ class Stage:
             if any(isinstance(placement, Partial) for placement in self._placements(placements)):
                 raise LayoutError(f"placements of {name!r}: what crosses is whole; use Shard or Replicate")
 
-    def _placements(self, given: Sequence[Placement]) -> tuple[Placement, ...]:
+    def _placements(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         """Check placements, one for each axis of the mesh, which may have no processes."""
         mesh = self.mesh if isinstance(self.mesh, Mesh) else Mesh(tuple(self.mesh.shape))
-        checked = placements_on(mesh, given)
+        checked = placements_on(mesh, placements)
         Layout(mesh, tuple(Replicate() if isinstance(p, Shard) else p for p in checked))
         return checked
 

@@ -43,9 +43,9 @@ def _axes(dim: int, placements: Sequence[Placement], factors: Sequence[int], siz
         if placements[axis] == Shard(dim):
             before = [i for i in range(len(axes) + 1) if prod(sizes[a] for a in axes[:i]) == factors[axis]]
             if not before:
-                given = f"_StridedShard(dim={dim}, split_factor={factors[axis]}) on mesh axis {axis}"
+                strided = f"_StridedShard(dim={dim}, split_factor={factors[axis]}) on mesh axis {axis}"
                 raise LayoutError(
-                    f"{given}, of {sizes[axis]} ranks: no order of the axes {axes}, of {[sizes[a] for a in axes]} "
+                    f"{strided}, of {sizes[axis]} ranks: no order of the axes {axes}, of {[sizes[a] for a in axes]} "
                     "ranks, makes that many chunks first"
                 )
             axes.insert(before[0], axis)

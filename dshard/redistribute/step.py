@@ -152,24 +152,24 @@ def after(step: Step, layout: Layout) -> Layout:
 
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
     """The regions that the rank at `coordinate` sends and receives; None if the step sends nothing."""
-    whole = _whole(layout.local_shape(shape, coordinate))
+    local = _full_region(layout.local_shape(shape, coordinate))
     if isinstance(step, Slice | MakePartial):
         return None
     if isinstance(step, AllReduce):
-        return Messages((whole,), (whole,))
+        return Messages((local,), (local,))
     there = after(step, layout)
     peers = layout.mesh.peers(axes_of(step), coordinate)
     match step:
         case AllGather(_, dim):
             sizes = [layout.local_shape(shape, peer)[dim] for peer in peers]
-            return Messages((whole,), _pieces(there.local_shape(shape, coordinate), dim, sizes))
+            return Messages((local,), _pieces(there.local_shape(shape, coordinate), dim, sizes))
         case ReduceScatter(_, _, dim):
             sizes = [there.local_shape(shape, peer)[dim] for peer in peers]
-            return Messages(_pieces(_sizes(whole), dim, sizes), (_whole(there.local_shape(shape, coordinate)),))
+            return Messages(_pieces(_sizes(local), dim, sizes), (_full_region(there.local_shape(shape, coordinate)),))
         case AllToAll(_, src, dst):
             give = [there.local_shape(shape, peer)[dst] for peer in peers]
             take = [layout.local_shape(shape, peer)[src] for peer in peers]
-            return Messages(_pieces(_sizes(whole), dst, give), _pieces(there.local_shape(shape, coordinate), src, take))
+            return Messages(_pieces(_sizes(local), dst, give), _pieces(there.local_shape(shape, coordinate), src, take))
         case Exchange():
             held, needed = layout.region(shape, coordinate), there.region(shape, coordinate)
             send = tuple(_part(layout, held, coordinate, peer, there.region(shape, peer), held) for peer in peers)
@@ -178,7 +178,7 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
         case ReduceExchange():
             held = layout.region(shape, coordinate)
             send = tuple(inside(there.region(shape, peer), held) for peer in peers)
-            return Messages(send, (_whole(there.local_shape(shape, coordinate)),))
+            return Messages(send, (_full_region(there.local_shape(shape, coordinate)),))
         case _:
             assert_never(step)
 
@@ -221,7 +221,7 @@ def numel(region: Region) -> int:
     return prod(map(len, region))
 
 
-def _whole(shape: Shape) -> Region:
+def _full_region(shape: Shape) -> Region:
     return tuple(map(range, shape))
 
 

@@ -163,17 +163,17 @@ def _way(
     """The assignment of loops to the mesh axes `picked`, in this order; None if a ring has one rank."""
     mesh, rows = layouts[0].mesh, {loop: frozenset[Row]({loop}) for loop in LOOPS}
     rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
-    given: dict[int, frozenset[Row] | None] = {}
+    allowed: dict[int, frozenset[Row] | None] = {}
     for loop, axis in zip(loops, picked, strict=True):
         if loop is None:
             idle = all(layout.placements[axis] == Replicate() for layout in layouts)
-            given[axis] = frozenset[Row]({None}) if idle else None
+            allowed[axis] = frozenset[Row]({None}) if idle else None
         else:
-            given[axis] = rows["q" if loop in RINGS else loop]
+            allowed[axis] = rows["q" if loop in RINGS else loop]
     rings = tuple(axis for loop, axis in zip(loops, picked, strict=True) if loop in RINGS)
     if any(mesh.shape[axis] == 1 for axis in rings):
         return None
-    return tuple(given.get(axis) for axis in range(mesh.ndim)), rings
+    return tuple(allowed.get(axis) for axis in range(mesh.ndim)), rings
 
 
 def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:

@@ -55,10 +55,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("loops", "stored"):
-            given = getattr(self, name)
-            if type(given) is not tuple:
+            value = getattr(self, name)
+            if type(value) is not tuple:
                 way_out = "give one of them for each mesh axis, such as ('m', 'n')"
-                letters = tuple(given) if isinstance(given, str) else as_tuple(given, name, way_out, LayoutError)
+                letters = tuple(value) if isinstance(value, str) else as_tuple(value, name, way_out, LayoutError)
                 object.__setattr__(self, name, letters)
         if self.stream is not None and not isinstance(self.stream, Stream):
             raise LayoutError(f"a schedule in {self.stream!r}: give a dshard.Stream, such as Stream(4), or None")
@@ -122,9 +122,9 @@ class Schedule:
         most, held = 0.0, 0.0
         parts_of_a = self._sizes(mesh, "n", "m"), self._sizes(mesh, "n", "k")
         parts_of_b = self._sizes(mesh, "m", "k"), self._sizes(mesh, "m", "n")
-        for whole, (by_row, by_column) in ((a, parts_of_a), (b, parts_of_b)):
-            most = max(most, held + whole * _gathering(by_row, by_column))
-            held += whole * (prod((*by_row, *by_column)) > 1)
+        for elements, (by_row, by_column) in ((a, parts_of_a), (b, parts_of_b)):
+            most = max(most, held + elements * _gathering(by_row, by_column))
+            held += elements * (prod((*by_row, *by_column)) > 1)
         return max(most, held + c * (1 + self._reducing(mesh, m, n)))
 
     def _reducing(self, mesh: Mesh, m: int, n: int) -> float:

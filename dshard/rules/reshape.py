@@ -68,8 +68,8 @@ def reshape_rule(src: Shape, dst: Shape) -> Rule:
             sizes[factor] = shared
             a.take(factor, shared)
             b.take(factor, shared)
-    whole = frozenset(name for name in sizes if name.startswith("rest"))
-    return Rule((a.term(),), (b.term(),), whole, sizes=tuple(sizes.items()))
+    unshared = frozenset(name for name in sizes if name.startswith("rest"))
+    return Rule((a.term(),), (b.term(),), unshared, sizes=tuple(sizes.items()))
 
 
 def _skip(a: _Side, b: _Side, sizes: dict[str, int]) -> None:

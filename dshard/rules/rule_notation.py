@@ -69,8 +69,8 @@ def parse_rule(
     ops = (reduce,) if isinstance(reduce, str) or reduce is None else tuple(reduce)
     if not all(isinstance(op, str) and op in REDUCE_OPS for op in ops):
         raise NotationError(f"the rule {text!r} reduces by {ops}: use {', '.join(REDUCE_OPS)}")
-    made = None if outputs is None else tuple(outputs)
-    rule = _parsed(text, tuple(shapes), made, None if at is None else tuple(at), same_size)
+    known_outputs = None if outputs is None else tuple(outputs)
+    rule = _parsed(text, tuple(shapes), known_outputs, None if at is None else tuple(at), same_size)
     return replace(rule, reduce=ops, passes=passes, loops=loops)
 
 

@@ -80,11 +80,11 @@ def redistributions(place: Place) -> str:
     options: list[Placement] = [Replicate(), Shard(0), Shard(1)]
     layouts = [(a, b) for a in options for b in options]
     for i, dtype in enumerate(MOVED):
-        whole = place.randn(7, 5, dtype=dtype)
+        tensor = place.randn(7, 5, dtype=dtype)
         for src in layouts:
-            x = distribute_tensor(whole, mesh, src, src_data_rank=None)
+            x = distribute_tensor(tensor, mesh, src, src_data_rank=None)
             for dst in layouts[i % 3 :: 3]:
-                _same(x.redistribute(mesh, dst).full_tensor(), whole, f"{dtype} from {src} to {dst}")
+                _same(x.redistribute(mesh, dst).full_tensor(), tensor, f"{dtype} from {src} to {dst}")
                 count += 1
     return f"{count} between layouts, {len(MOVED)} dtypes, uneven"
 
@@ -93,11 +93,11 @@ def reductions(place: Place) -> str:
     """Partial sums of several dtypes to every other layout."""
     mesh, count = place.mesh("a", "b"), 0
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        whole = place.randn(7, 6, dtype=dtype)
+        tensor = place.randn(7, 6, dtype=dtype)
         for source in _PARTIAL:
             for target in _COMPLETE:
-                x = distribute_tensor(whole, mesh, source, src_data_rank=None)
-                _same(x.redistribute(mesh, target).full_tensor(), whole, f"{dtype} from {source} to {target}", 1e-1)
+                x = distribute_tensor(tensor, mesh, source, src_data_rank=None)
+                _same(x.redistribute(mesh, target).full_tensor(), tensor, f"{dtype} from {source} to {target}", 1e-1)
                 count += 1
     return f"{count} from partial layouts"
 
@@ -135,7 +135,7 @@ def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
     for what, (result, right) in pairs.items():
         assert result is not None
         assert right is not None
-        _same(_whole(result), right, f"{name}: {what}", 1e-3)
+        _same(_global(result), right, f"{name}: {what}", 1e-3)
 
 
 class Block(nn.Module):
@@ -190,8 +190,8 @@ def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(_whole(loss.detach()))
-    return torch.stack(losses), {name: _whole(p.detach()) for name, p in model.named_parameters()}
+        losses.append(_global(loss.detach()))
+    return torch.stack(losses), {name: _global(p.detach()) for name, p in model.named_parameters()}
 
 
 def captured_steps(place: Place) -> str:
@@ -215,7 +215,7 @@ def captured_under(place: Place, *plans: str) -> str:
         batch.copy_(y)
         replay()
         for (key, value), wanted in zip(model.named_parameters(), right.parameters(), strict=True):
-            _same(_whole(value.detach()), wanted.detach(), f"{name}: {key} after a captured step", 1e-4)
+            _same(_global(value.detach()), wanted.detach(), f"{name}: {key} after a captured step", 1e-4)
     how = "captured and replayed" if place.device == "cuda" else "not captured without CUDA, but the host never waits"
     return f"{', '.join(plans)}: {how}"
 
@@ -257,15 +257,15 @@ def captured(device: str, step: Callable[[], None], warm: int) -> Callable[[], N
 
 def resharding(place: Place) -> str:
     """A tensor to another mesh of the same ranks, and to one of half of them."""
-    first, whole = place.mesh("a", "b"), place.randn(9, 7)
-    x = distribute_tensor(whole, first, [Shard(0), Shard(1)], src_data_rank=None)
+    first, tensor = place.mesh("a", "b"), place.randn(9, 7)
+    x = distribute_tensor(tensor, first, [Shard(0), Shard(1)], src_data_rank=None)
     second = place.mesh("c")
-    _same(x.redistribute(second, [Shard(1)]).full_tensor(), whole, "to a mesh of other axes")
+    _same(x.redistribute(second, [Shard(1)]).full_tensor(), tensor, "to a mesh of other axes")
     if place.ranks % 2:
         return "to a mesh of other axes"
     half = first["b"] if isinstance(first, DeviceMesh) else first
-    y = distribute_tensor(whole, half, [Shard(0)], src_data_rank=None)
-    _same(y.full_tensor(), whole, "on a slice of the mesh")
+    y = distribute_tensor(tensor, half, [Shard(0)], src_data_rank=None)
+    _same(y.full_tensor(), tensor, "on a slice of the mesh")
     return "to a mesh of other axes; on a slice"
 
 
@@ -284,13 +284,13 @@ def random_numbers(place: Place) -> str:
 def checkpoints(place: Place) -> str:
     """A checkpoint written in one layout and read in another."""
     (path,) = set(gather_objects(tempfile.mkdtemp(prefix="dshard-selftest-") if group_rank() == 0 else None)) - {None}
-    mesh, whole = place.mesh("a", "b"), place.randn(9, 6)
+    mesh, tensor = place.mesh("a", "b"), place.randn(9, 6)
     try:
-        source = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        source = distribute_tensor(tensor, mesh, [Shard(0), Shard(1)], src_data_rank=None)
         checkpoint.save({"w": source}, Path(path) / "state")
-        target = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1), Replicate()], src_data_rank=None)
+        target = distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(1), Replicate()], src_data_rank=None)
         checkpoint.load({"w": target}, Path(path) / "state")
-        _same(target.full_tensor(), whole, "what is read back")
+        _same(target.full_tensor(), tensor, "what is read back")
         gather_objects(None)  # nobody removes what another still reads
     finally:
         if group_rank() == 0:
@@ -366,7 +366,7 @@ def traffic(place: Place) -> str:
     return f"{len(counts[0])} collectives in a step of fsdp, {sum(event.nbytes for event in traced.events):,} bytes"
 
 
-def _whole(x: Tensor) -> Tensor:
+def _global(x: Tensor) -> Tensor:
     full = getattr(x, "full_tensor", None)
     out: Tensor = x if full is None else full()
     return out

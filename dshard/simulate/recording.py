@@ -112,21 +112,21 @@ class _Recorder:
         """Run an operator on local tensors, and record its work and memory."""
         if is_for_shapes():
             return func(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        before = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = {StorageWeakRef(tensor.untyped_storage()) for tensor in operands}
         out = func(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not self.real and any(not tensor.is_meta and tensor.dim() for tensor in made):
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not self.real and any(not tensor.is_meta and tensor.dim() for tensor in outputs):
             self.real = True
             self.memory.clear()
             self.events = [event for event in self.events if event.queue != "compute"]
-        if self.real and all(tensor.is_meta for tensor in made):
+        if self.real and all(tensor.is_meta for tensor in outputs):
             return out
         self.memory.known |= before - self.memory.sizes.keys()
-        if self.memory.add(made):
+        if self.memory.add(outputs):
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
-        fresh = [t for t in made if StorageWeakRef(t.untyped_storage()) not in before]
-        call = LocalCall(func, args, kwargs, out, given, fresh)
+        fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]
+        call = LocalCall(func, args, kwargs, out, operands, fresh)
         if call.works:
             flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
             seconds = call.seconds(flops, topology)

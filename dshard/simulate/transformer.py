@@ -171,8 +171,8 @@ class Model:
             raise ShapeError(f"the model lacks {', '.join(f'{n} ({_KEYS[n][1]})' for n in missing)}")
         gated = config.get("gated", config.get("hidden_act") in GATED or config.get("feed_forward_proj") in GATED)
         tied = config.get("tied", config.get("tie_word_embeddings", True))
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        return cls(**given, gated=bool(gated), tied=bool(tied))
+        known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        return cls(**known, gated=bool(gated), tied=bool(tied))
 
     @classmethod
     def load(cls, path: str | PathLike[str], **changes: int) -> Model:

@@ -32,22 +32,22 @@ def check_alternatives(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh,
         RuleError: an alternative gives something else, or another layout than it says.
     """
     facts = known(func)
-    op, given = facts.op, (args, kwargs)
+    op, arguments = facts.op, (args, kwargs)
     if op is None or not op.alternatives or facts.is_composed(args):
         return
-    expected = run_on(func, given, [x.clone() for x in tensors_in(given)])
+    expected = run_on(func, arguments, [x.clone() for x in tensors_in(arguments)])
     call, _ = call_of(func, mesh, args, kwargs)
     for strategy, plan in _every_alternative(op, call, mesh):
         with blaming(f"the alternative '{strategy.name}' to the rule of {func}", mesh, strategy):
-            _compare(plan, given, expected, same)
+            _compare(plan, arguments, expected, same)
 
 
 def _every_alternative(op: Operator, call: Call, mesh: Mesh) -> Iterator[tuple[Strategy, AlternativePlan]]:
     """Yield the alternatives for any layouts of the operands, each that has other layouts once."""
     seen = set()
     for operands in suggestive(op.rule(call), call.specs, mesh):
-        laid = _in_layouts(call, [spec.with_layout(x.layout) for spec, x in zip(call.specs, operands, strict=True)])
-        for strategy, plan in alternatives_of(op, op.rule(laid), laid).items():
+        placed = _in_layouts(call, [spec.with_layout(x.layout) for spec, x in zip(call.specs, operands, strict=True)])
+        for strategy, plan in alternatives_of(op, op.rule(placed), placed).items():
             key = (strategy.name, plan.inputs, plan.outputs)
             if key not in seen:
                 seen.add(key)
@@ -60,14 +60,14 @@ def _in_layouts(call: Call, specs: Sequence[Spec]) -> Call:
     return replace(call, args=args, kwargs=kwargs, specs=tuple(specs))
 
 
-def _compare(plan: AlternativePlan, given: tuple[Args, Kwargs], expected: Sequence[Tensor], same: Same) -> None:
+def _compare(plan: AlternativePlan, arguments: tuple[Args, Kwargs], expected: Sequence[Tensor], same: Same) -> None:
     numbered = enumerate(plan.inputs)
 
-    def laid(x: Tensor) -> DTensor:
+    def placed(x: Tensor) -> DTensor:
         seed, layout = next(numbered)
         return distribute(x.detach(), layout, seed=seed)
 
-    args, kwargs = replace_tensors(given, laid)
+    args, kwargs = replace_tensors(arguments, placed)
     with torch.no_grad():
         outputs = tensors_in(plan.run(*args, **kwargs))
     for output, value, layout in zip(outputs, expected, plan.outputs, strict=True):

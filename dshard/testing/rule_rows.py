@@ -43,13 +43,13 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
     op, tensors = facts.op, tensors_in((args, kwargs))
     if op is None or facts.is_composed(args) or is_random(func) or not tensors:
         return
-    given = (args, kwargs)
-    expected = run_on(func, given, [x.clone() for x in tensors])
+    arguments = (args, kwargs)
+    expected = run_on(func, arguments, [x.clone() for x in tensors])
     call, _ = call_of(func, mesh, args, kwargs)
     rule = op.rule(call)
     for strategy in every_strategy(rule, call, mesh):
         with blaming(f"the rule '{rule}' of {func}", mesh, strategy):
-            for value, expected_value in zip(run_strategy(op, call, strategy, given), expected, strict=True):
+            for value, expected_value in zip(run_strategy(op, call, strategy, arguments), expected, strict=True):
                 same(value, expected_value)
 
 
@@ -63,14 +63,14 @@ def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
         raise RuleError(f"{what} is wrong on the mesh ({mesh}), in the layouts\n  {strategy}\n{reason}") from error
 
 
-def run_strategy(op: Operator, call: Call, strategy: Strategy, given: tuple[object, object]) -> list[Tensor]:
+def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[object, object]) -> list[Tensor]:
     """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
-    pairs = zip(tensors_in(given), strategy.inputs, strict=True)
+    pairs = zip(tensors_in(arguments), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
         local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
-        local_outputs = run_on(local_op, given, [part(at) for part in operands])
+        local_outputs = run_on(local_op, arguments, [part(at) for part in operands])
         for output, local in zip(outputs, local_outputs, strict=True):
             output[at] = local
     return [
@@ -112,8 +112,8 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
     return [*map(Shard, range(ndim)), *map(Partial, sorted(ops))]
 
 
-def run_on(func: Function, given: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
+def run_on(func: Function, arguments: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that `func` gives of these arguments, with `tensors` in place of the tensors among them."""
     rest = iter(tensors)
-    args, kwargs = replace_tensors(given, lambda _: next(rest))
+    args, kwargs = replace_tensors(arguments, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

@@ -78,15 +78,15 @@ class BlockResult:
         rows = self.q.shape[-2]
         for block in panel.blocks:
             operands = _operands(panel, block)
-            found = _attended(operands)
+            block_result = _attended(operands)
             match join_of(block, self.reached, rows):
                 case "taken":
-                    self.found = found
+                    self.found = block_result
                 case "copied":
-                    for all_rows, part in zip(self._wide((*operands.q.shape[:2], rows)), found, strict=True):
+                    for all_rows, part in zip(self._wide((*operands.q.shape[:2], rows)), block_result, strict=True):
                         _span(all_rows, 2, block.queries).copy_(part)
                 case "merged":
-                    self._merge(block.queries, *found)
+                    self._merge(block.queries, *block_result)
             reach(self.reached, block.queries)
 
     def complete(self) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, pa
     `rows` are the full rows of the result.
     """
     of_mask = len(totals) > 3 and totals[3] is not None
-    for block, found in block_gradients(rows, panel, of_mask):
-        add_gradients(totals, panel, block, found)
+    for block, gradients in block_gradients(rows, panel, of_mask):
+        add_gradients(totals, panel, block, gradients)
 
 
 def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator[tuple[Block, Sequence[Tensor]]]:

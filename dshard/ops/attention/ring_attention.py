@@ -68,8 +68,8 @@ class RingAttention:
             keys, values = yield from panels.at_step(step)
             result.add(rank.panel(step, q, keys, values, mask))
         panels.end()
-        found, lse = result.complete()
-        out = found.to(lse.dtype).contiguous()
+        out, lse = result.complete()
+        out = out.to(lse.dtype).contiguous()
         if self.ring.balanced:
             (out,) = yield from rank.swapped((out.to(q.dtype),), (0,), back=True)
             (lse,) = yield from rank.swapped((lse.unsqueeze(-1),), (0,), back=True)
@@ -96,9 +96,9 @@ class RingAttention:
             keys, values = yield from panels.at_step(step)
             columns = None if of_mask is None else rank.columns(of_mask, step)
             panel = rank.panel(step, q, keys, values, mask)
-            for block, found in block_gradients(rows, panel, columns is not None):
+            for block, gradients in block_gradients(rows, panel, columns is not None):
                 of_keys = yield from sums.at_step(step)  # which have had the time of a block to arrive
-                add_gradients((of_q, *of_keys, columns), panel, block, found)
+                add_gradients((of_q, *of_keys, columns), panel, block, gradients)
             yield from sums.sent(step)
         panels.end()
         totals = (of_q, *(yield from sums.end()))
@@ -195,9 +195,9 @@ class _Rank:
         if other == self.index:
             return tensors
         parts = [part.view(shape) for part, shape in zip(arrived.split(sizes), shapes, strict=True)]
-        whole = [torch.cat([x[..., :n, :], y], -2) for x, n, y in zip(tensors, firsts, parts, strict=True)]
+        joined = [torch.cat([x[..., :n, :], y], -2) for x, n, y in zip(tensors, firsts, parts, strict=True)]
         self.space.give(arrived)
-        return tuple(whole)
+        return tuple(joined)
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
         """The elements of tensors one after the other, in a buffer."""

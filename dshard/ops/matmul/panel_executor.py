@@ -37,11 +37,11 @@ from dshard.rules.rule import Rule
 class Part:
     """One rank's work on one panel: its indices in the stored local tensors, and the steps that redistribute it.
 
-    `made` are its indices in the local result as it is computed.
+    `computed` are its indices in the local result before it is redistributed.
     """
 
     held: tuple[Ranges | None, ...]
-    made: Ranges | None
+    computed: Ranges | None
     steps: tuple[Steps, ...]
 
 
@@ -132,11 +132,11 @@ class PanelExecutor:
                 None if panel is None else panel.within((p.src if i < 2 else p.dst).region(p.shape, at)[panel.dim])
                 for i, (panel, p) in enumerate(zip(panels, self.plans, strict=True))
             )
-            made = None
+            computed = None
             if panels[2] is not None:
-                made = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
+                computed = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
             moves = (() if panel is None else steps(p, panel) for panel, p in zip(panels, self.plans, strict=True))
-            parts.append(Part(held, made, tuple(moves)))
+            parts.append(Part(held, computed, tuple(moves)))
         uncut = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
         bias = () if self.bias is None else steps(self.bias, None)
         placements = self.plans[2].src.placements
@@ -195,12 +195,12 @@ class PanelExecutor:
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
             result_panel = self.multiply(*pair)
-            held, made = todo.parts[t].held[2], todo.parts[t].made
+            held, computed = todo.parts[t].held[2], todo.parts[t].computed
             assert held is not None
-            assert made is not None
+            assert computed is not None
             if bias is not None:
                 last = dim == result_panel.ndim - 1
-                result_panel.add_(panel_of(bias, 0, made, space) if last else bias)
+                result_panel.add_(panel_of(bias, 0, computed, space) if last else bias)
             if waiting:
                 yield from land()
             flight = yield from begin(todo.parts[t].steps[2], result_panel, space)
