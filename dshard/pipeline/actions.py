@@ -1,4 +1,4 @@
-"""Actions of a stage, as values: schedules give them, the simulator prices them, ranks run them."""
+"""Actions of a stage, as values: schedules yield them, the simulator prices them, ranks run them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Edge:
         return self.src > self.dst
 
     def back(self) -> Edge:
-        """The edge in the other direction: for an activation, that of its gradient."""
+        """The edge in the other direction: from an activation's edge, its gradient's."""
         return Edge(self.value, self.dst, self.src)
 
     def forth(self) -> Edge:
@@ -59,7 +59,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The gradients of inputs and weights from those of the outputs."""
+    """The backward pass of the stage on one microbatch: gradients of inputs and weights."""
 
     microbatch: int
 
@@ -69,7 +69,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """The gradients of the inputs alone, which earlier stages wait for."""
+    """The first half of a split backward pass: the gradients of the inputs, for which earlier stages wait."""
 
     microbatch: int
 
@@ -79,7 +79,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """The gradients of the weights, after `BackwardInput` of the same microbatch."""
+    """The second half of a split backward pass: the gradients of the weights, after `BackwardInput`."""
 
     microbatch: int
 

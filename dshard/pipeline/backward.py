@@ -1,8 +1,8 @@
-"""The backward of one stage and one microbatch: in one go, or the gradients of the inputs first.
+"""The backward pass of one stage and one microbatch: at once, or split, with the gradients of the inputs first.
 
 The split backward keeps the gradients that enter each node of the graph from which both an input and a weight are
-reached, and starts from there for the weights (after Zero Bubble, arXiv 2401.10241). torch.distributed.pipelining has
-the like, which detaches the outputs in place and so refuses a stage that saved one for its backward.
+reached, and starts from there for the weights (after Zero Bubble, arXiv 2401.10241). torch.distributed.pipelining has a
+similar one, which detaches the outputs in place and so refuses a stage that saved an output for its backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def backward(outputs: Outputs) -> None:
 def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> Callable[[], None]:
     """Accumulate the gradients of the inputs, and return a function that accumulates those of the weights.
 
-    Outputs that do not depend on an input that needs a gradient wait until then.
+    That function also differentiates outputs that do not depend on an input that needs a gradient.
     """
     inputs = [x for x in inputs if x.requires_grad]
     graph = _Graph([root for out, _ in outputs if (root := _node(out)) is not None])
@@ -75,7 +75,7 @@ def _backward_from(node: Node, grads: Grads, weights: list[nn.Parameter], others
 
 
 def _others(node: Node, own_weights: set[Node], borders: dict[Node, set[Node]]) -> list[Node]:
-    """The other border nodes that reach one of the same weights."""
+    """The other border nodes from which one of the same weights is reached."""
     return [other for other, weights in borders.items() if other is not node and weights & own_weights]
 
 
@@ -88,7 +88,7 @@ def _nothing(grads: Grads) -> Grads:
 
 
 def _node(x: Tensor) -> Node | None:
-    """The autograd node of a tensor's operator, or that of a leaf's gradient; None if it needs no gradient."""
+    """The autograd node of a tensor, or the accumulating node of a leaf; None if it needs no gradient."""
     if not x.requires_grad or x.grad_fn is not None:
         return x.grad_fn
     viewed = x.view_as(x).grad_fn
@@ -96,7 +96,7 @@ def _node(x: Tensor) -> Node | None:
 
 
 class _Graph:
-    """The autograd graph behind some roots: its nodes, and those to which each passes gradients."""
+    """The autograd graph behind some roots: its nodes, and the nodes to which each passes gradients."""
 
     def __init__(self, roots: list[Node]) -> None:
         self.following: dict[Node, list[Node]] = {}

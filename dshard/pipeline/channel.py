@@ -1,4 +1,4 @@
-"""Sends and receives of the stage of this rank: begun early, waited for when they are needed."""
+"""Asynchronous sends and receives of this rank's stage: begun early, waited for when needed."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Header:
 class Channels:
     """The sends and receives of this rank for its stage.
 
-    Both ends of an edge begin their transfers in the same order. What a receiver cannot know, it is told once for each
-    shape of a microbatch, by a `Header` left under `name`: only then does receiving wait for sending to begin. A
-    receive that keeps its place among other messages, `in_order`, waits for it at once.
+    Both ends of an edge begin their transfers in the same order. A receiver learns shape, dtype and layout once for
+    each shape of a microbatch, by a `Header` stored under `name`: only then does receiving wait for sending to begin. A
+    receive that must keep its place among other messages, `in_order`, waits for its header at once.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ def _finish(transfer: Resharding) -> Tensor | None:
 
 
 def _observed(plan: ReshardPlan, run: Function, args: Sequence[object], crossing: ReshardPlan | None = None) -> Any:
-    """Run `run(*args)`, which begins or ends a plan, observed as communication that the user asked the pipeline for."""
+    """Run `run(*args)`, which begins or ends a plan, observed as communication that the user requested."""
     if not OBSERVERS:
         return run(*args)
     operand, topology = Operand(plan.src, plan.shape, plan.itemsize), planning_context().topology_of(plan.src.mesh)

@@ -37,7 +37,7 @@ class Choice(Drawn):
 def rank_schedules(
     costs: Costs, n_microbatches: int, edges: Sequence[Edge], delays: Iterable[int | None] = DELAYS
 ) -> tuple[Choice, ...]:
-    """All schedules with each of these delays: the fastest first, of equally fast ones that of least memory."""
+    """All schedules with each of these delays: the fastest first, equally fast ones by memory."""
     check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
     delays = as_tuple(delays, "delays", "give some, such as (None, 0, 1)", ScheduleError)
     if not delays:
@@ -58,10 +58,10 @@ def choose(
     budget: int | None = None,
     delays: Iterable[int | None] = DELAYS,
 ) -> Choice:
-    """The fastest schedule of which no rank ever holds more than `budget` bytes.
+    """The fastest schedule under which no rank ever holds more than `budget` bytes.
 
     Raises:
-        ScheduleError: none fits, or costs, delays or a budget that cannot be.
+        ScheduleError: none fits; or invalid costs, delays or budget.
     """
     if budget is not None:
         as_number(budget, "budget", ScheduleError, zero=True)

@@ -14,11 +14,11 @@ from dshard.validate import as_int, as_number, as_tuple, check_type
 class StageCost:
     """The cost of one stage and one microbatch: seconds to compute, and bytes on its busiest rank.
 
-    `activation` bytes are held from the forward until the gradients of the inputs; of these `kept` are needed until
-    those of the weights. `fixed` bytes are there throughout: parameters, gradients, optimizer.
+    `activation` bytes are held from the forward until the gradients of the inputs; `kept` of them until the gradients
+    of the weights. `fixed` bytes are held throughout: parameters, gradients, optimizer.
 
     Raises:
-        ScheduleError: a time or number of bytes below zero, or none.
+        ScheduleError: a time or number of bytes below zero, or no number.
     """
 
     forward: float = 1.0
@@ -46,12 +46,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """The cost of one value sent for one microbatch: `latency` seconds and those of its `nbytes` bytes.
+    """The cost of one value sent for one microbatch: `latency` seconds, and the seconds of its `nbytes` bytes.
 
     Its gradient costs as much.
 
     Raises:
-        ScheduleError: a time or number of bytes below zero, or none.
+        ScheduleError: a time or number of bytes below zero, or no number.
     """
 
     edge: Edge

@@ -9,19 +9,19 @@ from dshard.pipeline.actions import Edge
 from dshard.validate import as_int, as_tuple, check_type
 
 Ports = tuple[Sequence[str], Sequence[str]]
-"""The names that a stage takes, and those that it gives."""
+"""The names of a stage's inputs, and of its outputs."""
 
 
 def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...]:
-    """The activations sent: each name that a stage takes comes from the last earlier stage that gives it.
+    """The edges of activations: a stage gets each input from the last earlier stage with an output of that name.
 
-    Names that no earlier stage gives come from the `batch`, which every rank has: nothing is sent for them.
+    Other inputs are values of the `batch`, which every rank has: nothing is sent for them.
 
     >>> edges_of([(["x"], ["x", "skip"]), (["x"], ["x"]), (["x", "skip"], ["x"])], batch=["x"])
     (Edge(value='x', src=0, dst=1), Edge(value='skip', src=0, dst=2), Edge(value='x', src=1, dst=2))
 
     Raises:
-        ScheduleError: a name that neither the batch nor an earlier stage gives, or that one stage names twice.
+        ScheduleError: an input that neither the batch nor an earlier stage has, or a name that a stage has twice.
     """
     batch = names_of(batch, "batch")
     givers: dict[str, int] = {}

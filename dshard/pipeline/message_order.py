@@ -1,12 +1,12 @@
-"""One order of all messages of a pipeline, in which every stage begins its own.
+"""A total order of all messages of a pipeline, in which every stage begins its own.
 
-Kernels of two NCCL communicators may wait for each other's end, as where they do not fit on the GPU together. So NCCL
-asks that ranks begin operations on several communicators in the same order
-(docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). Stages that each post what they expect
-early do not: a stage posts the receive of a gradient before it sends the activation that the gradient depends on.
+Kernels of two NCCL communicators may wait for each other's end, for example if they do not fit on the GPU together. So
+NCCL requires that ranks begin operations on several communicators in the same order
+(docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). Stages that post receives early break
+this: a stage posts the receive of a gradient before it sends the activation that the gradient depends on.
 
-The order here is that in which the messages are computed. Every message then depends on earlier ones alone, so stages
-do not wait for each other forever, even if each of them waits for the end of every action before the next.
+Here messages are in the order in which they are computed. Every message depends only on earlier ones, so stages cannot
+deadlock, even if each of them waits for the end of every action before the next.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ shorter crossing a stage would begin each receive only after it has sent what it
 
 @cached("pipeline message orders", 64)
 def in_one_order(program: Program) -> tuple[tuple[Action, ...], ...]:
-    """The actions of every stage, with receives at their place in one order of the messages of all stages.
+    """The actions of every stage, with receives at their place in a total order of the messages of all stages.
 
-    Stages compute and send as `program.actions` says. A receive begins where it does there, unless the order asks for
-    it earlier or later.
+    Stages compute and send as in `program.actions`. A receive begins where it does there, unless the order puts it
+    earlier or later.
 
     >>> from dshard.pipeline import chain
     >>> for actions in in_one_order(Program("1f1b", 2, 2, chain(2))):
@@ -68,6 +68,6 @@ def _seen_at(stage: int, message: Send) -> Send | Receive:
 
 
 def _until(needed: Set[Send | Receive], messages: deque[Send | Receive]) -> Iterator[Action]:
-    """Take messages until all that are needed are taken."""
+    """Take messages up to the last of `needed`."""
     while not needed.isdisjoint(messages):
         yield messages.popleft()

@@ -33,7 +33,7 @@ class Microbatch:
 def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Reduction) -> Sequence[Microbatch]:
     """Cut the batch along dim 0 as `torch.chunk` does; the last microbatch may be smaller.
 
-    The losses of microbatches are means over their samples, so those of smaller ones count for less; or sums.
+    With a mean loss a microbatch's weight is its share of the samples; with a sum it is one.
 
     Raises:
         ShapeError: values of different numbers of samples, or a microbatch without any.

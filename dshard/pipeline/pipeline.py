@@ -29,22 +29,22 @@ _PIPELINES_OF: Counter[tuple[int, ...]] = Counter()
 class Pipeline:
     """Stages that run microbatch by microbatch, each on its own mesh; made by all ranks of all stages, in one order.
 
-    A stage gets each value that it takes from the last earlier stage that gives it, wherever that is, or from the
-    batch. `loss(*outputs, target)` of the last stage is a mean over samples, or a sum with `reduction="sum"`; without
-    `loss` the last stage returns it. Gradients are those of the whole batch.
+    A stage gets each input from the last earlier stage with an output of that name, or from the batch. `loss(*outputs,
+    target)` of the last stage is a mean over samples, or a sum with `reduction="sum"`; without `loss` the last stage
+    returns the loss. Gradients are those of the full batch.
 
-    `schedule` is "gpipe", "1f1b", "eager-1f1b", or "auto": by the simulator, the fastest for these `costs` of which no
-    rank holds more than `budget` bytes. `delay` splits each backward, so that gradients of inputs leave first, and
-    those of weights follow after the next `delay` microbatches. Without `overlap` a stage waits for what it sends.
-    What does not arrive within `timeout` seconds is an error.
+    `schedule` is "gpipe", "1f1b", "eager-1f1b", or "auto": the fastest in simulation for these `costs` under which no
+    rank holds more than `budget` bytes. `delay` splits each backward, so that gradients of inputs are sent first, and
+    gradients of weights follow after the next `delay` microbatches. Without `overlap` a stage waits for its sends. A
+    message that does not arrive within `timeout` seconds is an error.
 
     Each of `tied` names the copies of one parameter in several stages, as in ("0.words.weight", "3.head.weight"): all
-    begin with the values of the first, and each step gives all of them the sum of their gradients.
+    begin with the values of the first, and after each step all have the sum of their gradients.
 
     Raises:
-        ScheduleError: stages or a schedule that cannot be, or a parameter in several stages.
+        ScheduleError: invalid stages or schedule, or a parameter in several stages.
         MeshError: meshes that share ranks, or this rank is in none.
-        MixedError: a parameter of this rank's stage does not lie on its mesh.
+        MixedError: a parameter of this rank's stage is not on its mesh.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class Pipeline:
     def step(self, batch: Tensor | Mapping[str, Tensor], target: Tensor | None = None) -> Tensor:
         """Run a step: return the loss of the batch on every rank, and accumulate gradients in the parameters.
 
-        Every rank passes the whole batch: a tensor where it has one name, else a tensor for each name. It is cut into
-        microbatches along dim 0, the last of which may be smaller.
+        Every rank passes the full batch: a tensor if the batch has one name, else a tensor for each name. It is cut
+        into microbatches along dim 0, the last of which may be smaller.
 
         Raises:
             ShapeError: a batch that cannot be cut so.
-            PipelineError: a rank died or did not answer; names it and what was being done.
+            PipelineError: a rank died or did not answer; names the rank and the action.
         """
         if not isinstance(batch, Mapping):
             check_type(batch, Tensor, "the batch", "give a tensor, or one for each name of the batch")
@@ -141,7 +141,7 @@ class Pipeline:
         return self._runner.shared(loss, self._group)
 
     def _join(self, ranks: tuple[int, ...]) -> Any:
-        """Make the process groups that edges need, in the same order on all ranks, and the group of all ranks."""
+        """Create the process groups of the edges, in the same order on all ranks, and the group of all ranks."""
         runtime = runtime_of(self.stages[self.number].layout_mesh)
         assert runtime is not None
         pairs = [

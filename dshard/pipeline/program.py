@@ -22,16 +22,16 @@ from dshard.pipeline.schedule import computes, lead_of
 from dshard.validate import as_int, as_tuple, check_type
 
 AHEAD = 2
-"""For how many microbatches beyond the one that is needed a stage gives the memory: under eager-1F1B a stage is so far
-ahead of the next."""
+"""The number of microbatches by which a stage posts receives early: how far a stage is ahead of the next under
+eager-1F1B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """The actions of `n_stages` stages for `n_microbatches` microbatches, sent along `edges`.
 
-    `delay` splits each backward, as `computes` says. With `overlap` a stage goes on while what it sends crosses, else
-    it waits until that has arrived. What a stage receives it expects `ahead` microbatches early, or more: see `early`.
+    `delay` splits each backward, see `computes`. With `overlap` a stage computes during its sends, else it waits until
+    they have arrived. A stage posts receives at least `ahead` microbatches early, see `early`.
 
     >>> from dshard.pipeline.flow import chain
     >>> print(Program("1f1b", 2, 2, chain(2), ahead=0))
@@ -69,18 +69,18 @@ class Program:
                 raise ScheduleError(f"{edge} must go from a stage to a later one of {self.n_stages}")
 
     def lead(self, stage: int) -> int:
-        """The forwards that a stage runs before its first backward: the most that it has in flight."""
+        """The forwards that a stage runs before its first backward: its most microbatches in flight."""
         return lead_of(self.schedule, stage, self.n_stages, self.n_microbatches)
 
     def window(self, edge: Edge) -> int:
-        """The most microbatches of `edge` in flight at once: those at the earlier of its stages."""
+        """The most microbatches of `edge` in flight at once: the lead of the earlier of its stages."""
         return self.lead(min(edge.src, edge.dst))
 
     def early(self, edge: Edge) -> int:
         """The number of microbatches by which a stage posts the receive of a value along `edge` early.
 
-        Without overlap all that can be in flight: else a stage that waits until its message has arrived may wait for
-        one that gives the memory only after it was heard itself.
+        Without overlap as many as can be in flight: else a stage that waits until its message has arrived may wait for
+        a receiver that posts the receive only after its own message has arrived.
         """
         return self.ahead if self.overlap else max(self.ahead, self.window(edge))
 
@@ -95,7 +95,7 @@ class Program:
         return _actions(self, stage)
 
     def takes(self, compute: Compute, stage: int) -> tuple[Edge, ...]:
-        """The edges whose values a stage needs for `compute`."""
+        """The edges along which a stage receives before `compute`."""
         return tuple(edge for edge in self._edges_after(compute) if edge.dst == stage)
 
     def gives(self, compute: Compute, stage: int) -> tuple[Edge, ...]:

@@ -1,4 +1,4 @@
-"""Run a pipeline on real ranks: each runs the actions of its stage."""
+"""The runner of a pipeline on real ranks: each runs the actions of its stage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Activations:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that runs: its program, its microbatches, those in flight, and the sum of their weighted losses."""
+    """A running step: its program, its microbatches, the activations in flight, and the sum of weighted losses."""
 
     program: Program
     microbatches: Sequence[Microbatch]
@@ -194,7 +194,7 @@ class Runner:
             return self.channels.receive((edge, k))
 
     def _with_gradients(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
-        """The outputs of the stage, each with the sum of its received gradients; that of a loss is one."""
+        """The outputs of the stage, each with the sum of its received gradients, or one for a loss."""
         outputs = self._step.running[k].outputs
         if self._last:
             return [(outputs[0], None)]
@@ -231,7 +231,7 @@ class Runner:
         return grad.redistribute(placements=layout.placements)  # type: ignore[no-any-return]
 
     def _free(self, k: int) -> None:
-        """Free activations after a backward; gradients to send and those for a split weight backward stay."""
+        """Free activations after a backward, except gradients to send and tensors for a split weight backward."""
         running = self._step.running[k]
         running.outputs = ()
         running.inputs = {name: x for name, x in running.inputs.items() if name in self._edges}
@@ -259,7 +259,7 @@ class Runner:
             raise PipelineError(_failure(here, action, self._stages, self.number, error, first_failure)) from error
 
     def _abort(self) -> None:
-        """Abort the step: peers that wait for this rank fail soon, and get nothing of this step in a later one."""
+        """Abort the step: peers that wait for this rank fail soon, and no message of this step reaches a later one."""
         runtime = runtime_of(self.stage.layout_mesh)
         assert runtime is not None
         for ranks in self.groups:

@@ -5,8 +5,8 @@ alternate, and the remaining backwards come last. With n stages and m microbatch
 
 - gpipe: m (Huang et al., arXiv 1811.06965): all forwards, then all backwards;
 - 1f1b: n - i (PipeDream-flush, Narayanan et al., arXiv 2104.04473), the least without idling;
-- eager-1f1b: 2(n - i) - 1 (Zhuang et al., arXiv 2211.05322, section 4), so that what crosses between two neighbours
-  does so while both compute something else.
+- eager-1f1b: 2(n - i) - 1 (Zhuang et al., arXiv 2211.05322, section 4), so that messages between two neighbours overlap
+  with the computation of both.
 
 The lead is also how many microbatches are in flight at most: forward begun, backward not done.
 """

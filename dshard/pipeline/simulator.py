@@ -1,8 +1,8 @@
 """Simulate a pipeline: from actions and costs of stages to a timeline, or to the stages that deadlock.
 
-A stage does its actions in order. What it sends crosses once the receiver has given memory for it and what was sent
-before between the same two stages has arrived: each ordered pair of stages has a link of its own, and links do not
-share bandwidth. With overlap sending takes a stage no time; without, it waits until what it sent has arrived.
+A stage runs its actions in order. A message is sent once the receiver has posted the receive and the previous message
+between the same two stages has arrived: each ordered pair of stages has a link of its own, and links do not share
+bandwidth. With overlap sending takes a stage no time; without, it waits until its message has arrived.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def play(actions: Sequence[Sequence[Action]], costs: Costs, *, overlap: bool = T
     """The timeline of stages that each run these actions, in order.
 
     Raises:
-        ScheduleError: stages that wait for each other forever; names what each waits for. What is no action.
+        ScheduleError: deadlocked stages, naming what each waits for; or a value that is no action.
     """
     check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)
     if len(actions) != len(costs.stages):

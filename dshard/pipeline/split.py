@@ -17,7 +17,7 @@ from dshard.validate import as_tuple, check_type, shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part of a module, and the names of the values that it takes and gives: a `Stage` without its mesh."""
+    """A part of a module, with the names of its inputs and outputs: a `Stage` without its mesh."""
 
     module: nn.Module
     takes: tuple[str, ...]
@@ -27,8 +27,8 @@ class Part:
 def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tuple[Part, ...]:
     """The parts of a module that begin at its submodules `at`, named by path, in the order in which they run.
 
-    The module is traced with `example`, one microbatch; batches of other sizes need not fit. What a later part needs,
-    the next or another, the part that computes it gives. Values of the batch have the names of the forward's arguments.
+    The module is traced with `example`, one microbatch; batches of other sizes need not fit. Each part returns all
+    values that any later part needs. Values of the batch have the names of the forward's arguments.
 
     Raises:
         ScheduleError: no such submodule, or a parameter in several parts; an example that the module does not take.

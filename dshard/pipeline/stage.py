@@ -1,4 +1,4 @@
-"""Stages: a module on a mesh of its own, and the names of the values that it takes and gives."""
+"""Stages: a module on a mesh of its own, with the names of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dshard.validate import check_callable, check_one_of, check_type
 class Stage:
     """A part of a model, on a mesh of some of the ranks.
 
-    `module` is called with the values that it `takes`, as DTensors on `mesh`, and returns those that it `gives`: one
-    tensor, or as many as there are names, in their order. Its parameters are DTensors on `mesh`, laid out in any way.
-    Ranks outside the mesh pass None, or a module that they do not use. `placements` say how what it takes comes to lie
-    on the mesh, by name, "target" being what the loss is compared with; what is not named is replicated.
+    `module` is called with the inputs named in `takes`, as DTensors on `mesh`, and returns the outputs named in
+    `gives`: one tensor, or a tensor for each name, in order. Its parameters are DTensors on `mesh`, in any layout.
+    Ranks outside the mesh pass None, or a module that they do not use. `placements` are the placements of inputs by
+    name, "target" being the loss's target; other inputs are replicated.
 
     Raises:
-        ScheduleError: names that are no sequence, or placements of what the stage does not take.
-        LayoutError: what are no placements on the mesh.
+        ScheduleError: names that are no sequence, or placements of a name that is no input.
+        LayoutError: values that are no placements on the mesh.
         MeshError: no mesh.
     """
 
@@ -71,7 +71,7 @@ class Stage:
         return as_mesh(self.mesh)
 
     def input_layout(self, name: str, ndim: int) -> Layout:
-        """The layout, on the stage's mesh, of a value of `ndim` dims that the stage takes."""
+        """The layout, on the stage's mesh, of the input `name` with `ndim` dims."""
         if name in self.placements:
             return layout_of(self.layout_mesh, self.placements[name], ndim)
         return replicated(self.layout_mesh)
@@ -82,7 +82,7 @@ class Stage:
         return [parameter for parameter in candidates if parameter.requires_grad]
 
     def check(self, number: int) -> None:
-        """Refuse a module that cannot run on the mesh: for the ranks of the mesh alone.
+        """Refuse a module that cannot run on the mesh; called by the ranks of the mesh only.
 
         Raises:
             ScheduleError: no module.

@@ -51,7 +51,7 @@ class Tied:
             self._parameter.copy_(received)
 
     def set_aside(self) -> None:
-        """Set accumulated gradients aside before a step: those are sums over the copies already."""
+        """Set accumulated gradients aside before a step: they are sums over the copies already."""
         if self._parameter is not None:
             self._before, self._parameter.grad = self._parameter.grad, None
 
@@ -132,7 +132,7 @@ def _parameter(stage: Stage, name: str) -> Any:
 
 
 def _described(stage: Stage, number: int, name: str) -> Copy | str:
-    """The copy, or a text that says what is wrong: all ranks must know before any of them raises."""
+    """The copy, or the text of an error, as all ranks must know of it before any of them raises."""
     named = dict(stage.module.named_parameters()) if isinstance(stage.module, nn.Module) else {}
     if name not in named:
         return f"tied='{number}.{name}': stage {number} has no parameter {name}; it has {', '.join(named) or 'none'}"

@@ -1,4 +1,4 @@
-"""Resharding from a layout on one mesh to a layout on another: unit tasks, the chains that send them, their order."""
+"""Resharding from a layout on one mesh to a layout on another: unit tasks, chains of ranks for them, their order."""
 
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.reshard_plan import ReshardPlan, plan_of_form, plan_reshard

@@ -23,10 +23,11 @@ def baseline_seconds(
 ) -> float:
     """The makespan of a published strategy, links within hosts and messages taking no time.
 
-    "send/recv" sends each receiver its own copy, and "local all-gather" each host one, from the sender with the least
-    to send (sections 3.1 and 5.1.2); a slice that several hosts need is sent as by "send/recv", as their implementation
-    does. Both are granted that nothing waits. Both broadcasts send one slice after the other in the order of the
-    source's parts: "naive" from the first replica, "balanced" from the sender with the least to send (section 3.2).
+    "send/recv" sends each receiver its own copy, "local all-gather" each host one copy, from the sender with the least
+    to send (sections 3.1 and 5.1.2); a slice that several hosts need is sent as by "send/recv", as in the authors'
+    implementation. For both, messages are assumed never to wait. Both broadcasts send the slices one by one in the
+    order of the source's parts: "naive" from the first replica, "balanced" from the sender with the least to send
+    (section 3.2).
     """
     network, unit_tasks = host_network_of(topology), tasks(src, dst, shape)
     candidates = [draft for task in unit_tasks for draft in drafts(task, _form(baseline, task, network), network, 0)]

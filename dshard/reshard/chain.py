@@ -10,16 +10,16 @@ from dshard.placements import chunk_of
 from dshard.redistribute import numel
 
 Form: TypeAlias = Literal["send", "local_all_gather", "global_all_gather", "broadcast", "multi_rail", "reduce"]
-"""How a part reaches its receivers: they differ in how it is split, and in which order its pieces visit them."""
+"""Forms of sending a part to its receivers, by how it is split and in which order its pieces visit the receivers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A piece of a region, passed on from rank to rank in `chunks`: each rank sends on what it has received so far.
+    """A piece of a region that is forwarded from rank to rank in `chunks`, as in a pipelined broadcast.
 
-    The piece is the elements `span` of the region, flattened. The first `terms` ranks each hold a term of its sum: from
-    the first on, each adds its own to what comes. The last of them has the value, which all ranks after it receive. By
-    the model it begins `start` seconds after the first chain, and keeps its slowest link busy for `seconds`.
+    The piece is the elements `span` of the flattened region. The first `terms` ranks each hold a term of its sum: each
+    adds its own to the received sum. The last of them has the value, which all later ranks receive. In the model the
+    chain begins `start` seconds after the first chain, and keeps its slowest link busy for `seconds`.
 
     >>> chain = Chain((range(2), range(4)), range(0, 8), (0, 4, 5), "broadcast", chunks=2)
     >>> chain.hops, list(chain.pieces())
@@ -59,7 +59,7 @@ class Chain:
         return tuple(piece for piece in map(self.piece, range(self.chunks)) if piece)
 
     def begins(self, index: int, hop: int) -> float:
-        """Seconds at which a chunk is sent over a hop, by the model: a chunk's time for each chunk and hop before."""
+        """Seconds at which a chunk is sent over a hop in the model: a chunk's time for each earlier chunk and hop."""
         return self.start + (index + hop) * self.seconds / self.chunks
 
 

@@ -26,15 +26,15 @@ from dshard.reshard.host_network import HostNetwork
 from dshard.reshard.tasks import Task
 
 FORMS: tuple[Form, ...] = ("send", "local_all_gather", "broadcast", "multi_rail", "global_all_gather")
-"""Of a task that reduces nothing, the simplest first."""
+"""The forms of a task without a reduction, the simplest first."""
 
 MAX_HEADS = 8
-"""Choices of a sender for one piece."""
+"""The most candidates for the sender of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A chain without its first ranks: `heads` are the ranks with which it can begin, `to` the others."""
+    """A chain without a chosen head: `heads` are the candidates for its first ranks, `to` the other ranks."""
 
     region: Region
     span: range
@@ -112,7 +112,7 @@ def _heads(holders: tuple[int, ...], network: HostNetwork, number: int) -> tuple
 
 
 def _reductions(task: Task, network: HostNetwork) -> Iterator[tuple[int, ...]]:
-    """Orders in which to add the terms, host by host; each host is the last one once."""
+    """Orders of summation of the terms, host by host; each host is the last one once."""
     hosts = sorted({network.host(rank) for replicas in task.holders for rank in replicas})
     receivers = set(task.receivers)
     for last in hosts[:MAX_HEADS]:

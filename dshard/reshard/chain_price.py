@@ -14,7 +14,7 @@ from dshard.reshard.order import balanced, best, in_order, use_of, uses_of
 
 MOST_CHUNKS = 64
 LEAST_BYTES = 1 << 17
-"""Of a chunk: below this, starting a message costs more than waiting for one."""
+"""The least bytes of a chunk: below this, starting a message costs more than waiting for one."""
 
 
 def scheduled(

@@ -1,4 +1,4 @@
-"""The network between hosts, as reshards see it: a topology as hosts of ranks that share network cards."""
+"""The network between hosts, for reshards: a topology as hosts whose ranks share network cards."""
 
 from __future__ import annotations
 

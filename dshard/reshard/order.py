@@ -1,4 +1,4 @@
-"""Order of chains: who sends each piece and when, for the schedule that ends first.
+"""The order of chains: the sender of each piece and its start, for the schedule that ends first.
 
 The model is that of section 3.2 of "On Optimizing the Communication of Model Parallelism": a chain occupies the network
 cards of its sender and receivers from its start until its bytes are through, and starts when all of them are free;

@@ -21,7 +21,7 @@ from dshard.reshard.time_bound import lower_bound
 from dshard.topology import Topology
 
 WIDE = 4
-"""Elements of at least so many bytes are added up on the way: narrower ones are rounded too often there."""
+"""The least bytes of an element that is summed along a chain: narrower ones would be rounded too often."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +29,8 @@ class ReshardPlan(Tabled):
     """The steps that reshard a tensor of global `shape` from `src` to `dst`, on another mesh.
 
     `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the
-    destination mesh. What a rank of both meshes holds already it keeps. By the model of the paper (`makespan`, and its
-    lower `bound`, in seconds) links within hosts and messages take no time; `seconds` counts them, and `first`.
+    destination mesh. A rank of both meshes keeps the elements that it needs. In the model of the paper (`makespan`, and
+    its lower `bound`, in seconds) links within hosts and messages take no time; `seconds` counts them, and `first`.
     """
 
     src: Layout
@@ -68,7 +68,7 @@ class ReshardPlan(Tabled):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both meshes: those that take part."""
+        """The ranks of both meshes, which take part."""
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     @property
@@ -120,9 +120,9 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
-    Each unit task takes the cheapest of its forms, unless one form for all is cheaper in the end; senders and order are
-    those of `dshard.reshard.order`, the same for the same seed. A partial sum is reduced along the chains, or on
-    the source mesh first, whichever is cheaper.
+    Each unit task takes the cheapest of its forms, unless one form for all is cheaper; `dshard.reshard.order` chooses
+    senders and order, the same for the same seed. A partial sum is reduced along the chains, or on the source mesh
+    first, whichever is cheaper.
 
     >>> from dshard.mesh import Mesh
     >>> topology = Topology.preset("cpu", nodes=4, ranks=2)
@@ -162,7 +162,7 @@ def _without_chains(
     first: Plan | None = None,
     last: Plan | None = None,
 ) -> tuple[ReshardPlan, tuple[Task, ...]]:
-    """A plan whose chains are to be found, with its lower bound, and the tasks that they do."""
+    """A plan without chains, with its lower bound, and the tasks for its chains."""
     empty = ReshardPlan(src, dst, shape, itemsize, first, (), last, network, 0.0, 0.0, 0.0)
     unit_tasks = tasks(empty.chains_src, empty.chains_dst, shape)
     return replace(empty, bound=lower_bound(unit_tasks, itemsize, network)), unit_tasks

@@ -1,4 +1,4 @@
-"""The lower bound on the seconds of any reshard."""
+"""A lower bound on the seconds of any reshard."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def needy_hosts(task: Task, network: HostNetwork) -> tuple[int, ...]:
 def lower_bound(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> float:
     """Seconds that the busiest cards need, however the tasks are sent (latency and links within hosts apart).
 
-    Each host that needs a slice receives it once. Each slice is sent once, by some host that holds it: so of any set of
-    hosts, the slices that only they hold are sent by their cards.
+    Each host that needs a slice receives it once. Each slice is sent once, by some host that holds it: so the cards of
+    any set of hosts send the slices that only these hosts hold.
     """
     rate = network.bandwidth * network.cards
     receives: defaultdict[int, float] = defaultdict(float)
