@@ -140,6 +140,10 @@ def test_any_loops_of_any_layouts_are_what_one_device_computes(first: int) -> No
     assert wrong == []
 
 
+def test_a_rank_without_a_batch_has_gradients_of_a_mask() -> None:
+    assert differences(231) == []  # an empty shard of the batch, grouped heads, a mask with a gradient
+
+
 def without_data(mesh: Mesh, shape: tuple[int, ...], placement: Placement) -> Any:
     return distribute_tensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), mesh, [placement])
 

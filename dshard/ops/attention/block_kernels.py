@@ -151,11 +151,12 @@ def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator
         operands = _operands(panel, block)
         kernel, lead = _kernel_of(operands), operands.q.shape[:-1]
         lse, delta = (_span(x, -1, block.queries).reshape(lead) for x in (rows.lse, rows.delta))
-        grad = _span(rows.grad, -2, block.queries).reshape(*lead, -1)
+        grad = _span(rows.grad, -2, block.queries)
+        grad = grad.reshape(*lead, grad.shape[-1])
         if of_mask:
             yield block, _gradients_by_operators(grad, operands, delta, lse)
         elif kernel.takes_result:
-            out = _span(rows.out, -2, block.queries).reshape(*lead, -1)
+            out = _span(rows.out, -2, block.queries).reshape(grad.shape)
             yield block, kernel.backward(grad, operands, out, lse)
         else:
             yield block, kernel.backward(grad, operands, delta, lse)
