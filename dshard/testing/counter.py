@@ -155,6 +155,11 @@ def _pairwise(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
     return [size * row if x.ndim > 1 else size for i, size in enumerate(splits) if i != rank], x.itemsize
 
 
+def _pieces(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    tensors = bound["output_tensors"]
+    return [x.numel() for i, x in enumerate(tensors) if i != rank], tensors[0].itemsize
+
+
 def _broadcast(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
     x, root = _one(bound, "input", "tensors"), bound["src"] if "src" in bound else bound["root_rank"]
     return [] if rank == root or n == 1 else [x.numel()], x.itemsize
@@ -192,6 +197,7 @@ _CONTRACT: dict[str, tuple[str, Count]] = {
     "reduce_scatter_tensor": ("_reduce_scatter_base_", _ring_reduce_scatter),
     "all_reduce": ("allreduce_", _ring_all_reduce),
     "all_to_all_single": ("alltoall_base_", _pairwise),
+    "all_to_all": ("alltoall_", _pairwise),
     "broadcast": ("broadcast_", _broadcast),
 }
 _COUNTS: dict[Any, Count] = {
@@ -207,6 +213,7 @@ _COUNTS: dict[Any, Count] = {
     _c10d._allgather_base_.default: _ring_gather,
     _c10d._reduce_scatter_base_.default: _ring_reduce_scatter,
     _c10d.alltoall_base_.default: _pairwise,
+    _c10d.alltoall_.default: _pieces,
     _c10d.send.default: _sent,
     _c10d.recv_.default: _received,
     _c10d.recv_any_source_.default: _received,

@@ -240,6 +240,21 @@ def test_the_counter_knows_what_each_collective_brings(ranks: RankPool) -> None:
     assert [rows[4:] for rows in found] == [[("send", 4, 0, 0)], [("recv_", 4, 24, 1)], [], []]
 
 
+def counted_pieces() -> list[tuple[str, int, int, int]]:
+    """A tensor to each rank, as many elements as the number of the receiver."""
+    rank = dist.get_rank()
+    with count_traffic() as traffic:
+        dist.all_to_all([torch.zeros(rank) for _ in range(4)], [torch.zeros(n) for n in range(4)])
+    return [(found.name, found.ranks, found.nbytes, found.messages) for found in traffic.collectives]
+
+
+@pytest.mark.ranks
+def test_pieces_in_tensors_of_their_own_are_counted() -> None:
+    found = rank_pool(4, "nccl_contract").run(counted_pieces)  # gloo has no such collective
+
+    assert found == [[("alltoall_", 4, 4 * 3 * rank, 3 * (rank > 0))] for rank in range(4)]
+
+
 def unknown_collective() -> str:
     x = torch.zeros(2)
     with pytest.raises(AssertionError) as caught, count_traffic():
