@@ -47,7 +47,8 @@ class CompileMetadata(tuple[Any, ...]):
         """A hash that two processes share only where the graph of one may run in the other."""
         spec, mesh = self.origin, self.origin.layout.mesh
         runtime = runtime_of(mesh)
-        parts = spec.layout, spec.dtype, spec.device, self.leaf, self.options, astuple(self.settings.topology_of(mesh))
+        tensor = spec.layout, spec.shape, spec.stride, spec.dtype, spec.device, self.leaf, bool(self[-1])
+        parts = *tensor, self.options, astuple(self.settings.topology_of(mesh))
         place = None if runtime is None else (runtime.rank, runtime.coordinate, runtime.group_names())
         return hashlib.blake2b(repr((parts, place)).encode(), digest_size=16).hexdigest()
 

@@ -292,14 +292,15 @@ def described_elsewhere() -> list[str]:
     assert runtime is not None
     groups = runtime.device_mesh.get_all_groups()  # of the first mesh of this shape that was made
     assert runtime.group_names()[:2] == tuple(group.group_name for group in groups)
-    digests = [known.digest(), other.digest()]
+    sizes, grads = tensor(0, (8, 16), *x.placements), tensor(0, (8, 8), *x.placements, grad=not x.requires_grad)
+    digests = [known.digest(), other.digest(), *(y._stable_hash_for_caching() for y in (sizes, grads))]
     with patch.object(Runtime, "group_names", return_value=("elsewhere",)):  # as in a process that made others before
         return [*digests, known.digest()]
 
 
-def test_graphs_kept_on_disk_are_of_one_rank_one_topology_and_its_groups(ranks: RankPool) -> None:
+def test_graphs_kept_on_disk_are_of_one_rank_one_topology_its_groups_and_sizes(ranks: RankPool) -> None:
     names = [name for names in ranks.run(described_elsewhere) for name in names]
-    assert len(set(names)) == 12
+    assert len(set(names)) == 20
 
 
 # -- what is inside a region
