@@ -1,8 +1,8 @@
-"""Checkpoints that do not know the mesh that made them: saved under any layout, loaded under any other, bit for bit.
+"""Checkpoints independent of meshes: saved under any layout, loaded under any other, bit for bit.
 
-Distributed tensors speak the protocol of torch.distributed.checkpoint: its `save` and `load` take them as they are.
-`save` and `load` here are thin fronts of these. They replace a checkpoint at once or not at all, complete partial
-reductions, and compare what is asked with what is there before anything is read. See docs/checkpoint.md.
+Distributed tensors implement the protocol of torch.distributed.checkpoint, whose `save` and `load` accept them. `save`
+and `load` here call those. They replace a checkpoint atomically, complete partial reductions, and compare the state
+with the checkpoint before anything is read. See docs/checkpoint.md.
 """
 
 from dshard.checkpoint.store import load, save

@@ -1,4 +1,4 @@
-"""Flat names of a nested state, as torch.distributed.checkpoint gives them: "optimizer.state.0.exp_avg"."""
+"""Flat names of a nested state, as in torch.distributed.checkpoint: "optimizer.state.0.exp_avg"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dshard.tensor import DTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A value of the state, and its container and key."""
+    """A value of the state, by its container and key."""
 
     name: str
     container: Any

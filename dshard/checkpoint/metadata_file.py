@@ -47,7 +47,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib._local", "PurePosixPath"): PurePosixPath,
 }
-"""The globals that the pickle may name, besides dtypes: plain records, none of which acts when it is created."""
+"""The globals that the pickle may name, besides dtypes: plain records without code in their construction."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -69,8 +69,8 @@ def read(directory: Path) -> Metadata:
     """The metadata of the checkpoint in a directory; without a checksum, if torch or an earlier dshard wrote it.
 
     Raises:
-        CheckpointError: the file is damaged, or names what metadata does not need.
-        FileNotFoundError: there is none.
+        CheckpointError: the file is damaged, or names a global that metadata does not need.
+        FileNotFoundError: there is no such file.
     """
     data = (directory / NAME).read_bytes()
     line = LINE.fullmatch(data[-LENGTH:])

@@ -1,4 +1,4 @@
-"""Values that are no tensors, read without executing anything that the user has not named."""
+"""Values other than tensors, read without executing code that the user has not allowed."""
 
 from __future__ import annotations
 

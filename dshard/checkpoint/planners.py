@@ -1,4 +1,4 @@
-"""torch's planners, with reports of progress."""
+"""torch's planners, with progress reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dshard.torch_private import late
 _set_element: Callable[..., None] = late("torch.distributed.checkpoint._traverse.set_element")
 
 Report = Callable[[int, int], object]
-"""Called with the bytes that this rank has written or read, and with all that it will."""
+"""Called with the bytes that this rank has written or read, and with their total."""
 
 
 class SavePlanner(DefaultSavePlanner):

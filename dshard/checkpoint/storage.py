@@ -1,8 +1,8 @@
 """torch's storage of a checkpoint in a directory, with a checksum of each tensor, published by one rename.
 
-Data files have names that no other save uses, and `.metadata` names those of the checkpoint. So a new checkpoint is
-written beside the former one, in the same directory; replacing `.metadata` publishes it, and files of the former
-one are removed then. Files with other names are the user's, and are left alone.
+Data files have names that no other save uses, and `.metadata` lists the checkpoint's. So a new checkpoint is written
+beside the former one, in the same directory; replacing `.metadata` publishes it, and then the former one's files are
+removed. Files with other names belong to the user, and are not touched.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Writer(FileSystemWriter):
         self.has_made_directory = False
 
     def prepare(self) -> None:
-        """Make the directory, and remove what a save that was killed has left there; on the coordinator.
+        """Create the directory, and remove files left by a killed save; on the coordinator.
 
         Raises:
-            CheckpointError: something else is there, and would be in the way.
-            OSError: the directory cannot be made.
+            CheckpointError: the path or a file name is in use by something else.
+            OSError: the directory cannot be created.
         """
         path = Path(self.path)
         if path.is_symlink() and not path.exists():
@@ -75,7 +75,7 @@ class Writer(FileSystemWriter):
                 file.unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: object) -> Any:
-        """Make sure that this rank sees the directory that the first rank has made."""
+        """Check that this rank sees the directory that the first rank has created."""
         self.fs.mkdir(self.path)
         return plan
 
@@ -95,7 +95,7 @@ class Writer(FileSystemWriter):
         """Write the items of this rank's plan; each result has the checksum of its bytes.
 
         Raises:
-            CheckpointError: the disk did not take them.
+            CheckpointError: writing failed.
         """
         nbytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         try:
@@ -113,10 +113,10 @@ class Writer(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Publish the checkpoint, on the coordinator, when all ranks have written.
+        """Publish the checkpoint, on the coordinator, after all ranks have written.
 
         Raises:
-            CheckpointError: files that other ranks wrote are not there.
+            CheckpointError: files that other ranks wrote are missing.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -148,7 +148,7 @@ class Writer(FileSystemWriter):
                 )
 
     def abandon(self) -> None:
-        """Remove the files of this save, if it was not published; only the coordinator knows whether it was."""
+        """Remove the files of this save if it was not published, which only the coordinator knows."""
         path = Path(self.path)
         with suppress(OSError):
             if (published := _published(path)) is not None and metadata_file.version(published) == self.save_id:
@@ -172,7 +172,7 @@ class _ChecksumsOfItems:
 
 
 class _ChecksumStream:
-    """A stream that torch.save writes one item to, which computes its checksum."""
+    """A stream that computes the checksum of the item that torch.save writes to it."""
 
     def __init__(self, stream: IO[bytes], index: MetadataIndex, checksums: _ChecksumsOfItems) -> None:
         self.stream, self.index, self.checksums, self.crc32 = stream, index, checksums, 0
@@ -195,7 +195,7 @@ class _ChecksumStream:
 
 
 class Reader(FileSystemReader):
-    """Reads one version of a checkpoint, though another is saved meanwhile, and checks what it reads."""
+    """Reads one version of a checkpoint, even if another is saved meanwhile, and verifies checksums."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -212,7 +212,7 @@ class Reader(FileSystemReader):
         return self.known
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Open the files that this rank reads: then they stay, though a save removes their names."""
+        """Open the files that this rank reads, so that they stay readable if a save unlinks them."""
         names = dict.fromkeys(self.storage_data[item.storage_index].relative_path for item in plan.items)
         self.files.hold([Path(self.path) / name for name in names])
         return plan
@@ -233,14 +233,14 @@ class Reader(FileSystemReader):
 
 
 class _OpenFiles(FileSystem):
-    """Files that were opened before they are read."""
+    """Files opened ahead of reading."""
 
     def __init__(self) -> None:
         self.held: dict[Path, object] = {}
         self.stack = ExitStack()
 
     def hold(self, paths: list[Path]) -> None:
-        """Open the files, up to the process's limit; those beyond it are opened when they are read."""
+        """Open the files, up to the process's limit; others are opened when they are read."""
         for path in paths[: resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2]:
             self.held[path] = self.stack.enter_context(path.open("rb"))
 
@@ -253,7 +253,7 @@ class _OpenFiles(FileSystem):
                 yield stream
 
     def crc32(self, path: Path, offset: int, length: int) -> int:
-        """The checksum of bytes of a file, whose position stays as it is."""
+        """The checksum of bytes of a file, whose position does not change."""
         checksum, buffer = 0, memoryview(bytearray(min(length, BLOCK)))
         with self.create_stream(path, "rb") as file:
             while length and (count := os.preadv(file.fileno(), [buffer[:length]], offset)):
@@ -279,21 +279,21 @@ class _CheckedItems:
 
 
 def files_of_saves(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """The files in a directory that a save has made, `.metadata` aside, with what names the save; None for torch's."""
+    """The data files of saves in a directory, each with the identifier of its save; None for torch's files."""
     for entry in list(path.iterdir()):
         if match := DATA_FILE.fullmatch(entry.name) or UNPUBLISHED.fullmatch(entry.name):
             yield entry, match[1]
 
 
 def _published(path: Path) -> Metadata | None:
-    """The metadata of the checkpoint in a directory, if there is one that can be read."""
+    """The metadata of the checkpoint in a directory, or None if there is no readable one."""
     with suppress(CheckpointError, OSError):
         return metadata_file.read(path)
     return None
 
 
 def _sync(directory: Path) -> None:
-    """Have the names in a directory written to the disk."""
+    """Flush the names in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

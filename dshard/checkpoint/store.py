@@ -1,4 +1,4 @@
-"""Save and load by torch.distributed.checkpoint; checkpoints are replaced at once, errors raised on all ranks."""
+"""Save and load by torch.distributed.checkpoint; checkpoints are replaced atomically, errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dshard.validate import check_type
 
 Group = dist.ProcessGroup | None
 SHOWN = 8
-"""Problems that one error lists."""
+"""The most problems that one error lists."""
 TRIES, PAUSE = 100, 0.1
 """How often a load begins again when another checkpoint is published, and seconds for all ranks to see it."""
 
@@ -45,20 +45,20 @@ def save(
     progress: Report | None = None,
     process_group: Group = None,
 ) -> None:
-    """Save a state to the directory `path`, in place of what is there, on all ranks of the process group together.
+    """Save a state to the directory `path`, replacing a checkpoint there, on all ranks of the process group together.
 
-    `state` holds tensors, distributed or plain, other values that can be pickled, dicts and lists of these, and what
-    has a `state_dict`: modules, optimizers. Each part is written once, by one of the ranks that hold it; partial
-    reductions are completed for it. Plain tensors and values are taken to be alike on all ranks.
+    `state` holds tensors, distributed or plain, other values that can be pickled, dicts and lists of these, and objects
+    with a `state_dict`: modules, optimizers. Each shard is written once, by one of the ranks that hold it; partial
+    reductions are completed first. Plain tensors and values are assumed to be equal on all ranks.
 
     The directory is new, empty, or a checkpoint. The new checkpoint is written beside the former one and replaces it
-    when all ranks have written, so that `load` finds the one or the other at any time; other files in the directory are
-    left alone. Where a rank fails or dies before, the former checkpoint stays, and the other ranks raise within the
+    when all ranks have written, so that `load` finds either of them at any time; other files in the directory are not
+    touched. If a rank fails or dies before that, the former checkpoint stays, and the other ranks raise within the
     time limit of the process group. `progress(done, total)` is called with this rank's bytes, as by
     `dshard.report.checkpoint_progress`.
 
     Raises:
-        CheckpointError: the ranks give different paths, something else is there, something could not be written, or a
+        CheckpointError: the ranks give different paths, the path is in use by something else, writing failed, or a
             rank failed.
     """
     check_state(state)
@@ -85,15 +85,15 @@ def load(
     progress: Report | None = None,
     process_group: Group = None,
 ) -> None:
-    """Load into a state what `save`, or torch.distributed.checkpoint, has saved to `path`, on all ranks together.
+    """Load a checkpoint of `save`, or of torch.distributed.checkpoint, from `path` into a state, on all ranks together.
 
-    `state` says what to load and how it lies: each rank reads only what it holds, whatever layout and mesh it was
-    saved from. Tensors are written to in place; other values are replaced; modules and optimizers get theirs. An
-    optimizer that has made no step yet gets its state first, by a step with gradients and a learning rate of zero. What
-    the checkpoint has beyond `state` is left alone. Everything is compared before anything is read, and what is read is
-    compared with its checksum. A save to the same path meanwhile does no harm: all ranks read one of its versions.
-    Nothing in the checkpoint is executed: values that are no tensors may name what torch.load takes by default, what
-    was given to `torch.serialization.add_safe_globals`, and what the value in `state` is pickled with.
+    `state` gives the names and layouts to load: each rank reads only its shards, from any saved layout and mesh.
+    Tensors are written in place; other values are replaced; modules and optimizers load their state dicts. An optimizer
+    that has made no step yet first gets its states, by a step with gradients and a learning rate of zero. Names beyond
+    `state` are ignored. Names, shapes and dtypes are compared before anything is read, and the bytes read with their
+    checksums. A concurrent save to the same path is harmless: all ranks read the same version. Nothing in the
+    checkpoint is executed: values other than tensors may name the globals that torch.load allows by default, those
+    passed to `torch.serialization.add_safe_globals`, and those of the pickled value in `state`.
 
     Raises:
         CheckpointError: the ranks give different paths, there is no such checkpoint, or it has other names, shapes or
@@ -120,7 +120,7 @@ def load(
 
 
 def _load_one_version(by_name: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
-    """The leaves, read from one version of the checkpoint on all ranks, whatever is saved to the path meanwhile."""
+    """Read the leaves from the same version of the checkpoint on all ranks, despite concurrent saves."""
     failed: CheckpointException | None = None
     failed_versions: set[object] = set()
     for _ in range(TRIES):
@@ -183,7 +183,7 @@ def complete_partials(state: object) -> Any:
 
 
 def _give_state(optimizer: Optimizer) -> None:
-    """Let the optimizer make its state as its first step does, without changing parameters."""
+    """Let the optimizer create its states as in its first step, without changing parameters."""
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -201,7 +201,7 @@ def _give_state(optimizer: Optimizer) -> None:
 
 
 def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
-    """Texts that say where the leaves to load do not fit the checkpoint."""
+    """Messages about leaves that do not match the checkpoint."""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except (FileNotFoundError, NotADirectoryError):
@@ -229,7 +229,7 @@ def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
 
 
 def misfits(name: str, shape: Sequence[int], value: Tensor, where: str = "checkpoint") -> Iterator[str]:
-    """Texts that say why a tensor of this shape, in a checkpoint or file, cannot be loaded into `value`."""
+    """Messages that say why a tensor of this shape, in a checkpoint or file, cannot be loaded into `value`."""
     if tuple(shape) != tuple(value.shape):
         yield f"{name!r} has shape {tuple(shape)} in the {where} and {tuple(value.shape)} here"
     if isinstance(value, DTensor) and value.layout.partial_axes():
@@ -240,7 +240,7 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
     """Check that all ranks give the same path, and return it.
 
     Raises:
-        CheckpointError: they do not, or it is no path of a file system.
+        CheckpointError: the paths differ, or it is no path of a file system.
     """
     paths = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
     if "://" in paths[0][0]:
@@ -255,7 +255,7 @@ def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
 
 
 def agree(problems: list[str], doing: str, group: Group) -> None:
-    """Raise the problems of any rank on all ranks alike."""
+    """Raise the problems of any rank on all ranks."""
     all_problems = list(dict.fromkeys(problem for rank in comm.gather_objects(problems, group) for problem in rank))
     if all_problems:
         more = f"\n  ... and {len(all_problems) - SHOWN} more" if len(all_problems) > SHOWN else ""
@@ -281,7 +281,7 @@ def on_all_ranks(function: Callable[[], None], doing: str, group: Group) -> None
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """Raise failures within the block as a CheckpointError that says what was being done."""
+    """Raise failures within the block as a CheckpointError that names the action `doing`."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -55,11 +55,11 @@ NAMES = {
 
 
 def load_safetensors(state: dict[str, Any], path: str | os.PathLike[str]) -> int:
-    """Fill the tensors of a state, distributed or plain, from a plain state dict; the bytes that this rank has read.
+    """Fill the tensors of a state, distributed or plain, from a plain state dict; return the bytes read by this rank.
 
-    `path` is a file, or a directory of files, such as models are published in. Of each tensor a rank reads only the
-    part that it holds. Values are converted to the dtype of the tensor that they fill. Names that the state lacks are
-    left alone. Needs the extra `safetensors`.
+    `path` is a file, or a directory of files, as models are published. A rank reads only its shard of each tensor.
+    Values are cast to the dtype of the tensor that they fill. Names that the state lacks are ignored. Needs the extra
+    `safetensors`.
 
     Raises:
         CheckpointError: a name or file is missing, a shape differs, or safetensors is not installed.
@@ -82,7 +82,7 @@ def _library() -> Any:
 
 
 def _opened(library: Any, path: Path, stack: ExitStack) -> tuple[dict[str, Any], list[str]]:
-    """The open file that has each name, and what cannot be opened."""
+    """The open file of each name, and messages about files that cannot be opened."""
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     files: dict[str, Any] = {}
     problems = [] if paths else ["it has no file that ends in .safetensors"]
@@ -125,11 +125,11 @@ def save_safetensors(
 ) -> None:
     """Write the global tensors of a state as one file of safetensors, on all ranks together.
 
-    Nothing is gathered: of each part one of the ranks that hold it writes the rows where they belong, on a file system
-    that all ranks share. Values that are no tensors are left out. The file takes its place when it is complete.
+    Nothing is gathered: one of the ranks that hold a shard writes its rows at their offsets, on a file system that all
+    ranks share. Values other than tensors are left out. The complete file is moved to `path`.
 
     Raises:
-        CheckpointError: a dtype that the format does not have, or something could not be written.
+        CheckpointError: a dtype that the format does not have, or writing failed.
     """
     path, doing = agreed_path(path, "save to", process_group), f"cannot save to {path}"
     partial = path.parent / f".{path.name}.partial"
@@ -169,7 +169,7 @@ def save_safetensors(
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where in the file each tensor begins, and the size of the file; the widest dtypes come first."""
+    """The header, the offset of each tensor in the file, and the file's size; the widest dtypes come first."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     entries, at, begins = {}, 0, {}
     for name in ordered:
@@ -197,7 +197,7 @@ def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | Non
 
 
 def _is_first_holder(value: DTensor) -> bool:
-    """Whether this rank comes first among those that hold the same part: at 0 on every axis that splits nothing."""
+    """Whether this rank is the first of those that hold the same shard: index 0 on every axis that shards nothing."""
     layout = value.layout
     runtime = comm.runtime_of(layout.mesh)
     split = {axis for dim in layout.sharded_dims() for axis in layout.axes_of(dim)}

@@ -1,4 +1,4 @@
-"""Bytes, messages and memory of candidates, from what they send."""
+"""Bytes, messages and memory of candidates, from their plans and collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Moved:
 
     @property
     def peak(self) -> int:
-        """Bytes of source and result together, or of the source where nothing moves."""
+        """Bytes of source and result together, or of the source if nothing is moved."""
         return self.before + (self.after if self.steps else 0)
 
 
@@ -73,7 +73,7 @@ def resharded(reshard: ReshardPlan) -> Moved:
 
 
 def exchanged(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[Moved]:
-    """The collectives that an operator runs beside its plans. Around a ring two buffers are held, whatever arrives."""
+    """The collectives that an operator runs beside its plans; a ring holds two buffers, for any number of messages."""
     sizes = sorted((sent.nbytes for sent in exchanges if sent.collective == "permute"), reverse=True)
     held, moves = sizes[:2], []
     for sent in exchanges:
@@ -94,7 +94,7 @@ def rule_candidates(
     constraints: Constraints = ANY,
     alternatives: tuple[Strategy, ...] = (),
 ) -> dict[Strategy, Candidate]:
-    """The candidates of an operator's rule, and the alternatives to it, from cheapest to dearest."""
+    """The candidates of an operator's rule, and the alternatives to it, from cheapest to most expensive."""
     every = (*strategies(rule, operands, outputs, topology, constraints), *alternatives)
     priced = sorted(every, key=lambda s: (s.seconds, s.moves))
     return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
@@ -132,14 +132,14 @@ def combined(
     bound: float | None = None,
     one_copy: bool = False,
 ) -> Candidate:
-    """A candidate of what is moved; `seconds` to gather, to compute, to reduce, and of the backward pass."""
+    """A candidate with these moves; `seconds` to gather, to compute, to reduce, and of the backward pass."""
     nbytes, messages, steps = sum(move.nbytes for move in moves), sum(move.messages for move in moves), _steps(moves)
     peak, ratio = sum(move.peak for move in moves), nbytes / bound if bound else None
     return Candidate(name, placements, nbytes, messages, peak, *seconds, ratio, one_copy, steps)
 
 
 def add_moves(base: Candidate, moves: Sequence[Moved]) -> Candidate:
-    """A candidate with more that is moved, which leaves what it held before."""
+    """The candidate `base` with further moves, after which it holds as much as before."""
     return replace(
         base,
         bytes_moved=base.bytes_moved + sum(move.nbytes for move in moves),
@@ -167,7 +167,7 @@ def matmul_bytes_bound(rule: Rule, operands: Sequence[Operand]) -> float | None:
 
 
 def name_of(rows: tuple[Row, ...], names: tuple[str, ...]) -> str:
-    """The name of a candidate: what each mesh axis does; "whole" where none shards the work."""
+    """The name of a candidate: the row of each mesh axis, or "whole" if none shards the work."""
     words = {axis: "partial" if isinstance(row, PassThrough) else row for axis, row in zip(names, rows, strict=True)}
     return " ".join(f"{axis}:{word}" for axis, word in words.items() if word is not None) or "whole"
 

@@ -29,7 +29,7 @@ def explain(function: Function, *args: object, **kwargs: object) -> Report:
     On a pure `Mesh`, with local tensors on the meta device, everything is planned and nothing is sent or computed.
 
     Raises:
-        ArgumentError: nothing that can be called.
+        ArgumentError: a value that is not callable.
     """
     check_callable(function, "explain", "give a function and its arguments, as in explain(torch.matmul, x, w)")
     calls: list[_Call] = []
@@ -51,7 +51,7 @@ def explain(function: Function, *args: object, **kwargs: object) -> Report:
 
 @dataclass(slots=True)
 class _Call:
-    """One operator that was called, and the decisions made within it, such as by a write."""
+    """An operator that was called, and the decisions made while it ran, such as by a write."""
 
     decision: Decision
     topology_why: str
@@ -63,7 +63,7 @@ class _Call:
 
 
 def explanation(decision: Decision, topology_why: str, within: tuple[Decision, ...] = ()) -> Explanation:
-    """The candidates of one decision, priced again, and why the chosen one was taken."""
+    """The candidates of one decision, priced again, and why one was chosen."""
     topology, ruled = decision.topology, dict[Strategy, Candidate]()
     if decision.rule is not None:
         ruled = rule_candidates(
@@ -113,7 +113,7 @@ def _why_alternative(ruled: dict[Strategy, Candidate]) -> str:
 
 
 def _without_strategy(decision: Decision) -> Candidate:
-    """The candidate of an operator that only moves data."""
+    """The candidate of an operator that only redistributes."""
     name, crossing = decision.op, decision.crossing
     moves = [redistributed(plan, itemsize) for plan, itemsize in decision.moves()]
     changes = [f"{plan.src} -> {plan.dst}" for plan, _ in decision.moves()]

@@ -82,16 +82,16 @@ def explain_matmul(
     dtype: torch.dtype = torch.bfloat16,
     one_copy: bool = False,
 ) -> Explanation:
-    """The ways to multiply `m` x `k` by `k` x `n` on `mesh`, from cheapest to dearest. No processes, no tensors.
+    """The candidates for multiplying `m` x `k` by `k` x `n` on `mesh`, the cheapest first. No processes, no tensors.
 
-    With the layouts `a` and `b` of the operands: the candidates of `a @ b`. Without them: every `Schedule` of the mesh,
-    with operands stored as it says; with `one_copy`, only those in which each tensor is stored once.
-    Without a `topology`, the one in use. Seconds are those of the forward pass.
+    With the layouts `a` and `b` of the operands: the candidates of `a @ b`. Without them: every `Schedule` of the mesh
+    and its operand layouts; with `one_copy`, only schedules in which each tensor is stored once. The default `topology`
+    is the one in use. Seconds are of the forward pass.
 
     Raises:
         LayoutError: only one of `a` and `b`, or one that does not fit.
         ShapeError: a size below one.
-        TopologyError: the topology has not so many ranks.
+        TopologyError: the topology has fewer ranks.
     """
     check_type(mesh, Mesh, "the mesh of a product", "give a dshard.Mesh, such as Mesh((2, 4))", MeshError)
     m, k, n = (as_int(size, "a size of a product", ShapeError) for size in (m, k, n))
@@ -155,7 +155,7 @@ def _candidates_of(matmul: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate
 
 
 def _schedule_candidates(matmul: Matmul) -> Iterator[tuple[Candidate, Plans]]:
-    """A candidate for every schedule of the mesh, operands stored as it says, with the plans of A, B and C."""
+    """A candidate for every schedule of the mesh, with its operand layouts and the plans of A, B and C."""
     bound = matmul_lower_bound(matmul.m, matmul.k, matmul.n, matmul.mesh.size) * matmul.dtype.itemsize
     known_plans: tuple[dict[ScheduleKey, TensorPlan], ...] = ({}, {}, {})
     work: dict[tuple[str, ...], float] = {}
@@ -202,7 +202,7 @@ def _tensor_plan(matmul: Matmul, schedule: Schedule, tensor: int) -> TensorPlan:
 
 
 def _completions(schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule with each sum that it leaves partial reduced, in every combination: replicated or sharded."""
+    """The schedule with each partial sum reduced, in every combination of replicated and sharded."""
     choices = [STORAGES["k"][1:] if stored == "P" else (stored,) for stored in schedule.stored]
     for stored in product(*choices):
         yield Schedule(schedule.loops, stored)

@@ -19,13 +19,13 @@ from dshard.validate import as_int
 class Candidate:
     """One way to run an operator, priced.
 
-    `name` says what each mesh axis does; `placements` are the layouts of operands and outputs, as text; `steps` all
-    that is communicated, for the operands and to complete partial outputs. Bytes are those of the busiest rank:
-    `bytes_moved` what it receives, `peak_bytes` what it holds if nothing is freed before the end (stored operands,
-    moved copies, outputs). `messages` come one after the other. `bound_ratio` is `bytes_moved` over the least that any
-    product of these sizes receives that stores each tensor once; None for another operator, or where that is nothing.
-    `one_copy` says whether each element of operands and outputs is stored on one rank alone.
-    `backward_seconds` are those of its gradients, where some are needed; bytes and steps are of the forward pass.
+    `name` is the row of each mesh axis; `placements` are the layouts of operands and outputs, as text; `steps` are the
+    collectives for the operands and to complete partial outputs. Bytes are those of the busiest rank: `bytes_moved` are
+    received, `peak_bytes` held if nothing is freed before the end (stored operands, redistributed copies, outputs).
+    `messages` are sequential. `bound_ratio` is `bytes_moved` over a lower bound for matmuls of these sizes that store
+    each tensor once; None for another operator, or a bound of zero. `one_copy` says whether each element of operands
+    and outputs is stored on one rank only. `backward_seconds` are the seconds of needed gradients; bytes and steps are
+    of the forward pass.
     """
 
     name: str
@@ -61,10 +61,10 @@ HEADINGS = (
 class Explanation(Tabled):
     """One operator: its operands, the candidates from cheapest to dearest, the chosen one, and why.
 
-    `topology` is the name of the one that priced them, `network` what it joins, `topology_why` how it came to be used.
-    Of `considered` candidates `candidates` are those to show. `line` is the line of the program that called it.
-    `panels` is what the chosen one takes in each number of panels, of which it runs in `run_in`. `collectives` are
-    those that run when the operator does, as `trace` records them; what completes a partial result is not among them.
+    `topology` is the name of the topology of the prices, `network` its layers, `topology_why` the reason for its use.
+    `candidates` are shown, out of `considered` ones. `line` is the calling line of the program. `panels` are the costs
+    of the chosen candidate in each number of panels, and `run_in` the number that runs. `collectives` run with the
+    operator, as `trace` records them, without those that complete a partial result.
     """
 
     op: str
@@ -89,7 +89,7 @@ class Explanation(Tabled):
         return replace(self, candidates=first if self.chosen in first else (*first, self.chosen))
 
     def data(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The explanation as JSON values."""
         candidates = [candidate.data() for candidate in self.candidates]
         return asdict(self) | {"candidates": candidates, "chosen": self.chosen.data()}
 

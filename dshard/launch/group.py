@@ -1,4 +1,4 @@
-"""One job on all ranks of a process group that exists for the job alone."""
+"""Run a job on all ranks of a process group that exists only for the job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_reporting() -> bool:
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
-    """The number of ranks: as asked, or as the launcher started; else four, or on CUDA at most the number of GPUs.
+    """The number of ranks: as requested, or as the launcher started; else four, or on CUDA at most the number of GPUs.
 
     Raises:
         MeshError: the launcher started another number of ranks than `ranks`.
@@ -62,7 +62,7 @@ def choose_ranks(ranks: int | None, device: str) -> int:
 
 
 def choose_device(device: str, ranks: int) -> str:
-    """The device type: as asked; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
+    """The device type: as requested; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
 
     Raises:
         MeshError: `device` is "cuda", and there are fewer GPUs than ranks.

@@ -182,9 +182,9 @@ _GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds, at least, for the othe
 class Processes:
     """`n` processes, one for each rank, which end when they are closed or when nothing refers to this object.
 
-    On Linux a server imports torch and dshard once for all of them; each has the environment as it is now, but what is
-    read from it at import is what it was for the first. `kept` is kept until they have ended, and so is `folder`, for
-    files of theirs.
+    On Linux a server imports torch and dshard once for all of them; each has the current environment, except for
+    variables read at import, which keep the values of the first. `kept`, and `folder` for their files, are kept until
+    they have ended.
     """
 
     def __init__(self, n: int, kept: object = None) -> None:
@@ -203,10 +203,10 @@ class Processes:
         on_message: Callable[[Any], object] = lambda message: None,
         grace: float = inf,
     ) -> list[Outcome]:
-        """Send each rank its request, and wait for their outcomes; `on_message` gets each message that they send.
+        """Send each rank its request, and wait for the outcomes; `on_message` gets each message that they send.
 
-        A rank that does not answer within `limit` seconds of the call, or of the last message of any, has failed. Once
-        one has failed the others have a little longer: as long as that one took, but at most `grace` seconds.
+        A rank that does not answer within `limit` seconds of the call, or of the last message of any rank, has failed.
+        Once a rank has failed the others get as much more time as that one took, but at most `grace` seconds.
         """
         for rank, call in zip(self._ranks, requests, strict=True):
             with contextlib.suppress(OSError):  # dead: receive() reports it

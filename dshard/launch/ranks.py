@@ -19,7 +19,7 @@ SCREEN = 16  # lines of a rank's traceback that are shown
 
 
 def run_ranks(job: Job[T], n: int, on_message: Callable[[Any], object] = print, patience: float = PATIENCE) -> list[T]:
-    """Start `n` processes that each call `job(rank, meet, send)`; until all are done `on_message` gets what they send.
+    """Start `n` processes that each call `job(rank, meet, send)`; `on_message` gets each message that they send.
 
     The results are in rank order. `meet` is the `init_method` of their process group. No process outlives this call.
 

@@ -1,4 +1,4 @@
-"""Rehearsal of a step: all ranks run the local work at the same time, and the collectives are priced."""
+"""Rehearsal of a step: all ranks run the local work concurrently, and the collectives are priced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation of a training step before anything is launched: time, bytes and memory, on 8 devices or on thousands."""
+"""Simulation of a training step without launching it: time, bytes and memory, on any number of devices."""
 
 from dshard.simulate.arrange import host_tiles
 from dshard.simulate.memory import Memory

@@ -30,8 +30,8 @@ from dshard.topology import Topology
 class BlockCosts:
     """The inputs of a block's price: the model, its setup, the topology, and the dtype of activations and weights.
 
-    `regather`: whether the inputs of matmuls are gathered again for the gradients of their weights, as papers have it;
-    what `parallelize` lays out keeps them gathered.
+    `regather`: whether the inputs of matmuls are gathered again for the gradients of their weights, as in the papers;
+    models of `parallelize` keep them gathered.
     """
 
     model: Model
@@ -84,7 +84,7 @@ class Matmul:
     """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (s: stages,
     which have matmuls of their own).
 
-    `sums` is where the gradient of the weight is left; what the replicas still have to sum is summed once a step, to
+    `sums` is the layout of the weight's gradient after backward; sums over the replicas are reduced once a step, to
     `state`, the layout of the optimizer's state.
     """
 
@@ -225,8 +225,8 @@ Move: TypeAlias = tuple[Layout, Layout, Shape]
 def attention_moves(costs: BlockCosts, tokens: int) -> tuple[list[Move], list[Move]]:
     """The moves before and after attention where ranks share sequences: of queries, keys and values, and of the result.
 
-    With loop h all are brought to the heads, and the result back; with loop q keys and values are gathered. Unless the
-    form says loop h, the one that takes fewer seconds there and back.
+    With loop h all are moved to the heads, and the result back; with loop q keys and values are gathered. Unless the
+    form has loop h, the cheaper of both, forward and backward.
     """
     setup, model = costs.setup, costs.model
     if setup.chunks_of_sequence == 1:
@@ -248,12 +248,12 @@ def _seconds(costs: BlockCosts, moves: tuple[list[Move], list[Move]]) -> float:
 
 
 def _back(moves: Sequence[Move]) -> list[Move]:
-    """The moves of the gradients: what was gathered comes back as a sum."""
+    """The moves of the gradients: a gathered tensor's gradient is reduced."""
     return [(_summed(src, dst), src, shape) for src, dst, shape in reversed(moves)]
 
 
 def _summed(src: Layout, dst: Layout) -> Layout:
-    """The layout in which the gradient of a tensor arises that was redistributed from `src` to `dst`."""
+    """The initial layout of the gradient of a tensor that was redistributed from `src` to `dst`."""
     for axis, (before, after) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(before, Shard) and after == Replicate():
             dst = dst.replace(axis, Partial())

@@ -9,7 +9,7 @@ from dshard.simulate.block import BlockCosts, Matmul, attention_moves, matmuls, 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, part by part."""
+    """Bytes of one rank at the peak of a step, by use."""
 
     weights: int
     gradients: int
@@ -24,7 +24,7 @@ class Memory:
 
 
 def memory_of(costs: BlockCosts, sequences: int) -> Memory:
-    """The memory of the busiest rank: one of the first stage, whose microbatches are in flight the longest.
+    """The memory of the busiest rank, which is in the first stage, with the most microbatches in flight.
 
     `sequences` are those of one microbatch on all replicas together. The optimiser is Adam: two fp32 moments for each
     element of a weight, and an fp32 copy of weights that have fewer bytes.
@@ -55,9 +55,9 @@ def memory_of(costs: BlockCosts, sequences: int) -> Memory:
 def kept_by_block(costs: BlockCosts, linears: tuple[Matmul, ...], sequences: int) -> int:
     """Bytes that one block keeps for its backward pass.
 
-    The inputs of both norms, of the four linear layers and of the activation function, queries, keys and values as
-    attention takes them, and the scores where it is not fused. Inputs of matmuls are kept as they were gathered, unless
-    they are gathered again; weights as they are stored.
+    These are the inputs of both norms, of the four linear layers and of the activation function; queries, keys and
+    values in attention's layout; and the scores if attention is not fused. Inputs of matmuls are kept gathered, unless
+    they are gathered again; weights as stored.
     """
     model, setup = costs.model, costs.setup
     qkv, up = linears[0], linears[2]
@@ -82,7 +82,7 @@ def _residual(costs: BlockCosts, sequences: int) -> int:
 def _transient(costs: BlockCosts, matmul: Matmul) -> int:
     """Bytes of operands gathered for one matmul, and of its result before it is redistributed.
 
-    An input that stays gathered is counted with what blocks keep.
+    A kept gathered input counts in `kept_by_block`.
     """
     worked = worked_layouts(matmul.x.mesh, matmul.loops)
     stored = matmul.x if costs.regather else worked[0], matmul.w, matmul.y

@@ -18,9 +18,9 @@ Queue: TypeAlias = Literal["compute", "network"]
 class Event:
     """Local work, or a redistribution: its seconds, operations, and bytes that the busiest rank receives.
 
-    `waits`: whether what follows needs it at once. A gradient's reduction, say, may run behind the rest of the backward
-    pass. `collectives` is how many there are, `axes` on which mesh axes. `needs` is a collective for which what follows
-    waits from here on: an event that has one takes no time.
+    `waits`: whether the next event needs it; a gradient's reduction, for example, may run behind the rest of the
+    backward pass. `collectives` is their number, `axes` their mesh axes. `needs` is a collective for which the
+    following events wait: an event with `needs` takes no time.
     """
 
     name: str
@@ -51,8 +51,7 @@ class Slot:
 def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
     """Place events in the order of the program, each as early as its queue allows.
 
-    Work and collectives wait for each other; with `overlap`, collectives that nothing needs at once do not hold up the
-    work that follows.
+    Work and collectives wait for each other; with `overlap`, collectives without `waits` do not delay following work.
 
     >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
     >>> [slot.begin for slot in placed((a, b))], [slot.begin for slot in placed((a, b), overlap=True)]

@@ -1,10 +1,9 @@
 """Timelines of any step: work, collectives and memory, operator by operator, on meta tensors or real ones.
 
-The closed forms of this package know standard blocks only. Here the program itself runs: on tensors without data and a
+The closed forms of this package cover standard blocks only. Here the program itself runs: on tensors without data and a
 mesh without processes, of any number of ranks, or on the ranks of a process group. Local work is priced by the roofline
-from torch's own counts of operations, collectives as the planner prices them, joined ones beside the work until it
-waits for them, each distributed operator with what the topology says that the host takes for one; storages alive after
-each operator make the memory.
+from torch's own counts of operations, collectives by the planner, joined ones overlapping with work until its first
+wait, and each distributed operator by the topology's host time. Memory is the storages alive after each operator.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from dshard.validate import check_callable
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A step as it ran: its events in order, and bytes held.
+    """A recorded step: its events in order, and bytes held.
 
     Attributes:
         slots: Each event and when it begins.
@@ -62,11 +61,11 @@ class Recorded:
 
 
 def record(step: Callable[[], object], topology: Topology | None = None, *, warm: bool = False) -> Recorded:
-    """Run `step` and record what it does; without a topology, that in use for each mesh.
+    """Run `step` and record its events; by default on the topology in use for each mesh.
 
-    The first call of an operator with new layouts asks torch for the shapes of its results, which is recorded as work
-    too, and makes buffers that stay. So unless the step is `warm`, having been recorded before, it runs twice, and the
-    second run counts.
+    The first call of an operator with new layouts infers the shapes of its results, which is recorded as work, too, and
+    creates buffers that stay. So unless the step is `warm`, having been recorded before, it runs twice, and the second
+    run counts.
 
     >>> import torch
     >>> x = torch.empty(4, 8, device="meta")
@@ -91,14 +90,14 @@ def _watched(step: Callable[[], object], recorder: _Recorder) -> object:
 
 
 _MOMENT, _AGREED = 2e-3, 5
-"""Seconds between two counts of what is alive, and how many in a row have to agree with the one before."""
+"""Seconds between two counts of bytes alive, and how many equal counts in a row end the wait."""
 
 
 class _Recorder:
-    """Records every local operator, also those that distributed operators consist of.
+    """Records every local operator, also those of distributed operators.
 
-    Where a step has data, its tensors without data are questions about shapes, which nothing is kept of. Numbers on the
-    host, such as the count of steps that Adam keeps, are no data.
+    In a step with data, operators on tensors without data only infer shapes, and are not recorded. Numbers on the host,
+    such as Adam's count of steps, are no data.
     """
 
     def __init__(self, topology: Topology | None) -> None:
@@ -152,14 +151,14 @@ class _Recorder:
             self.joined[id(decision)] = collective, decision
 
     def waited(self, decision: Decision) -> None:
-        """Record that what follows waits for a joined collective."""
+        """Record that the following events wait for a joined collective."""
         if id(decision) in self.joined:
             self.events.append(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
 
     def stable_bytes(self, above: int = -1) -> int:
-        """Wait until the bytes alive no longer fall, or is at most `above`, and return it.
+        """Wait until the bytes alive no longer fall, or are at most `above`, and return them.
 
-        A thread of the backend lets go of the tensors it sent a moment after the collective has ended.
+        A thread of the backend releases the tensors that it sent a moment after the collective has ended.
         """
         nbytes, agreed = self.memory.alive(), 0 if self.real and self.sends else _AGREED
         while nbytes > above and agreed < _AGREED:

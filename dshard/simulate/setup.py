@@ -1,4 +1,4 @@
-"""Setups of a model on devices: the mesh of stages, data and tensor parallelism, and what is kept or sharded."""
+"""Setups of a model on devices: the mesh of stages, data and tensor parallelism; recomputation and sharded state."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Setup:
         tensor: The sizes of the form's mesh axes.
         data: Replicas that take other sequences.
         stages: Pipeline stages, of `layers / stages` blocks each.
-        microbatches: Into how many a batch is cut; their gradients are summed.
-        sharded: What the replicas share out.
+        microbatches: The number into which a batch is cut; their gradients are summed.
+        sharded: The state that is sharded over the replicas.
         recompute: Whether each block keeps its input alone and runs again for its backward pass.
         ranks: Which rank has each place of the mesh, in order; 0, 1, 2, ... unless given.
 
@@ -103,7 +103,7 @@ class Setup:
         return self.stages * self.data * prod(self.tensor)
 
     def check(self, model: Model, batch: int) -> None:
-        """Refuse what cannot run on this setup.
+        """Refuse a model or batch that does not fit this setup.
 
         Raises:
             StrategyError: sizes that are not the form's, or heads fewer than the ranks that share them.

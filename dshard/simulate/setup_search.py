@@ -20,18 +20,18 @@ from dshard.topology.network import check_topology
 from dshard.validate import as_int, as_number, as_tuple, check_callable, check_type
 
 Progress = Callable[[int, int], None]
-"""Called with how many setups are simulated, and of how many."""
+"""Called with the number of simulated setups, and their total."""
 
 MOST_TENSOR = 64
-"""Tensor-parallel groups of more ranks are not tried unless asked for."""
+"""The default for the most ranks of a tensor-parallel group."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchResult(Drawn):
     """The setups that fit, the fastest first, and how many were considered, on a topology.
 
-    `tried` are those enumerated, `fitting` those that fit in `memory`, bytes of each device or None without limit;
-    `steps` those simulated: the others cannot be faster than the fastest by their operations alone.
+    `tried` counts the enumerated ones, `fitting` those that fit in `memory`, bytes of each device or None without
+    limit; `steps` are the simulated ones: by their operations alone, others cannot be faster than the fastest.
     """
 
     steps: tuple[Step, ...]
@@ -46,7 +46,7 @@ class SearchResult(Drawn):
 
     @property
     def front(self) -> tuple[Step, ...]:
-        """The steps that none other beats in both seconds and bytes, the fastest first."""
+        """The Pareto front: the steps that no other beats in both seconds and bytes, the fastest first."""
         kept: list[Step] = []
         for step in sorted(self.steps, key=lambda s: (s.seconds, s.memory.total)):
             if not kept or step.memory.total < kept[-1].memory.total:
@@ -76,7 +76,7 @@ def search(
     only those that `dshard.parallelize` lays out by itself are tried (`Setup.beyond`).
 
     Raises:
-        StrategyError: no setup fits; the message says what came nearest.
+        StrategyError: no setup fits; names the one that needs the least memory.
         TopologyError: the topology has fewer ranks.
         ShapeError: a number or size that cannot be.
     """
@@ -189,9 +189,9 @@ def setups(model: Model, devices: int, batch: int, forms: Sequence[Form], most_t
 
 
 def _kinds(model: Model, batch: int, form: Form, shape: tuple[int, ...], data: int, stages: int) -> Iterator[Setup]:
-    """The setups of a form of this shape; sequences are split only where the rows at a time do not suffice.
+    """The setups of a form of this shape; sequences are sharded only if there are fewer rows than ranks.
 
-    Where they do, more replicas send less: attention then moves nothing, and all else is the same.
+    Otherwise more replicas send less: attention then moves nothing, and the rest is the same.
     """
     shares: tuple[Sharded, ...] = ("none", "optimizer", "all") if data > 1 else ("none",)
     for microbatches in _microbatches(batch, data, stages):

@@ -1,4 +1,4 @@
-"""For tests of your own layouts and operators: generators, simulated and real ranks, brute-force checks of rules.
+"""Tools for tests of your layouts and operators: generators, simulated and real ranks, brute-force checks of rules.
 
 Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
 """
@@ -65,7 +65,7 @@ _GENERATORS = {
 
 
 def __getattr__(name: str) -> object:
-    """The generators, for which alone hypothesis is needed."""
+    """Import the generators on demand, as only they need hypothesis."""
     if name not in _GENERATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dshard.testing.generators"), name)

@@ -24,12 +24,12 @@ from dshard.torch_private import OpOverload
 
 
 def check_alternatives(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: Same) -> None:
-    """Run `func` by each alternative to its rule, in all layouts that it takes, and compare with one device.
+    """Run `func` by each alternative to its rule, in all layouts of its operands, and compare with one device.
 
     For ranks that are simulated in this process.
 
     Raises:
-        RuleError: an alternative gives something else, or another layout than it says.
+        RuleError: an alternative has another result, or another layout than planned.
     """
     facts = known(func)
     op, arguments = facts.op, (args, kwargs)

@@ -41,7 +41,7 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Verify that `op` on distributed tensors gives the result of one device, in all layouts of its operands.
+    """Verify that `op` on distributed tensors has the result of one device, in all layouts of its operands.
 
     `op` is an operator of torch, a function such as `torch.nn.functional.gelu`, or the name of an operator with a
     registered rule. Each sample is a tuple of its arguments, tensors and others; a dict at its end holds keyword
@@ -90,7 +90,7 @@ def check_call(
 ) -> None:
     """Verify one call of `op`, on tensors of `sample` in these layouts, against one device; for use with generators.
 
-    On a mesh with processes behind it, where all its ranks call this together, it runs there; else it is simulated.
+    On a mesh with processes all ranks call this together, and it runs there; otherwise the ranks are simulated.
 
     >>> tp = replicated(Mesh((2,), ("tp",)))
     >>> check_call(torch.mul, (torch.ones(3), 2.0), [tp])
@@ -111,7 +111,7 @@ def check_call(
 
 
 def _check_arguments(samples: Sequence[object], mesh_shapes: object, placements: object, limit: object) -> None:
-    """Refuse arguments with which nothing would be checked.
+    """Refuse arguments that leave nothing to check.
 
     Raises:
         ArgumentError: no sample, no mesh, a limit below one, or values that are no placements.
@@ -131,7 +131,7 @@ def _check_arguments(samples: Sequence[object], mesh_shapes: object, placements:
 class _Expected:
     """The results of one device: outputs, incoming gradients of outputs that have one, and gradients of the operands.
 
-    `recorded` says of each operand whether torch has a gradient of it.
+    `recorded` says for each operand whether torch has a gradient of it.
     """
 
     outputs: list[Any]
@@ -232,7 +232,7 @@ class _Call:
 
 
 def compare(actual: object, expected: object, what: str, same: Same) -> None:
-    """Compare one output or gradient with that of the single device.
+    """Compare one output or gradient with the single device's.
 
     Raises:
         RuleError: they differ, or the local tensors do not fit the layout.

@@ -18,7 +18,7 @@ Choice: TypeAlias = tuple[Layout, ...]
 
 
 def layouts_of(x: Tensor, mesh: Mesh, placements: Literal["all"] | Sequence[Placement] = "all") -> list[Layout]:
-    """All layouts of `x` with these placements, and where two axes shard one dim the other order too."""
+    """All layouts of `x` with these placements; if two axes shard one dim, in both orders."""
     if placements == "all":
         placements = [Replicate(), *map(Shard, range(x.dim())), *([Partial()] if has_gradient(x) else [])]
     legal = [p for p in placements if not isinstance(p, Shard) or p.dim < x.dim()]
@@ -49,5 +49,5 @@ def sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether the dtype of `x` is one that has gradients, and sums of terms."""
+    """Whether tensors of the dtype of `x` can have gradients, and be sums of terms."""
     return x.is_floating_point() or x.is_complex()

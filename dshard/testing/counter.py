@@ -22,7 +22,7 @@ from dshard.torch_private import resolve_process_group
 class Collective:
     """One collective that this rank ran: its name in torch, the size of its group, and what this rank received.
 
-    `nbytes` and `messages` come from peers; a message without bytes is none. They are those of the algorithms of
+    `nbytes` and `messages` are received from peers; empty messages do not count. They follow the algorithms of
     `dshard.cost`: rings for all_gather, reduce_scatter and all_reduce, pairwise for all_to_all.
     """
 
@@ -51,10 +51,10 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count the collectives of torch.distributed within the block, of any caller: dshard, torch's DTensor, you.
+    """Count the collectives of torch.distributed within the block, of any caller: dshard, torch's DTensor, your code.
 
-    It shares no arithmetic with dshard, so plans and events can be tested against it. Real process groups only; an
-    unknown collective is an AssertionError, not a zero.
+    It shares no arithmetic with dshard, so plans and events can be tested against it. For real process groups only; an
+    unknown collective raises an AssertionError.
     """
     traffic, within = Traffic(), list[Any]()
 
@@ -84,8 +84,8 @@ def count_traffic() -> Iterator[Traffic]:
 
 Arguments = dict[str, Any]
 Count = Callable[[Arguments, int, int], tuple[Sequence[int], int]]
-"""From the arguments of a collective, this rank's number and the size of its group: elements of each message that this
-rank receives, and bytes of an element."""
+"""A function of a collective's arguments, this rank's number and the group's size: the elements of each message that
+this rank receives, and the bytes of an element."""
 
 
 def _collective(func: Any, bound: Arguments) -> Collective:
@@ -138,7 +138,7 @@ def _ring_reduce_scatter(bound: Arguments, rank: int, n: int) -> tuple[Sequence[
 
 
 def _ring_all_reduce(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
-    """Messages of a ring all_reduce: a rank receives its own chunk n - 1 times, to sum it, and the others once."""
+    """Messages of a ring all_reduce: a rank receives n - 1 terms of its own chunk, then each other chunk once."""
     x = _one(bound, "input", "tensors")
     chunks = [part.numel() for part in torch.empty(x.numel(), device="meta").chunk(n)] if x.numel() else []
     chunks += [0] * (n - len(chunks))

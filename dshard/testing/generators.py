@@ -65,7 +65,7 @@ def placements(ndim: int, *, partial: Sequence[ReduceOp] = ("sum",)) -> SearchSt
 
 @st.composite
 def layouts(draw: DrawFn, mesh: Mesh, ndim: int, *, partial: Sequence[ReduceOp] = ("sum",)) -> Layout:
-    """Layouts on `mesh` of a tensor of `ndim` dims: nested shards in any order, and at most one kind of `partial`."""
+    """Layouts on `mesh` of a tensor of `ndim` dims: nested shards in any order, at most one `partial` reduction."""
     op = draw(st.sampled_from(partial)) if partial else None
     choice = placements(ndim, partial=() if op is None else (op,))
     chosen = tuple(draw(choice) for _ in mesh.shape)

@@ -1,4 +1,4 @@
-"""Whether a step lets the host run ahead of its GPU."""
+"""`no_host_sync`: check that a step lets the host run ahead of its GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAITS: dict[Any, str] = {
     _aten.bincount: _COUNTS,
     _aten._linalg_check_errors: "it looks whether the factorisation succeeded: use the form with check_errors=False",
 }
-"""Operators at which the host waits for what is in flight, and the way out."""
+"""Operators at which the host waits for the device, each with the way out."""
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _COPIES = {_aten._to_copy, _aten.copy_}
 
@@ -39,11 +39,11 @@ class HostSyncError(AssertionError):
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise where a step within the block makes the host wait for its GPU, also if it runs on CPU tensors, without one.
+    """Raise if a step within the block would make the host wait for its GPU; also on CPU tensors, without a GPU.
 
-    Such are `.item()`, `bool(x)`, copies to the CPU, masks as indices and other results whose size depends on values,
-    and under `nccl_contract` barriers and waits with a time limit. Run the step once before: what is planned, compiled
-    or made at first use may wait. Waits for collectives over gloo, which always stop the host, are let through.
+    Such operators are `.item()`, `bool(x)`, copies to the CPU, masks as indices and other results whose size depends on
+    values, and under `nccl_contract` barriers and waits with a time limit. Run the step once before, as first calls,
+    which plan and compile, may wait. Waits for collectives over gloo, which always block the host, are allowed.
 
         with no_host_sync():
             loss = step(model, batch)   # no loss.item() in it

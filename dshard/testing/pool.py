@@ -3,9 +3,9 @@
     pool = rank_pool(4)                      # shared by all who ask for four ranks
     pool.run(sum_of_ranks) == [6.0, 6.0, 6.0, 6.0]
 
-The function is defined at module level, because only its name travels; it runs on every rank, with torch.distributed
-initialised. A rank that raises, exits or hangs is a `RankError` within the time limit, and the next call finds healthy
-ranks. Process groups cost about 10 ms and some file descriptors each, so cache your meshes:
+The function must be defined at module level, as it is pickled by name; it runs on every rank, with torch.distributed
+initialised. A rank that raises, exits or hangs causes a `RankError` within the time limit, and the next call has
+healthy ranks. Process groups cost about 10 ms and some file descriptors each, so cache your meshes:
 
     @functools.cache
     def mesh(shape): return init_device_mesh("cpu", shape)
@@ -125,7 +125,7 @@ def shared_pools() -> list[RankPool]:
 
 
 def rank_pool(n_ranks: int, backend: str | None = None) -> RankPool:
-    """The pool of `n_ranks` ranks that all callers share; the least recently asked for is closed beyond two."""
+    """The pool of `n_ranks` ranks that all callers share; beyond two pools the least recently used is closed."""
     key = n_ranks, default_backend() if backend is None else backend
     pool = _shared.pop(key, None) or RankPool(*key)
     _shared[key] = pool
@@ -135,7 +135,7 @@ def rank_pool(n_ranks: int, backend: str | None = None) -> RankPool:
 
 
 def default_backend() -> str:
-    """The backend of pools for which none is named: that of the variable DSHARD_TEST_BACKEND, or gloo."""
+    """The default backend of pools: that of the variable DSHARD_TEST_BACKEND, or gloo."""
     return os.environ.get("DSHARD_TEST_BACKEND") or "gloo"
 
 

@@ -28,7 +28,7 @@ from dshard.testing.terms import Parts, joined, parted
 from dshard.torch_private import OpOverload
 
 Same: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Raises an AssertionError where a value is not the expected one."""
+"""Raises an AssertionError if a value differs from the expected one."""
 
 
 def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: Same) -> None:
@@ -37,7 +37,7 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
     Nothing is checked for an operator without a rule of its own.
 
     Raises:
-        RuleError: a strategy gives something else.
+        RuleError: a strategy has another result.
     """
     facts = known(func)
     op, tensors = facts.op, tensors_in((args, kwargs))
@@ -55,7 +55,7 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
 
 @contextmanager
 def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
-    """Raise what goes wrong in the block as a RuleError about `what`, on this mesh, in the layouts of a strategy."""
+    """Raise errors within the block as a RuleError about `what`, on this mesh, in the layouts of a strategy."""
     try:
         yield
     except Exception as error:
@@ -113,7 +113,7 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
 
 
 def run_on(func: Function, arguments: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that `func` gives of these arguments, with `tensors` in place of the tensors among them."""
+    """The tensors that `func` returns for these arguments, with `tensors` in place of the tensors among them."""
     rest = iter(tensors)
     args, kwargs = replace_tensors(arguments, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

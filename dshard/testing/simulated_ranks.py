@@ -50,7 +50,7 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
 
 
 class _RanksMode(LocalTensorMode):
-    """torch's mode of simulated ranks, which is gone where it is disabled: else it looks at each operator there."""
+    """torch's mode of simulated ranks, removed from the stack while disabled, else it would see each operator."""
 
     @contextmanager
     def disable(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class _RanksMode(LocalTensorMode):
                     push_mode(self)
 
     def _unpatch_random_functions(self) -> None:
-        """Leave torch's functions of seeds patched, once: where the mode is disabled they do what they did before."""
+        """Leave torch's functions of seeds patched, once: while the mode is disabled they behave as unpatched."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,7 +77,7 @@ class _RanksMode(LocalTensorMode):
 
 @contextmanager
 def _process_group(world_size: int) -> Iterator[None]:
-    """A process group that sends nothing, within the block, where there is none."""
+    """Within the block there is a process group: the existing one, or one that sends nothing."""
     if dist.is_initialized():
         yield
         return
