@@ -142,7 +142,7 @@ def test_a_plan_of_more_bytes_says_so_and_the_other_can_be_had(capsys):
     assert sum(step["nbytes"] for step in fewest["steps"]) == 5.5 * 2**20
 
 
-def test_known_bounds():
+def test_the_bound_is_that_of_known_collectives():
     mesh = Mesh((8,))
     whole, rows, columns, partial = (Layout(mesh, (p,)) for p in (Replicate(), Shard(0), Shard(1), Partial()))
 

@@ -90,7 +90,7 @@ class TestTopology:
         assert (found.topology, found.topology_why) == ("flat-cpu", "the default for cpu ranks")
         assert str(found).splitlines()[1] == "  topology flat-cpu: n x rank (2 GB/s); the default for cpu ranks"
 
-    def test_another_device_type(self):
+    def test_another_device_type_has_its_default_topology(self):
         mesh = Mesh((4, 2), ("dp", "tp"), device_type="cuda")
         x = distribute_tensor(torch.empty(8, 8, device="meta"), mesh, [Shard(0), Replicate()])
 

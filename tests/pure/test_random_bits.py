@@ -43,7 +43,7 @@ N = 40_000
         ),
     ],
 )
-def test_published_vectors(counter, key, expected) -> None:
+def test_philox_gives_the_published_vectors(counter, key, expected) -> None:
     """Those that the authors distribute with Random123, as numbers and as tensors."""
     assert tuple(philox(counter, key)) == expected
     assert tuple(word.item() for word in philox(tuple(torch.tensor([word]) for word in counter), key)) == expected
@@ -177,11 +177,11 @@ def test_normal_values_have_independent_neighbours_and_tails(dtype) -> None:
 
 
 @pytest.mark.parametrize(("p", "n"), [(0.0, N), (0.1, N), (0.5, N), (0.999, N), (1.0, N)])
-def test_bernoulli(p, n) -> None:
+def test_bernoulli_is_true_as_often_as_its_probability(p, n) -> None:
     assert abs(values(bernoulli(p)).sum().item() - n * p) <= 5 * sqrt(n * p * (1 - p))
 
 
-def test_geometric() -> None:
+def test_geometric_has_the_probability_of_each_count() -> None:
     found = values(geometric(0.2))
     for k in range(1, 12):
         chance = 0.2 * 0.8 ** (k - 1)

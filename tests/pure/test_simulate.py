@@ -184,7 +184,7 @@ def test_hosts_that_do_not_tile_are_refused() -> None:
         host_tiles(3, 3, 4)
 
 
-def test_isoefficiency() -> None:
+def test_constant_efficiency_takes_work_as_the_papers_say() -> None:
     """Claim S10: the work that keeps efficiency grows as p^3 for Megatron and as p^1.5 for SUMMA.
 
     Efficiency stays where communication over computation does. For Megatron that is p / h, so h grows with p and the

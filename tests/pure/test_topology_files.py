@@ -63,7 +63,7 @@ def test_the_default_follows_the_device_and_the_hosts() -> None:
     assert hosts.size is None
 
 
-def test_rates_of_dtypes() -> None:
+def test_each_dtype_has_its_rate_or_the_default() -> None:
     topology = Topology.preset("dgx-h100")
 
     assert topology.flops() == topology.flops("bfloat16") == topology.flops("int32") == 989.4e12

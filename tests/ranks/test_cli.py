@@ -296,7 +296,7 @@ class TestPlanMatmul:
         }
         assert "float32" in found["operands"][0]
 
-    def test_given_layouts(self, capsys):
+    def test_given_layouts_are_explained(self, capsys):
         main([*self.SIZES, "--mesh", "2x4", "--a", "S(0) R", "--b", "d0:R d1:S(1)"])
 
         text = capsys.readouterr().out
@@ -328,7 +328,7 @@ class TestPlanMatmul:
 class TestExplain:
     TENSORS = ("--mesh", "2x4", "--tensor", "x: 64x32 S(0) R", "--tensor", "w: 32x16 R S(1)")
 
-    def test_an_expression(self, capsys):
+    def test_an_expression_is_explained(self, capsys):
         assert main(["explain", "F.gelu(x @ w)", *self.TENSORS, "--topology", "dgx-a100"]) == 0
 
         text = capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_operands_on_different_meshes():
 
 
 @pytest.mark.parametrize("product", [torch.mm, torch.matmul, F.linear])
-def test_dtypes_that_disagree(product):
+def test_dtypes_that_disagree_are_refused(product):
     with pytest.raises(
         DtypeError, match=r"float32 and float64; a product wants one dtype, so convert with .to\(dtype\)"
     ):
@@ -139,7 +139,7 @@ def test_a_mesh_needs_a_rank_on_each_axis():
         Mesh((2, 0))
 
 
-def test_no_process_group(monkeypatch):
+def test_a_mesh_without_processes_says_how_to_start_them(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
 

@@ -38,7 +38,7 @@ class TestSource:
     def tensors(self, *texts: str):
         return dict(describe_tensor(text, self.MESH, torch.float32) for text in texts)
 
-    def test_an_expression(self):
+    def test_an_expression_explains_each_operator(self):
         report = explain_source("F.gelu(x @ w)", self.tensors("x: 64x32 S(0) R", "w: 32x16 R S(1)"))
 
         assert [operator.op for operator in report.operators] == ["matmul", "aten.gelu.default"]
@@ -116,7 +116,7 @@ class TestExport:
 
         assert json.loads((tmp_path / "report.json").read_text())[0]["chosen"]["name"] == "dp:_0 tp:k"
 
-    def test_a_trace(self, tmp_path):
+    def test_a_trace_is_exported_as_text(self, tmp_path):
         with simulated(MESH), trace() as t:
             x = distribute(torch.randn(8, 8), Layout(MESH, (Shard(0), Shard(1))))
             x.redistribute(placements=[Replicate(), Shard(1)])

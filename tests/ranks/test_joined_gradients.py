@@ -236,7 +236,7 @@ def accumulated() -> None:
     compare(model, reference)
 
 
-def test_accumulated_gradients(ranks: RankPool):
+def test_gradients_accumulate_over_backward_passes(ranks: RankPool):
     ranks.run(accumulated)
 
 
@@ -275,7 +275,7 @@ def accumulated_in_parts(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data", "fsdp"])
-def test_accumulated_without_reductions(ranks: RankPool, strategy: str):
+def test_accumulated_gradients_are_reduced_once(ranks: RankPool, strategy: str):
     ranks.run(accumulated_in_parts, strategy)
 
 

@@ -79,7 +79,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Tensor]) -> None:
     ("name", "way"),
     one_way_each(OPTIMISERS, list(WAYS)),
 )
-def test_optimisers(name: str, way: str) -> None:
+def test_optimisers_step_as_on_one_device(name: str, way: str) -> None:
     expected = trained(parameters(), OPTIMISERS[name], WAYS[way])
 
     for layout in SPLIT:
@@ -91,7 +91,7 @@ def test_optimisers(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["single", "foreach"])
-def test_other_optimisers(way: str) -> None:
+def test_centred_rmsprop_steps_as_on_one_device(way: str) -> None:
     def centred(p: list[Any], **how: bool) -> Optimizer:
         return RMSprop(p, lr=0.1, momentum=0.5, centered=True, **how)
 
@@ -120,7 +120,7 @@ def test_lists_are_the_default_where_torch_has_them() -> None:
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, inf])
 @pytest.mark.parametrize("foreach", [True, False])
-def test_gradient_clipping(kind: float, foreach: bool) -> None:
+def test_gradients_are_clipped_as_on_one_device(kind: float, foreach: bool) -> None:
     max_norm = 0.5 if kind == 2.0 else 100.0
     plain = parameters()
     loss(plain).backward()
@@ -256,7 +256,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_operators_on_lists(name: str) -> None:
+def test_operators_on_lists_give_the_values_of_one_device(name: str) -> None:
     function = LISTS[name]
     expected = function([rows(*shape) for shape in SHAPES], [rows(*shape).cos() for shape in SHAPES])
 

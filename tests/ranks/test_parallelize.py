@@ -210,7 +210,7 @@ def test_a_plan_is_the_same_where_ranks_are_simulated() -> None:
         assert demo_plan("megatron-sp", mesh) == alone
 
 
-def test_placements_by_name() -> None:
+def test_parameters_are_placed_by_name() -> None:
     mesh = Mesh((4,), ("tp",))
     model = build_demo(0)
     expected = model(images().float())

@@ -207,12 +207,12 @@ def test_weights_are_gathered_along_their_own_axis_alone() -> None:
 # -- errors
 
 
-def test_an_unknown_strategy() -> None:
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(StrategyError, match="no strategy is called 'megatorn'; there are data, fsdp, megatron"):
         demo_plan("megatorn", Mesh((4,), ("tp",)))
 
 
-def test_a_mesh_of_too_few_axes() -> None:
+def test_a_mesh_of_too_few_axes_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"needs 2 mesh axes .* make one of the shape \(2, 2\)"):
         demo_plan("optimus", Mesh((4,), ("tp",)))
 

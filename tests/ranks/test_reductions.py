@@ -211,14 +211,14 @@ def test_they_are_those_of_one_device(name: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(("name", "op"), one_way_each(REDUCTIONS, ["avg", "product", "max", "min"]))
-def test_of_partial_operands(name: str, op: ReduceOp) -> None:
+def test_reductions_of_partial_operands_equal_one_device(name: str, op: ReduceOp) -> None:
     assert_same_as_single_device(REDUCTIONS[name], Mesh((2,), ("x",)), ops=(op,), seed=name, most=1)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 3), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_on_more_meshes(name: str, shape: tuple[int, ...]) -> None:
+def test_reductions_on_more_meshes_equal_one_device(name: str, shape: tuple[int, ...]) -> None:
     mesh = Mesh(shape, ("x", "y", "z")[: len(shape)])
     assert_same_as_single_device(CASES[name], mesh, ops=("sum", "avg", "max"), seed=name, most=100)
 

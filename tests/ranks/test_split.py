@@ -89,5 +89,5 @@ def split_on_ranks(sizes: int | Sequence[int]) -> float:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("sizes", [8, [5, 19]], ids=str)
-def test_on_real_ranks(ranks: RankPool, sizes: int | list[int]) -> None:
+def test_real_ranks_split_as_one_device(ranks: RankPool, sizes: int | list[int]) -> None:
     assert ranks.run(split_on_ranks, sizes) == [0.0] * 4

@@ -60,7 +60,9 @@ TRANSPORTS = ["collective", "broadcast", "ring"]
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "transport"), one_way_each(CASES, TRANSPORTS), ids=str)
-def test_on_real_ranks(ranks: RankPool, case: tuple[tuple[int, ...], Schedule], transport: str) -> None:
+def test_matmuls_in_panels_agree_on_real_ranks(
+    ranks: RankPool, case: tuple[tuple[int, ...], Schedule], transport: str
+) -> None:
     shape, schedule = case
 
     assert ranks.run(differs_on_ranks, shape, schedule, Stream(3, None, transport)) == [[]] * 4

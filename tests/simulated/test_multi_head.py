@@ -148,7 +148,9 @@ def test_heads_are_split_as_megatron_splits_them() -> None:
         ({"key_padding_mask": torch.zeros(7)}, AssertionError, "key_padding_mask"),
     ],
 )
-def test_what_torch_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_calls_that_torch_refuses_are_refused_before_sending(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     mesh = Mesh((2,), ("a",))
     with simulated(mesh), dshard.implicit_replication():
         x = torch.ones(ROWS, KEYS, WIDTH)

@@ -40,7 +40,7 @@ def test_out_of_products_and_reductions() -> None:
         assert whole(row).equal(X.sum(0))
 
 
-def test_several_outs() -> None:
+def test_several_outs_are_written() -> None:
     with simulated(MESH):
         values, indices = placed(torch.zeros(3), Replicate()), placed(torch.zeros(3, dtype=torch.long), Shard(0))
 

@@ -211,7 +211,7 @@ def test_every_random_operator_on_one_tensor_is_drawn_here_or_known_to_be_whole(
     assert not left
 
 
-def test_permutations() -> None:
+def test_permutations_are_equal_on_every_mesh() -> None:
     found = []
     for mesh, placements in ((ONE, None), (MESHES[1], [Shard(0)]), (MESHES[2], [Shard(0), Shard(0)])):
         with simulated(mesh):

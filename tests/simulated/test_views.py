@@ -210,7 +210,7 @@ def test_they_are_those_of_one_device(name: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("op", ["avg", "product", "max", "min"])
-def test_partial_operands(op: ReduceOp) -> None:
+def test_views_of_partial_operands_equal_one_device(op: ReduceOp) -> None:
     for name in CASES:
         check_partial(name, Mesh((2,), ("x",)), op, 3)
 
@@ -218,5 +218,5 @@ def test_partial_operands(op: ReduceOp) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3), (4,), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_on_larger_meshes(name: str, shape: tuple[int, ...]) -> None:
+def test_views_on_larger_meshes_equal_one_device(name: str, shape: tuple[int, ...]) -> None:
     check(name, Mesh(shape, ("x", "y", "z")[: len(shape)]), 200)

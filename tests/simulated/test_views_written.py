@@ -42,7 +42,7 @@ FREE: dict[str, Moves] = {
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_moves_nothing(name: str) -> None:
+def test_free_views_send_nothing(name: str) -> None:
     function, shape, before, after = FREE[name]
     mesh = Mesh((2, 2), ("x", "y"))
     value = rows(*shape)
@@ -72,7 +72,7 @@ IN_PLACE: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
-def test_in_place(name: str, placement: Replicate | Shard) -> None:
+def test_in_place_views_change_shape_and_strides(name: str, placement: Replicate | Shard) -> None:
     mesh = Mesh((3,), ("x",))
     value, expected = rows(4, 4), rows(4, 4)
     IN_PLACE[name](expected)
@@ -95,7 +95,7 @@ def test_strides_over_the_whole_tensor(layout: str) -> None:
         assert_same(x.t().as_strided((3, 4), (1, 3)), value.t())
 
 
-def test_complex_views() -> None:
+def test_complex_views_equal_one_device() -> None:
     mesh = Mesh((3,), ("x",))
     value = torch.complex(rows(4, 3), rows(3, 4).t())
     with simulated(mesh):
