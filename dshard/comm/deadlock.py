@@ -33,15 +33,12 @@ def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
         next_ranks = {
             rank
             for rank, w in waiting.items()
-            if rank not in progressing and _can_go_on(w, _others(w, waiting), progressing)
+            if rank not in progressing
+            and _can_go_on(w, [waiting[peer] for peer in w.ranks if peer != w.rank and peer in waiting], progressing)
         }
         if not next_ranks:
             return set(waiting) - progressing
         progressing |= next_ranks
-
-
-def _others(here: Waiting, waiting: Mapping[int, Waiting]) -> Sequence[Waiting]:
-    return [waiting[rank] for rank in here.ranks if rank != here.rank and rank in waiting]
 
 
 def _can_go_on(here: Waiting, others: Sequence[Waiting], progressing: Collection[int]) -> bool:

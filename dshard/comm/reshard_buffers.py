@@ -51,7 +51,7 @@ class Buffers:
             if not in_place:
                 assert self._out is not None
                 assert self._needed is not None
-                view_of(self._out, inside(region, self._needed)).copy_(flat.view(_shape(region)))
+                view_of(self._out, inside(region, self._needed)).copy_(flat.view([len(indices) for indices in region]))
         return self._out
 
     def _chunk(self, chain: int, index: int, position: int) -> Tensor:
@@ -102,7 +102,3 @@ def _flat(x: Tensor, region: Region) -> Tensor:
 
 def _sizes(x: Tensor) -> Shape:
     return tuple(x.shape)
-
-
-def _shape(region: Region) -> Shape:
-    return tuple(map(len, region))

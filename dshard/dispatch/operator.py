@@ -153,12 +153,8 @@ def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[C
     specs = tuple(spec_like(t, mesh) for t in tensors_in((args, kwargs)))
     rest = iter(specs)
     spec_args, spec_kwargs = replace_tensors((args, kwargs), lambda _: next(rest))
-    result = infer(func, *replace_leaves((spec_args, spec_kwargs), _meta))
+    result = infer(func, *replace_leaves((spec_args, spec_kwargs), lambda x: x.meta() if isinstance(x, Spec) else x))
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
-
-
-def _meta(leaf: object) -> object:
-    return leaf.meta() if isinstance(leaf, Spec) else leaf
 
 
 def _without_rule(func: OpOverload, args: Args, kwargs: Kwargs) -> Executor:

@@ -182,7 +182,8 @@ def _mapped(
     call: Call, indices: Sequence[Tensor | None], held_indices: dict[int, range]
 ) -> tuple[list[Tensor | None], Tensor]:
     """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
-    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=_first(indices).device)
+    first = next(index for index in indices if index is not None)
+    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=first.device)
     for dim, held in held_indices.items():
         index = indices[dim]
         assert index is not None
@@ -190,10 +191,6 @@ def _mapped(
         is_held = is_held & one
     shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
     return mapped, is_held.expand(shape)
-
-
-def _first(indices: Sequence[Tensor | None]) -> Tensor:
-    return next(index for index in indices if index is not None)
 
 
 def _with_slot(x: Tensor, dims: tuple[int, ...]) -> Tensor:
