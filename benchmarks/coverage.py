@@ -103,7 +103,7 @@ class TooSlow(Exception):
 
 
 def check_op(op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120, bad_inputs: int = 1000) -> Result:
-    """All that is asked of one entry of op_db."""
+    """The checks of one entry of op_db."""
     result, start = Result(name_of(op)), time.perf_counter()
     try:
         with time_limit(limit):
@@ -304,12 +304,12 @@ def run_all(options: argparse.Namespace) -> list[Result]:
 def counted(results: Sequence[Result]) -> list[list[str]]:
     """How many operators are in each class, and how many calls were compared."""
     found = Counter(result.verdict for result in results)
-    asked = len(results) - found["none"]
-    right = asked - found["refused"] - found["wrong"]
+    measured = len(results) - found["none"]
+    right = measured - found["refused"] - found["wrong"]
     rows: list[tuple[str, object]] = [(meaning, found[verdict]) for verdict, meaning in CLASSES.items()]
     rows += [
         ("all entries of op_db", len(results)),
-        ("correct, of those counted", f"{100 * right / max(asked, 1):.1f} %"),
+        ("correct, of those counted", f"{100 * right / max(measured, 1):.1f} %"),
         ("calls compared", sum(result.calls for result in results)),
         ("of these with gradients", sum(result.gradients for result in results)),
         ("of these in place", sum(result.in_place for result in results)),

@@ -74,25 +74,25 @@ def trials_of(name: str, samples: int, draws: int, seed: int) -> list[Trial]:
 # -- on ranks
 
 
-def prepare(*asked: Any) -> list[tuple[int, bool]]:
+def prepare(*request: Any) -> list[tuple[int, bool]]:
     """Make the trials of an operator: of each the axes of its mesh, and whether it has gradients."""
     warnings.filterwarnings("ignore")
-    return [(trial.mesh.ndim, bool(trial.expected.gradients)) for trial in trials_of(*asked)]
+    return [(trial.mesh.ndim, bool(trial.expected.gradients)) for trial in trials_of(*request)]
 
 
-def forward(i: int, *asked: Any) -> tuple[str, Any]:
+def forward(i: int, *request: Any) -> tuple[str, Any]:
     """Trial number `i`, values only."""
-    trial = trials_of(*asked)[i]
+    trial = trials_of(*request)[i]
     outputs = trial.case.called(operands(trial))
-    return judged(trial.expected.outputs, outputs, "output", trial, asked[0])
+    return judged(trial.expected.outputs, outputs, "output", trial, request[0])
 
 
-def backward(i: int, *asked: Any) -> tuple[str, Any]:
+def backward(i: int, *request: Any) -> tuple[str, Any]:
     """Trial number `i` with gradients."""
-    trial = trials_of(*asked)[i]
+    trial = trials_of(*request)[i]
     tensors = operands(trial)
     found, _ = gradients(trial.case.called(tensors), tensors, trial.wanted, trial.expected.weights, whole_weight)
-    return judged(list(trial.expected.gradients), found, "gradient", trial, asked[0])
+    return judged(list(trial.expected.gradients), found, "gradient", trial, request[0])
 
 
 def operands(trial: Trial) -> list[Tensor]:
@@ -117,31 +117,31 @@ def judged(expected: list[Any], found: list[Any], what: str, trial: Trial, name:
 
 def check_op(pool: RankPool, name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """What was seen of one operator, None if ranks did not start; after a call that does not return none is tried."""
-    asked = (name, options.samples, options.draws, options.seed)
+    request = (name, options.samples, options.draws, options.seed)
     seen: list[tuple[int, str, str]] = []
     notes: list[str] = []
     start = time.perf_counter()
     try:
-        kinds = pool.run(prepare, *asked, timeout=START_LIMIT)[0]
+        kinds = pool.run(prepare, *request, timeout=START_LIMIT)[0]
     except RankError as error:
         print(f"{name}: ranks did not start: {str(error)[:200]}", file=sys.stderr, flush=True)
         return None
     for i, (axes, has_gradients) in enumerate(kinds):
-        first = call(pool, forward, i, asked, notes, options.limit)
+        first = call(pool, forward, i, request, notes, options.limit)
         second = "" if not has_gradients else first
         if has_gradients and first == "right":
-            second = call(pool, backward, i, asked, notes, options.limit)
+            second = call(pool, backward, i, request, notes, options.limit)
         seen.append((axes, first, second))
         if "hang" in (first, second):
             break
     return {"op": name, "seen": seen, "notes": notes[:8], "seconds": time.perf_counter() - start}
 
 
-def call(pool: RankPool, function: Any, i: int, asked: tuple[Any, ...], notes: list[str], limit: float) -> str:
+def call(pool: RankPool, function: Any, i: int, request: tuple[Any, ...], notes: list[str], limit: float) -> str:
     try:
         if not pool._workers:
-            pool.run(prepare, *asked, timeout=START_LIMIT)
-        found = pool.run(function, i, *asked, timeout=limit)
+            pool.run(prepare, *request, timeout=START_LIMIT)
+        found = pool.run(function, i, *request, timeout=limit)
     except RankError as error:
         text = str(error)
         told = text.split("\n---")[0].splitlines()

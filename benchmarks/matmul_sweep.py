@@ -175,8 +175,8 @@ def run_sweep(program: str, netlab: str, path: Path, rates: Sequence[int] = RATE
         if len(done) == len(every):
             continue
         options = f"run --hosts 2 --ranks 2 --rate {rate}mbit --show rank0 --timeout {LIMIT + 60:.0f}".split()
-        asked = json.dumps(["sweep", rate, str(path.resolve()), done])
-        subprocess.run([sys.executable, netlab, *options, "--", sys.executable, program, "--rank", asked], check=True)
+        request = json.dumps(["sweep", rate, str(path.resolve()), done])
+        subprocess.run([sys.executable, netlab, *options, "--", sys.executable, program, "--rank", request], check=True)
         print(f"{rate} Mbit/s: {sum(each.rate == rate for each in outcomes(path))} of {len(every)}", file=sys.stderr)
     return outcomes(path)
 

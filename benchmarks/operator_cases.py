@@ -198,9 +198,9 @@ def _on_one_device(
     case: Case, sample: Any, in_place: bool, differentiable: bool
 ) -> tuple[list[bool], Outcome, list[Tensor]] | None:
     """Which gradients are wanted, what comes out and what is written; None where plain torch refuses the sample."""
-    asked = [x.requires_grad for x in tensors_of(((sample.input, *sample.args), sample.kwargs))]
+    recorded = [x.requires_grad for x in tensors_of(((sample.input, *sample.args), sample.kwargs))]
     for gradients_too in dict.fromkeys((differentiable, False)):
-        wanted = [gradients_too and a for a in asked]
+        wanted = [gradients_too and a for a in recorded]
         leafs = [x.clone().requires_grad_(w) for x, w in zip(case.tensors(), wanted, strict=True)]
         try:
             expected = case.run(leafs, wanted, None, as_is)

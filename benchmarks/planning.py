@@ -100,7 +100,7 @@ def row(what: str, topology: str, seconds: list[float]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and write if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--products", type=int, default=20)

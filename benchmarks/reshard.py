@@ -87,13 +87,13 @@ def plans(case: Case) -> dict[str, ReshardPlan]:
     """All plans of a case; equal ones are run once."""
     bandwidth = BITS[case.rate] / 8
     hosts = (Layer("host", sum(case.hosts), bandwidth, 1e-4), Layer("rank", PER_HOST, 2e9, 5e-5))
-    asked = (*layouts(case), case.shape, 4, Topology("emulated", hosts))
+    problem = (*layouts(case), case.shape, 4, Topology("emulated", hosts))
     return {
-        "plain sends": plan_of_form(*asked, "send", balance=False),
-        "balanced sends": plan_of_form(*asked, "send", balance=True),
-        "local all-gather": plan_of_form(*asked, "local_all_gather", balance=True),
-        "broadcasts": plan_of_form(*asked, "broadcast", balance=True),
-        DSHARD: plan_reshard(*asked),
+        "plain sends": plan_of_form(*problem, "send", balance=False),
+        "balanced sends": plan_of_form(*problem, "send", balance=True),
+        "local all-gather": plan_of_form(*problem, "local_all_gather", balance=True),
+        "broadcasts": plan_of_form(*problem, "broadcast", balance=True),
+        DSHARD: plan_reshard(*problem),
     }
 
 

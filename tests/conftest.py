@@ -88,7 +88,7 @@ def count_cases(generated: Any, name: str) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Of a process that ran a part of the tests: tell the one that asked it to."""
+    """Of a process that ran a part of the tests: report to the process that started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cases"] = dict(CASES)
 

@@ -133,14 +133,14 @@ def rehearsed(products: Sequence[PanelExecutor], at: Coordinate) -> int:
 def stepped_in_panels() -> tuple[int, int, int, int]:
     """Buffers that an Optimus step in panels makes at first and later, the most bytes lent, what was promised."""
     mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "c"))
-    model, asked = parallelize(vision(layers=1), mesh, "optimus", batch()[0]), PanelExecutor.program
+    model, original = parallelize(vision(layers=1), mesh, "optimus", batch()[0]), PanelExecutor.program
     ran: list[tuple[Session, list[PanelExecutor]]] = []  # by the loan of buffers that they share
 
     def program(self: PanelExecutor, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Any:
         if not ran or ran[-1][0] is not space:
             ran.append((space, []))
         ran[-1][1].append(self)
-        return asked(self, at, space, tensors)
+        return original(self, at, space, tensors)
 
     def step() -> int:
         before = WORKSPACE.allocations
@@ -154,7 +154,7 @@ def stepped_in_panels() -> tuple[int, int, int, int]:
     try:
         first = step()
     finally:
-        PanelExecutor.program = asked  # type: ignore[method-assign]
+        PanelExecutor.program = original  # type: ignore[method-assign]
     later = sum(step() for _ in range(3))
     at = as_mesh(mesh).coordinate(dist.get_rank())
     return first, later, WORKSPACE.peak, max(rehearsed(products, at) for _, products in ran)

@@ -202,10 +202,10 @@ class TestProduct:
         ],
     )
     def test_what_cannot_be_is_refused(self, change, error, message):
-        asked = dict(zip("mkn", SIZES, strict=True)) | {"mesh": CUBE, "topology": NODES} | change
+        arguments = dict(zip("mkn", SIZES, strict=True)) | {"mesh": CUBE, "topology": NODES} | change
 
         with pytest.raises(error, match=message):
-            explain_matmul(**asked)
+            explain_matmul(**arguments)
 
     def test_the_top_keeps_the_chosen_and_counts_the_rest(self):
         found = explain_matmul(*SIZES, CUBE, NODES)

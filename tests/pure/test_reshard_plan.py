@@ -143,13 +143,13 @@ def test_no_form_for_all_tasks_is_cheaper(drawn: tuple[Case, Topology]) -> None:
     case, topology = drawn
     found = planned(case, topology)
     network = host_network_of(topology)
-    asked = tasks(found.chains_src, found.chains_dst, found.shape)
+    expected = tasks(found.chains_src, found.chains_dst, found.shape)
     around = sum(plan.seconds for plan in (found.first, found.last) if plan is not None)
 
     for form in FORMS:
         mixed = [
             draft
-            for i, task in enumerate(asked)
+            for i, task in enumerate(expected)
             for draft in drafts(
                 task, form if form in forms_of(task, network) else forms_of(task, network)[0], network, i
             )

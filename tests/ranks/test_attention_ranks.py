@@ -56,13 +56,13 @@ def rings() -> list[tuple[str, float, list[int], list[int], int]]:
     """Of each ring: how far it is from one device, the bytes that this rank received, and the most in its buffers."""
     mesh, found = bind(init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))), []
     given = operands(4, 4)
-    for asked in ("ring x ring", "ulysses x ring"):
+    for name in ("ring x ring", "ulysses x ring"):
         for causal in (False, True):
             leaves = [x.clone().requires_grad_() for x in given]
             right = F.scaled_dot_product_attention(*leaves, is_causal=causal)
             right.backward(torch.ones_like(right))
             laid = [distribute(x, Layout(mesh, (Shard(2), Shard(2)))).requires_grad_() for x in given]
-            with use_strategy(attention=asked):
+            with use_strategy(attention=name):
                 F.scaled_dot_product_attention(*(x.detach() for x in laid), is_causal=causal)
                 WORKSPACE.peak = 0
                 F.scaled_dot_product_attention(*(x.detach() for x in laid), is_causal=causal)
@@ -76,7 +76,7 @@ def rings() -> list[tuple[str, float, list[int], list[int], int]]:
             )
             far = max((whole(x) - y).abs().max().item() for x, y in pairs)
             received = [[e.nbytes for e in each.events if e.collective == "permute"] for each in (sent, sent_back)]
-            found.append((f"{asked} {causal}", far, *received, peak))
+            found.append((f"{name} {causal}", far, *received, peak))
     return found
 
 

@@ -204,8 +204,8 @@ def beside_shortcuts() -> list[str]:
         _ = x * 2
     wrong += [] if "mul" in seen.names else [f"a mode sees {seen.names}"]
     with dshard.use_strategy(matmul="summa-abt"):
-        asked = (x @ y).placements
-    wrong += [] if asked != (x @ y).placements else ["use_strategy has no effect on a product that is known"]
+        by_strategy = (x @ y).placements
+    wrong += [] if by_strategy != (x @ y).placements else ["use_strategy has no effect on a product that is known"]
     with torch.autocast("cpu", torch.bfloat16):
         wrong += [] if (x.float() @ y.float()).dtype == torch.bfloat16 else ["autocast has no effect"]
     leaf = x.detach().requires_grad_()
