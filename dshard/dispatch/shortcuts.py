@@ -182,19 +182,19 @@ def _itself(func: Function, args: Args, kwargs: Kwargs, record: CallRecord) -> l
 
 
 def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> list[Operand] | None:
-    """The distributed arguments as operands, each with the one layout in which all logged operators give gradients."""
-    operands: list[Operand] = []
-    for at, x in distributed_operands(args, kwargs):
-        gradients = {
-            gradient
-            for record in records
-            for y, gradient in zip(tensors_in(record.args), record.executable.gradients, strict=True)
-            if y is x
-        }
-        if len(gradients) != 1:
-            return None
-        operands.append(_operand(at, at, x, gradients.pop()))
-    return operands
+    """The distributed arguments as operands, each with the one layout in which all logged operators give gradients.
+
+    None where one of them, or a result in between, is given gradients in another layout than its own.
+    """
+    given = list(distributed_operands(args, kwargs))
+    gradients: dict[int, set[Layout]] = {id(x): set() for _, x in given}
+    for record in records:
+        pairs: Any = zip(tensors_in(record.args), record.executable.gradients, strict=True)
+        for x, gradient in pairs:
+            gradients.setdefault(id(x), {x._spec.layout.cotangent()}).add(gradient)
+    if any(len(layouts) != 1 for layouts in gradients.values()):
+        return None
+    return [_operand(at, at, x, *gradients[id(x)]) for at, x in given]
 
 
 def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Wrapper) -> list[Step] | None:

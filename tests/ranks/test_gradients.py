@@ -143,3 +143,24 @@ def test_a_rank_without_work_takes_part(ranks: RankPool) -> None:
     for total, masked in ranks.run(empty_shards):
         assert total == pytest.approx(48.0)
         assert masked == pytest.approx(0.0)
+
+
+def with_a_partial_scale() -> float:
+    """How far the gradient of a normalised tensor is from that of one device, where its scale is a partial sum."""
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    torch.manual_seed(1)
+    far: list[float] = []
+    given, scale = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    right: Any = given.clone().requires_grad_()
+    F.rms_norm(right, (4,), scale).sum().backward()
+    for _ in range(2):
+        x: Any = distribute_tensor(given, mesh, [Replicate()]).requires_grad_()
+        terms = DTensor.from_local(scale * (mesh.get_rank() - 1) / 2, mesh, [Partial()])
+        F.rms_norm(x, (4,), terms).sum().backward()
+        far.append((x.grad.full_tensor() - right.grad).abs().max().item())
+    return max(far)
+
+
+@pytest.mark.ranks
+def test_gradients_between_the_operators_of_a_norm_are_reduced(ranks: RankPool) -> None:
+    assert max(ranks.run(with_a_partial_scale)) < 1e-12
