@@ -110,10 +110,7 @@ def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
                     copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
             parts = [_recorded(t, layout) for t, layout in zip(redistributed, gradients, strict=True)]
             local = _as_tuples(local_op)(own_coordinate(executable.mesh))(*parts)
-            results = [
-                wrap_tracked(_depending_on_all(x, parts), out, out.layout.cotangent())
-                for x, out in zip(local, computed, strict=True)
-            ]
+            results = [wrap_tracked(x, out, out.layout.cotangent()) for x, out in zip(local, computed, strict=True)]
         results = [_moved_to(x, out.layout) for x, out in zip(results, executable.specs, strict=True)]
         if isinstance(executable, SavingExecutable):
             results = [Saved.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
@@ -157,21 +154,6 @@ class Saved(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors[:-1]
         return (grad, *(None for _ in operands))
-
-
-def _depending_on_all(out: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Make `out` depend on all local tensors: a rank that computes nothing must still join the collectives of backward.
-
-    The same holds for each gradient, of every order: it depends on all local tensors again, and is finite. A recorded
-    gradient has derivatives of its own, which may end where those of other ranks do.
-    """
-    if out.numel() > 0:
-        return out
-    recorded = [part for part in parts if part.requires_grad]
-    if len(recorded) == 1 and out.requires_grad:
-        return out
-    sums = [part.atan().sum() for part in recorded]
-    return out + 0 * torch.stack(sums).sum().cos() if sums else out
 
 
 class Simulated(torch.autograd.Function):

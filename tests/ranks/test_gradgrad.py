@@ -172,6 +172,30 @@ def test_second_derivatives_in_chosen_layouts(ranks: RankPool) -> None:
     assert ranks.run(in_chosen_layouts) == [[]] * 4
 
 
+def attention_with_a_rank_without_batch_entries() -> list[float]:
+    """How far the gradients, and those of the last gradient, are from those of one device."""
+    mesh, generator = bind(dshard.init_device_mesh("cpu", (4,))), torch.Generator().manual_seed(0)
+    values = [torch.randn(3, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
+    far = []
+    for asked, needed in ((None, (True, True, True)), (None, (True, False, False)), ("ring", (True, True, True))):
+        found = []
+        for laid in (as_is, lambda x: distribute(x, Layout(mesh, (Shard(0),)))):
+            operands = [laid(x.clone()).requires_grad_(each) for x, each in zip(values, needed, strict=True)]
+            leaves = [x for x in operands if x.requires_grad]
+            with dshard.use_strategy(attention=asked), sdpa_kernel(SDPBackend.MATH):
+                out = F.scaled_dot_product_attention(*operands)
+            first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(first[-1].square().sum(), leaves, allow_unused=True)
+            found.append([*first, *(x for x in second if x is not None)])
+        far += [(whole(x) - right).abs().max().item() for right, x in zip(*found, strict=True)]
+    return far
+
+
+@pytest.mark.ranks
+def test_second_derivatives_of_attention_where_a_rank_has_no_batch_entries(ranks: RankPool) -> None:
+    assert max(map(max, ranks.run(attention_with_a_rank_without_batch_entries))) < 1e-11
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_second_derivatives_of_operators_on_simulated_ranks(shape: tuple[int, ...]) -> None:
     mesh, start = Mesh(shape), len(shape)

@@ -251,6 +251,18 @@ def test_the_price_of_split_keys_counts_the_operators_that_merge_results() -> No
     assert sum(decision.op.startswith("aten.") for decision in found) == MERGING
 
 
+def test_heads_that_share_keys_have_gradients_where_a_rank_has_no_batch_entries() -> None:
+    mesh, shapes = Mesh((2, 2), ("x", "y")), [(1, 4, 7, 1), (1, 2, 7, 1), (1, 2, 7, 1)]
+    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    leaves = [x.clone().requires_grad_() for x in values]
+    F.scaled_dot_product_attention(*leaves, enable_gqa=True).sum().backward()
+    with simulated(mesh), use_strategy(attention=("b", "k")):
+        laid = [distribute(x, Layout(mesh, (Shard(0), Shard(2)))).requires_grad_() for x in values]
+        F.scaled_dot_product_attention(*laid, enable_gqa=True).sum().backward()
+        for x, leaf in zip(laid, leaves, strict=True):
+            torch.testing.assert_close(whole(x.grad), leaf.grad)
+
+
 @pytest.mark.parametrize("asked", ["split-keys", "ring", "balanced ring"])
 def test_gradients_have_gradients(asked: str) -> None:
     mesh, generator = Mesh((3,), ("x",)), torch.Generator().manual_seed(0)

@@ -31,7 +31,7 @@ from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, chosen
 from dshard.ops.attention.key_windows import KeyWindows, Reach, WindowAttention
-from dshard.ops.attention.local_attention import Options, of_key_heads, whole
+from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
 from dshard.ops.composite import SavingExecutable, run_chosen, run_recorded
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
@@ -196,9 +196,9 @@ class RankScores:
         """Attention of the rank's queries, by torch's function on devices with kernels for it."""
         if q.is_meta:
             return whole(self.options)(q, k, v)
-        if not q.numel():
-            return q.new_empty((*q.shape[:-1], v.shape[-1]))
         k, v = (x[:, :, : len(self.keys)] for x in (k, v))
+        if not q.numel():
+            return of_nothing(q, k, v)
         return self.held(q, k, v) if q.device.type == "cpu" or not k.numel() else self.by_torch(q, k, v)
 
     def by_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

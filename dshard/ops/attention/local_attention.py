@@ -35,11 +35,27 @@ def whole(options: Options) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.is_meta and _is_fused(q, k, v, mask):
             return _without_scores(q, k, v, mask, options)
+        if q.shape[-1] and not (q.numel() and k.numel() and v.numel()):
+            return of_nothing(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, mask, 0.0, options.causal, scale=options.scale, enable_gqa=options.gqa
         )
 
     return attend
+
+
+def of_nothing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of tensors without elements: nothing, or zeros.
+
+    Its gradients of every order depend on what those of other ranks depend on, for which they wait for each other;
+    torch's depend on all operands.
+    """
+    if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // max(x.shape[-3], 1), -3) for x in (k, v))
+    scores = q @ k.transpose(-2, -1)
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    return scores.softmax(-1) @ v
 
 
 def of_queries(queries: range, options: Options) -> Attend:
@@ -58,6 +74,8 @@ def of_queries(queries: range, options: Options) -> Attend:
 
 def _of_mask(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Tensor:
     k, v = (x[..., : max(queries.stop, 1), :] for x in (k, v))
+    if q.shape[-1] and not (q.numel() and k.numel() and v.numel()):
+        return of_nothing(q, k, v)
     seen = causal(queries, range(k.shape[-2]), q.device)
     return F.scaled_dot_product_attention(q, k, v, seen, 0.0, scale=options.scale, enable_gqa=options.gqa)
 

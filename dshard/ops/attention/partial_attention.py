@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Session, run_program
@@ -123,7 +124,7 @@ class _Attention(torch.autograd.Function):
             return (None, *attention.backward(grad, tensors, needed))
         operands = tensors[:-2]
         wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
-        with torch.enable_grad():
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one whose gradients have gradients on any device
             out = redistribute(attention.recorded(operands), tensors[-2]._spec.layout)
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
         gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
