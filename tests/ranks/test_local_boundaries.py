@@ -328,6 +328,8 @@ def same_lines() -> dict[str, Any]:
     plain = distribute_tensor(C, mesh).requires_grad_()
     (plain @ plain).to_local().sum().backward()
     zeros = torch.zeros_like(drawn, device="cpu")
+    for step in (torch.optim.SGD([plain], lr=0.1, momentum=0.9), torch.optim.Adagrad([plain], fused=True)):
+        step.step()
     with count_traffic() as traffic:
         full = [t.full_tensor() for t in (x, x.sum(), x @ x.t(), x.t().softmax(0), zeros + 1)]
         values = trained(mesh)
