@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -316,7 +317,12 @@ class DTensor(Wrapper):
             return copied  # type: ignore[no-any-return]
         with torch.no_grad():
             copy = self._wrap(self._local_tensor.clone(), self._spec)
-        return _restore(copy, self.requires_grad, isinstance(self, torch.nn.Parameter), memo, self)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        out = _restore(copy, self.requires_grad, is_parameter, memo, self)
+        out.__dict__.update(deepcopy(_attributes(self), memo))
+        if self.grad is not None and not is_parameter:  # torch copies the gradients of parameters neither
+            out.grad = deepcopy(self.grad, memo)
+        return out
 
     # -- what torch.distributed.checkpoint asks of a tensor
 
@@ -332,14 +338,23 @@ class DTensor(Wrapper):
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
         local = self._local_tensor.detach()  # without the references to its views, which are of this process
-        parts = (local, spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
-        return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        device = None if local.device == spec.device else spec.device
+        parts = (local, spec.layout, spec.shape, spec.stride, spec.dtype, device)
+        return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter), _attributes(self))
 
 
 support()
 support_states()
 support_fused_steps()
 skip_frames(DTensor)
+
+
+def _attributes(x: DTensor) -> dict[str, Any]:
+    """What the program has set on `x`: all but the attributes of this class and of `nn.Parameter`."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN and not hasattr(Wrapper, name)}
+
+
+_OWN = ("_lazy_local", "_is_param")
 
 
 def _restore(
@@ -357,9 +372,13 @@ def _unpickle(
     shape: Shape,
     stride: tuple[int, ...],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | None,
     requires_grad: bool,
     is_parameter: bool,
+    attributes: dict[str, Any] | None = None,
 ) -> DTensor:
-    x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, device))
-    return _restore(x, requires_grad, is_parameter, None, None)
+    """A tensor from its pickle; without `device`, on that of `local`, which `torch.load` may map to another."""
+    x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, local.device if device is None else device))
+    x = _restore(x, requires_grad, is_parameter, None, None)
+    x.__dict__.update(attributes or {})
+    return x

@@ -27,12 +27,13 @@ class Wrapper(Base):
     _spec: Spec = None  # type: ignore[assignment]  # torch's class has slots: this one's values are in the instance
     _lazy_local: Callable[[], Tensor]
     # Their types are defined above this module: the origin of a copied view, a graph on local tensors, the layout that
-    # gradients get, and the options of matmuls of which it is the weight.
+    # gradients get, the options of matmuls of which it is the weight, and its copies in other layouts by placements.
     _view_sync: Any = None
     _local_graph: Any = None
     _leaf: bool | None = None
     _gradient_leaf: Any = None
     _matmul: Any = None
+    _moved: Any = None
     _fsdp_flattened = FlattenedByFSDP()
 
     if TYPE_CHECKING:  # torch says only that they give a tensor

@@ -222,6 +222,23 @@ def test_a_deep_copied_module_keeps_its_layouts() -> None:
         assert twin[0].bias.layout == module[0].bias.layout
 
 
+def test_a_copy_has_the_gradient_and_attributes_that_torch_copies() -> None:
+    with simulated(GRID):
+        x: Any = placed(X, Shard(0), Replicate()).requires_grad_()
+        parameter: Any = nn.Parameter(x.detach())
+        for t in (x, parameter):
+            t.tags = ["a"]
+            (t * t).sum().backward()
+
+        twin, twin_parameter = copy.deepcopy([x, parameter])
+
+        assert torch.equal(whole(twin.grad), whole(x.grad))
+        assert twin.grad is not x.grad
+        assert twin_parameter.grad is None
+        assert twin.tags == twin_parameter.tags == ["a"]
+        assert twin.tags is not x.tags
+
+
 def test_only_leaves_are_deep_copied() -> None:
     with simulated(GRID), pytest.raises(ShapeError, match="only leaf DTensors can be deep-copied, as in torch"):
         copy.deepcopy(placed(X, Shard(0), Replicate()).requires_grad_() * 2)
@@ -248,16 +265,19 @@ def real_mesh() -> DeviceMesh:
 def pickled() -> list[Any]:
     """A DTensor and a parameter through pickle and torch.save, on each rank."""
     x = distribute_tensor(torch.arange(10.0), real_mesh(), [Shard(0), Replicate()])
-    parameter = nn.Parameter(x)
+    parameter: Any = nn.Parameter(x)
+    parameter.tags = ["a"]
     again = pickle.loads(pickle.dumps(parameter))
     buffer = io.BytesIO()
     torch.save({"x": x}, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)["x"]
+    buffer.seek(0)
+    assert torch.load(buffer, map_location="meta")["x"].is_meta
     view = x[1:7]
     viewed = pickle.loads(pickle.dumps([x, view]))  # x knows its view, which has memory of its own
     return [
-        again.layout == x.layout,
+        again.layout == x.layout and again.tags == ["a"],
         isinstance(again, nn.Parameter),
         again.device_mesh == real_mesh(),
         (again + loaded).full_tensor().tolist(),
