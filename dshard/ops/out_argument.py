@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     arguments = arguments_by_name(func, args, kwargs)
     check(func, args, kwargs)
     with no_torch_function():
-        result = without_out(func)(**{name: value for name, value in arguments.items() if name not in names})
+        form, out = without_out(func), arguments[names[0]]
+        inputs = {name: value for name, value in arguments.items() if name not in names}
+        if not _is_alike(form, func):  # one that makes a tensor, and takes its options
+            inputs |= {"dtype": out.dtype, "device": out.device}
+        result = form(**inputs)
         for name, value in zip(names, leaves(result), strict=True):
             _check(func, arguments[name], value)
             arguments[name].copy_(value)
@@ -47,12 +52,23 @@ def without_out(func: OpOverload) -> OpOverload:
     Raises:
         LayoutError: there is no such form.
     """
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for name in func.overloadpacket.overloads():
         overload: OpOverload = getattr(func.overloadpacket, name)
-        if not overload._schema.is_mutable and [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted:
+        if not overload._schema.is_mutable and (_is_alike(overload, func) or _is_alike(overload, func, _OPTIONS)):
             return overload
     raise LayoutError(f"{func} cannot write into a distributed tensor: call it without out= and use its result")
+
+
+_OPTIONS = ("dtype", "layout", "device", "pin_memory")
+"""What the form without `out` of an operator that makes a tensor takes beside its other arguments."""
+
+
+def _is_alike(form: OpOverload, func: OpOverload, options: Sequence[str] = ()) -> bool:
+    """Whether `form` takes the arguments of `func` other than `out`, and then `options`."""
+    taken = [(a.name, str(a.type)) for a in form._schema.arguments]
+    names = [name for name, _ in taken[len(taken) - len(options) :]]
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    return names == list(options) and taken[: len(taken) - len(options)] == wanted
 
 
 def _check(func: OpOverload, out: Tensor, value: Tensor) -> None:
