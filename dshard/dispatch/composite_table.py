@@ -131,6 +131,15 @@ def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 
+def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`share_memory_`: of the local tensor, where this rank has one; torch's own would crash."""
+    x = args[0]
+    local = x._local_tensor
+    if type(local) is Tensor and not local.is_meta:
+        func(local)
+    return x
+
+
 def _replicated(values: list[object], like: Wrapper) -> Wrapper:
     local = torch.tensor(values, device=like._spec.device)
     layout = replicated(like._spec.layout.mesh)
@@ -212,6 +221,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.__getitem__: getitem,
     Tensor.tolist: tolist,
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
+    Tensor.share_memory_: share_memory,
     Tensor.__setitem__: getitem,
     _DATA.__get__: data,
 }

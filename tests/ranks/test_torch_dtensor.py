@@ -342,6 +342,7 @@ def values_of_tensors() -> None:
     layer.to_empty(device="cpu")
     weight: Any = layer.weight
     assert (weight.is_meta, weight.to_local().is_meta, weight.placements) == (False, False, (Shard(0),))
+    assert layer.share_memory().weight.to_local().is_shared()
     torch.testing.assert_close(nn.init.eye_(layer.weight).full_tensor(), torch.eye(6, 4))
     for made, plain in ((x, torch.empty(4)), (x.long().redistribute(placements=[Shard(0)]), torch.empty(4).long())):
         torch.testing.assert_close(torch.arange(4, out=made).full_tensor(), torch.arange(4, out=plain))  # type: ignore[union-attr]
