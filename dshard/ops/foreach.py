@@ -218,7 +218,7 @@ def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
 
 def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwargs) -> None:
     mesh = layouts[0].mesh
-    if is_outside(mesh):  # there is nothing to update, and not each of these operators runs without data
+    if args[0][0]._local_tensor.is_meta and is_outside(mesh):  # not each of these operators runs without data
         return
     shapes = [t._spec.shape for t in args[0]]
 

@@ -15,7 +15,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], object]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(item, change) for item in tree])
+        return type(tree)([change(x) if isinstance(x, Tensor) else map_tensors(x, change) for x in tree])
     if type(tree) is dict:
         return {name: map_tensors(item, change) for name, item in tree.items()}
     if not nested_tensors(tree):
@@ -39,9 +39,17 @@ def named_tensors(tree: object, path: tuple[str, ...] = ()) -> list[tuple[tuple[
     return [named for name, item in _items(tree) for named in named_tensors(item, (*path, str(name)))]
 
 
-def nested_tensors(tree: object) -> list[Tensor]:
+def nested_tensors(tree: Any) -> list[Tensor]:
     """The tensors that `map_tensors` changes, in its order."""
-    return [x for _, x in named_tensors(tree)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    tensors: list[Tensor] = []
+    for item in tree if type(tree) in (tuple, list) else [item for _, item in _items(tree)]:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        else:
+            tensors += nested_tensors(item)
+    return tensors
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
