@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import nan
@@ -34,7 +34,7 @@ from dshard.placements import Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
-from dshard.torch_private import no_torch_function
+from dshard.torch_private import graph_task_id, no_torch_function
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
@@ -70,7 +70,33 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
             leave_block(module, args, out)
         return out if plan.precision is None else plan.precision.outputs(out)
 
-    return [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
+    hooks = [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
+    return hooks + _recomputation_hooks(model, blocks)
+
+
+def _recomputation_hooks(model: nn.Module, blocks: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Register hooks within which modules are recomputed in a backward pass, outside of the forward pass of `model`.
+
+    A recomputed module is within the same `blocks` as before, entered by the outermost module that is called.
+    """
+    entered: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: object) -> None:
+        if is_dynamo_compiling() or graph_task_id() < 0 or entered:
+            return
+        entered.append(module)
+        for enter_block, _ in blocks:
+            enter_block()
+
+        def leave(module: nn.Module, args: object, out: object) -> None:
+            entered.clear()
+            once.remove()
+            for _, leave_block in reversed(blocks):
+                leave_block(module, args, out)
+
+        once = after(module, leave, always=True)
+
+    return [before(module, enter) for module in model.modules() if module is not model and any(module.children())]
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

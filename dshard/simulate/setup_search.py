@@ -189,7 +189,7 @@ def setups(model: Model, devices: int, batch: int, forms: Sequence[Form], most_t
 
 
 def _kinds(model: Model, batch: int, form: Form, shape: tuple[int, ...], data: int, stages: int) -> Iterator[Setup]:
-    """The setups of a form of this shape; sequences are sharded only if there are fewer rows than ranks.
+    """The setups of a form of this shape; sequences are sharded only if the rows do not divide among ranks.
 
     Otherwise more replicas send less: attention then moves nothing, and the rest is the same.
     """

@@ -32,8 +32,9 @@ from dshard.rules.strategy import Constraints, Strategy
 from dshard.rules.strategy_choice import priced
 from dshard.topology import Topology
 
-TURN = 3
-"""The host's time for a turn, in that of a distributed operator: it begins an exchange, waits for one, and merges."""
+STEP = 8
+"""The host's time for a step, in that of a distributed operator, as measured on short sequences: it begins an exchange,
+waits for the other ranks in one, and merges."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,7 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
     times = 1 + sum(call.constraints.gradients)
-    rule = replace(call.rule, triangle=None)  # what a mask hides is priced turn by turn
+    rule = replace(call.rule, triangle=None)  # what a mask hides is priced step by step
     bases = list(priced(rule, operands, call.outputs, call.topology, call.constraints, among))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
@@ -144,8 +145,8 @@ class _Price:
     def strategy(self) -> Strategy:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
         base, itemsize, sums = self.base, self.dtype.itemsize, sum_dtype(self.dtype).itemsize
-        turns = range(1, self.plans[0].ranks)
-        panels = [self._hop(RingPlan.busiest_panel, RingPlan.moving_axis, turn, itemsize) for turn in turns]
+        steps = range(1, self.plans[0].ranks)
+        panels = [self._hop(RingPlan.busiest_panel, RingPlan.moving_axis, step, itemsize) for step in steps]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
@@ -169,7 +170,7 @@ class _Price:
         if not gradients:
             return base
         returns = [
-            self._hop(RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, turn, sums) for turn in turns
+            self._hop(RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, step, sums) for step in steps
         ]
         _, backward = self._seconds(list(zip(panels, returns, strict=True)), gradients)
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
@@ -178,11 +179,11 @@ class _Price:
         backward += (STANDING_IN + PREPARING + gradients) * self.call.topology.launch
         return replace(base, backward=moved + backward + self._swapping([*there, *statistics, *swaps]))
 
-    def _seconds(self, turns: Sequence[tuple[PlannedCollective, ...]], times: int) -> tuple[float, float]:
+    def _seconds(self, steps: Sequence[tuple[PlannedCollective, ...]], times: int) -> tuple[float, float]:
         """Seconds of the work of the busiest rank, and of the critical path.
 
-        Those of the backward pass, which adds so many gradients; of the forward pass if none. `turns` are the
-        exchanges beside each turn but the last.
+        Those of the backward pass, which adds so many gradients; of the forward pass if none. `steps` are the
+        exchanges beside each step but the last.
         """
         device = self.call.topology
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
@@ -191,7 +192,7 @@ class _Price:
         wide = sum_dtype(self.dtype).itemsize
         narrow = wide > self.dtype.itemsize
 
-        host = TURN * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
+        host = STEP * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
 
         def seconds(work: Work) -> float:
             if not work.pairs:
@@ -205,23 +206,23 @@ class _Price:
             return host + kernels * max(1, times) + beside
 
         works = [
-            [_together(list(map(seconds, turn)), device) for turn in plan.works(device.backend, narrow)]
+            [_together(list(map(seconds, step)), device) for step in plan.works(device.backend, narrow)]
             for plan in self.plans
         ]
-        busiest = max(sum(of_rank) for turns_of in works for of_rank in zip(*turns_of, strict=True))
-        sends = [sum(each.seconds for each in sent) for sent in turns]
-        lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in turns]
+        busiest = max(sum(of_rank) for steps_of in works for of_rank in zip(*steps_of, strict=True))
+        sends = [sum(each.seconds for each in sent) for sent in steps]
+        lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in steps]
         return busiest, max(plan.seconds(each, sends, lost) for plan, each in zip(self.plans, works, strict=True))
 
     def _hop(
         self,
         busiest: Callable[[RingPlan, int], int],
         axis_of: Callable[[RingPlan, int], int | None],
-        turn: int,
+        step: int,
         itemsize: int,
     ) -> PlannedCollective:
-        """The exchange of a turn in which the busiest rank receives so many keys, of elements of a size."""
-        keys, axis = max(busiest(plan, turn) for plan in self.plans), axis_of(self.plans[0], turn)
+        """The exchange of a step in which the busiest rank receives so many keys, of elements of a size."""
+        keys, axis = max(busiest(plan, step) for plan in self.plans), axis_of(self.plans[0], step)
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
         return self._sent(axes, keys * self.width * itemsize)
 
@@ -240,9 +241,9 @@ class _Price:
         return [self._sent(self.attention.axes, max(received))]
 
     def _swapping(self, swaps: Sequence[PlannedCollective]) -> float:
-        """Seconds of swaps: for the host a turn each; of a tensor a half is packed, and all of it put together."""
+        """Seconds of swaps: for the host a step each; of a tensor a half is packed, and all of it put together."""
         topology = self.call.topology
-        return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + TURN * topology.dispatch for each in swaps)
+        return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + STEP * topology.dispatch for each in swaps)
 
     def _laying_out(self) -> float:
         """Seconds that lay out a result that began as that of a kernel, whose heads stand within its rows."""
@@ -258,6 +259,6 @@ class _Price:
 
 
 def _together(seconds: Sequence[float], topology: Topology) -> list[float]:
-    """Seconds of a turn on each rank: those while all compute, shorter where ranks that share cores have less to do."""
+    """Seconds of a step on each rank: those while all compute, shorter where ranks that share cores have less to do."""
     busiest = max(seconds)
     return [each * together_seconds(seconds, topology) / busiest for each in seconds] if busiest else [*seconds]

@@ -1,0 +1,54 @@
+"""Blocks that are recomputed in the backward pass run as in the forward pass of the parallelized model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dshard import Mesh, parallelize
+from dshard.testing import simulated, whole
+
+
+class Attending(nn.Module):
+    """Attention with a residual, and a plain tensor that is made within."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2)) * torch.tensor(0.5, dtype=x.dtype)  # type: ignore[no-any-return]
+
+
+class Recomputing(nn.Module):
+    """Blocks that are recomputed in the backward pass."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.use_reentrant = nn.Linear(8, 8), use_reentrant
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_blocks_have_the_attention_of_their_plan(use_reentrant: bool) -> None:
+    x, alone = torch.randn(2, 8, 8, dtype=torch.float64), Recomputing(use_reentrant).double()
+    alone(x).sin().sum().backward()
+    mesh = Mesh((4,), ("cp",))
+    with simulated(mesh):
+        model = parallelize(Recomputing(use_reentrant).double(), mesh, "ulysses", x)
+        model(x).sin().sum().backward()
+
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
