@@ -350,7 +350,7 @@ skip_frames(DTensor)
 
 
 def _attributes(x: DTensor) -> dict[str, Any]:
-    """What the program has set on `x`: all but the attributes of this class and of `nn.Parameter`."""
+    """The attributes that the program has set on `x`: all but the attributes of this class and of `nn.Parameter`."""
     return {name: value for name, value in x.__dict__.items() if name not in _OWN and not hasattr(Wrapper, name)}
 
 

@@ -60,7 +60,7 @@ def without_out(func: OpOverload) -> OpOverload:
 
 
 _OPTIONS = ("dtype", "layout", "device", "pin_memory")
-"""What the form without `out` of an operator that makes a tensor takes beside its other arguments."""
+"""The further arguments of an operator that makes a tensor, in its form without `out`."""
 
 
 def _is_alike(form: OpOverload, func: OpOverload, options: Sequence[str] = ()) -> bool:

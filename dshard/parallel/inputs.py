@@ -76,13 +76,13 @@ class Inputs:
         Raises:
             LayoutError: ranks that must have the same inputs differ.
         """
-        found = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
-        if len(found) > MAX_TENSORS:
+        named = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
+        if len(named) > MAX_TENSORS:
             raise LayoutError(
-                f"{len(found)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
+                f"{len(named)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
             )
-        count = next((x.shape[0] for _, x in found if x.dim()), 0)
-        plain = [x for _, x in sorted(found, key=lambda pair: pair[0])]  # a dict may have another order on each rank
+        count = next((x.shape[0] for _, x in named if x.dim()), 0)
+        plain = [x for _, x in sorted(named, key=lambda pair: pair[0])]  # a dict may have another order on each rank
         of_rank = gather_rows(_row(plain, count, compares), self.plan.mesh, is_check=not self.per_data_rank)
         if len({row[0] for row in of_rank.values()}) > 1:
             raise LayoutError(self._differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
@@ -139,7 +139,7 @@ def _replicated(x: Tensor, plan: Plan) -> DTensor:
 
 
 def _row(plain: Sequence[Tensor], count: int, compares: bool) -> list[int]:
-    """What ranks compare: a digest of kinds and sizes, the number of rows, first dims, and checksums of values."""
+    """The numbers that ranks compare: a digest of kinds and sizes, the rows, first dims, and checksums of values."""
     kinds = crc32(str([(tuple(x.shape[1:]), x.dim(), x.dtype) for x in plain]).encode())
     empty = [0] * (MAX_TENSORS - len(plain))
     sizes = [x.shape[0] if x.dim() else -1 for x in plain]

@@ -53,7 +53,7 @@ def nested_tensors(tree: Any) -> list[Tensor]:
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """What a container holds, by name or number; nothing of anything else."""
+    """The items of a container by name or number; none of any other object."""
     if isinstance(tree, tuple | list):
         return enumerate(tree)
     if isinstance(tree, MutableMapping):
