@@ -187,7 +187,7 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     sources = gradient_sources(inputs)
     if all(len(source) == 1 and source[0] is x for source, x in zip(sources, inputs, strict=True)):
-        return run(*args, **kwargs)
+        return tuple(map(_distributed_as, inputs, run(*args, **kwargs)))
     options["inputs"] = [t for source in sources for t in source]
     unused = options.get("allow_unused")
     if any(len(source) > 1 for source in sources):
@@ -195,7 +195,9 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
     source_grads, out = iter(run(**options)), []
     for x, source in zip(inputs, sources, strict=True):
         grads = [
-            grad if t is x or grad is None else _wrap_gradient(x, grad) for t in source for grad in [next(source_grads)]
+            _distributed_as(x, grad) if t is x or grad is None else _wrap_gradient(x, grad)
+            for t in source
+            for grad in [next(source_grads)]
         ]
         present = [grad for grad in grads if grad is not None]
         if not present and not (unused or options.get("materialize_grads")):
@@ -205,6 +207,11 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
             )
         out.append(present[0] + present[1] if len(present) > 1 else present[0] if present else None)
     return tuple(out)
+
+
+def _distributed_as(x: Tensor, grad: Tensor | None) -> Tensor | None:
+    """A gradient of `x` as torch has it; that of a vector without elements in a `cat` is plain zeros there."""
+    return as_distributed(grad, x._spec.layout) if isinstance(x, Wrapper) and type(grad) is Tensor else grad
 
 
 def _as_list(value: object) -> Sequence[Any]:

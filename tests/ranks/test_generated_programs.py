@@ -20,6 +20,11 @@ from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
 ONCE_WRONG = {
+    "the gradient of a vector without elements": Program((4,), (
+        "t1 = leaf((0, 1), 'x:S(0)', 18)",
+        "t2 = t1.mT[0]",
+        "g_t1, g_t2 = grad(torch.cat([t2, t2]).sum(), [t1, t2], create_graph=True)",
+    )),
     "a write of one tensor without elements to another": Program((4,), (
         "t1 = leaf((3, 4, 0), 'x:S(0)', 18)",
         "t2 = t1.index_select(-2, index([1, 2], 'x:R')) * 1",
