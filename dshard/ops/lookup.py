@@ -64,7 +64,7 @@ def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:
 
     def run(table: Tensor, indices: Tensor, *args: object, **kwargs: object) -> Tensor:
         refuse(indices, (indices < 0) | (indices >= size), size, 0)
-        if not rows:  # takes part in the backward pass all the same
+        if not (rows and table.numel() and indices.numel()):  # takes part in the backward pass all the same
             return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
         is_held = (indices >= rows.start) & (indices < rows.stop)
         read: Tensor = look_up(table, torch.where(is_held, indices - rows.start, 0))

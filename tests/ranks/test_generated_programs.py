@@ -20,6 +20,12 @@ from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
 ONCE_WRONG = {
+    "a table without features on some ranks": Program((2, 2), (
+        "t1 = leaf((5, 1), 'x:S(1) y:S(0)', 447)",
+        "loss = F.embedding(index([2, 3, 2, 1], 'x:R y:R'), t1).exp().sum()",
+        "g_t1, = grad(loss, [t1], create_graph=True)",
+        "g_t1.tanh().sum().backward()",
+    ), runs=2),
     "the gradient of a vector without elements": Program((4,), (
         "t1 = leaf((0, 1), 'x:S(0)', 18)",
         "t2 = t1.mT[0]",
