@@ -3,7 +3,8 @@
 The residual stream is the class with the most parameter dims among those that several matmuls produce. A class that
 one matmul produces and another contracts is inner: the heads of an attention, the width of a feed-forward block. A
 class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as the residual stream;
-fewer entries are not worth sharding.
+fewer entries are not worth sharding. A class narrower than the residual stream, between it and wider inner features, is
+latent: what attention compresses keys and values to, the rank of an adapter.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Kind(Enum):
 
     RESIDUAL = "residual"
     INNER = "inner"
+    LATENT = "latent"
     OTHER = "other"
 
 
@@ -73,14 +75,19 @@ def roles_of(traced: TracedForward) -> Roles:
     residual = _residual(traced)
     width = sys.maxsize if residual is None else _size(traced, residual)
     inner = _inner(traced, residual, width)
+    latent = _latent(traced, inner, width)
+    kinds = dict.fromkeys(inner, Kind.INNER) | dict.fromkeys(latent, Kind.LATENT)
+    if residual is not None:
+        kinds[residual] = Kind.RESIDUAL
     units = _units(traced)
     summed = {(use.parameter, dim) for use in _main_uses(traced).values() for dim in use.summed}
 
     def role(name: str, i: int, nodes: Nodes) -> Role:
         c = traced.class_of(nodes)
-        kind = Kind.RESIDUAL if c is not None and c == residual else Kind.INNER if c in inner else Kind.OTHER
         size = traced.classes.size[nodes[0]] if nodes else 1
-        return Role(kind, (name, i) in summed, size, min(size, units.get(c, size)) if c is not None else 1)
+        if c is None:
+            return Role(Kind.OTHER, (name, i) in summed, size, 1)
+        return Role(kinds.get(c, Kind.OTHER), (name, i) in summed, size, min(size, units.get(c, size)))
 
     parameters = {
         name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in traced.parameters.items()
@@ -161,6 +168,19 @@ def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
             ends |= {classes[i] for i in use.summed}
     wide = {c for c in produced | ends if c is not None and _size(traced, c) >= width}
     return ((produced & contracted) | wide) - {None, residual}  # type: ignore[return-value]
+
+
+def _latent(traced: TracedForward, inner: set[int], width: int) -> set[int]:
+    """Inner classes narrower than the residual stream that a matmul expands to, or compresses from, a wider inner one.
+
+    That matmul is sharded by the wider class, so that sharding the narrow one would only have it gathered again.
+    """
+    latent: set[int] = set()
+    for use in _main_uses(traced).values():
+        classes = {traced.class_of(traced.parameters[use.parameter][i]) for i in (*use.summed, *use.left)}
+        sizes = {c: _size(traced, c) for c in inner & classes}
+        latent |= {c for c, size in sizes.items() if size < min(width, max(sizes.values()))}
+    return latent if width < sys.maxsize else set()
 
 
 def _batch(traced: TracedForward) -> int | None:

@@ -1,0 +1,95 @@
+"""Features that are compressed between the residual stream and wider inner features stay replicated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dshard import Mesh, Placement, Replicate, Shard
+from dshard.parallel import parallelize, plan_model
+from dshard.testing import simulated, whole
+
+WIDTH, HEADS, RANK, ROTATED = 24, 4, 6, 4
+
+
+class LatentAttention(nn.Module):
+    """Keys and values of a latent that they share, beside rotated features of one head: DeepSeek-V2, section 2.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, HEADS * 3 * ROTATED)
+        self.compress = nn.Linear(WIDTH, RANK + ROTATED)
+        self.latent_norm = nn.LayerNorm(RANK)
+        self.expand = nn.Linear(RANK, HEADS * 4 * ROTATED)
+        self.out = nn.Linear(HEADS * 2 * ROTATED, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual, x = x, self.norm(x)
+        query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        latent, shared = self.compress(x).split([RANK, ROTATED], -1)
+        half = torch.ones(ROTATED // 2)
+        shared = torch.cat([shared[..., 0::2] * half, shared[..., 1::2] * -half], -1)[:, None]
+        key, value = self.expand(self.latent_norm(latent)).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, -1)
+        key = torch.cat([key, shared.expand(-1, HEADS, -1, -1)], -1)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return residual + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+class Adapted(nn.Module):
+    """A feed-forward block with an adapter of low rank beside each of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up_a, self.up_b = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, 4 * WIDTH, bias=False)
+        self.down_a, self.down_b = nn.Linear(4 * WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x) + self.up_b(self.up_a(x)))
+        return x + self.down(h) + self.down_b(self.down_a(h))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), LatentAttention(), Adapted(), LatentAttention(), Adapted())
+
+
+def test_a_latent_is_made_whole_and_expanded_by_heads() -> None:
+    plan = plan_model(model(), Mesh((4,), ("tp",)), "megatron", torch.empty(2, 5, WIDTH, device="meta"))
+    expected: dict[str, Placement] = {
+        "1.query.weight": Shard(0),
+        "1.compress.weight": Replicate(),
+        "1.compress.bias": Replicate(),
+        "1.latent_norm.weight": Replicate(),
+        "1.expand.weight": Shard(0),
+        "1.out.weight": Shard(1),
+        "2.up_a.weight": Replicate(),
+        "2.up_b.weight": Shard(0),
+        "2.down_a.weight": Shard(1),
+        "2.down_b.weight": Replicate(),
+    }
+    assert {name: plan.parameters[name] for name in expected} == {name: (p,) for name, p in expected.items()}
+    assert {(move.collective, move.direction) for move in plan.cost.moves} == {
+        ("all_reduce", "forward"),
+        ("all_reduce", "backward"),
+    }, "nothing is gathered"
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((4,), "megatron"), ((3,), "megatron-sp"), ((2, 2), "fsdp x megatron"), ((2, 2), "optimus")]
+)
+def test_latents_and_their_gradients_equal_one_device(shape: tuple[int, ...], strategy: str) -> None:
+    alone, mesh, x = model().double(), Mesh(shape, ("a", "b")[: len(shape)]), torch.randn(3, 5, WIDTH).double()
+    expected = alone(x)
+    expected.square().mean().backward()
+    with simulated(mesh):
+        laid = parallelize(model().double(), mesh, strategy, x)
+        found = laid(x)
+        found.square().mean().backward()
+
+        torch.testing.assert_close(whole(found.detach()), expected.detach())
+        for (name, mine), theirs in zip(laid.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, msg=name)
