@@ -1,4 +1,4 @@
-"""Gradients of leaves reduced together: collectives of one kind along the same axes, wanted at about the same time.
+"""Reduce the gradients of leaves together: collectives of one kind along the same axes, needed about the same time.
 
 A gradient that needs a collective waits for others of its lane: the same mesh, axes, reduction and dtype. Together they
 are a bucket, one collective that begins in the backward pass when its last gradient arises, and ends at the first use
@@ -44,7 +44,7 @@ _NUMBER, _OF = attrgetter("leaf.number"), attrgetter("leaf.of")
 
 
 class Leaf:
-    """A tensor whose gradients are redistributed to `layout`; `number` is its place among all of them.
+    """The state of a tensor whose gradients are redistributed to `layout` and may be reduced with others.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
     of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own. The
@@ -140,7 +140,7 @@ class MeshPasses:
         self.began_alone = -1
 
     def repeat(self, leaf: Leaf, move: LocalRedistribution) -> bool:
-        """Whether the next pass is expected to be as the last, which reduced this gradient alone."""
+        """Whether the next pass is expected to equal the last, which reduced this gradient alone."""
         last = self.last
         return last is not None and last.alone == (leaf.number, move) and self.following.get(last) is last
 
@@ -154,7 +154,7 @@ class MeshPasses:
         return buckets
 
     def has_run(self, buckets: Buckets) -> None:
-        """A pass over these buckets has ended."""
+        """Record that a pass over these buckets has ended."""
         if self.following.get(self.last) is not buckets:
             self.following.pop(self.last, None)
             self.following.add(self.last, buckets)
@@ -177,7 +177,7 @@ class MeshPass:
         self.turn = 0  # the bucket that is to begin next
 
     def add(self, pending: Pending) -> None:
-        """A gradient arose: begin each bucket that is complete and has its turn."""
+        """Add a gradient, and begin each bucket that is complete and next in order."""
         expected, arrived = self.expected, self.arrived
         place = None if expected is None else expected.places.get((pending.leaf.number, pending.move))
         if expected is None or place is None:
@@ -189,7 +189,7 @@ class MeshPass:
             self._begin_next()
 
     def end(self) -> None:
-        """Begin what has not begun, and note what was there."""
+        """Begin the remaining buckets, and record the pass."""
         every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
         expected = self.expected
         complete = expected is not None and not self.unexpected and [*map(len, self.arrived)] == expected.sizes
@@ -212,7 +212,7 @@ class MeshPass:
 
     @property
     def order(self) -> int:
-        """The number of the last leaf: passes over several meshes end in one order on all ranks."""
+        """The number of the pass's last leaf, by which passes over several meshes end in one order on all ranks."""
         return max(pending.leaf.number for arrived in (*self.arrived, self.unexpected) for pending in arrived)
 
     def _begin_next(self) -> None:
@@ -229,7 +229,7 @@ class BackwardPass:
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
-        """A gradient arose."""
+        """Add a gradient to the pass over its mesh."""
         local = pending.local
         assert local is not None
         mesh = pending.move.plan.src.mesh
@@ -240,12 +240,12 @@ class BackwardPass:
         running[0].add(pending)
 
     def add_begun(self, pending: Pending, passes: MeshPasses) -> None:
-        """A gradient that arose first in a pass over a mesh began alone."""
+        """Add the gradient that began alone because it was the first in a pass over a mesh."""
         running = self.meshes[passes.key] = MeshPass(passes)
         running.add(pending)
 
     def _pass_over(self, key: object) -> MeshPass:
-        """The pass over a mesh, a device and a type of local tensors."""
+        """Return the pass over a mesh, a device and a type of local tensors."""
         running = self.meshes.get(key)
         if running is None:
             passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses(key))
@@ -253,7 +253,7 @@ class BackwardPass:
         return running
 
     def end(self) -> None:
-        """At the end of the pass begin what has not begun, and add up what is accumulated."""
+        """Begin all remaining collectives at the end of the pass, and accumulate the gradients."""
         meshes = [*self.meshes.values()]
         for mesh in sorted(meshes, key=lambda mesh: -mesh.order) if len(meshes) > 1 else meshes:
             mesh.end()
@@ -270,7 +270,7 @@ _ALONE: dict[int, tuple[Leaf, LocalRedistribution, MeshPasses]] = {}
 
 
 def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
-    """The gradient of a leaf redistributed by `move` together with others; None where it is redistributed alone."""
+    """Redistribute the gradient of a leaf by `move` together with others; None if it is to be redistributed alone."""
     number = graph_task_id()
     local = grad._local_tensor
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
@@ -285,7 +285,7 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
 
 
 def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number: int) -> bool:
-    """Note that a gradient is redistributed alone, if none arose in its backward pass and no other is expected."""
+    """Whether a gradient is redistributed alone, as the only one expected in its backward pass; if so, record it."""
     if OBSERVERS:  # which are given the parameters of a collective
         return False
     if not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
@@ -297,7 +297,7 @@ def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number:
 
 
 def _running(number: int) -> BackwardPass:
-    """The backward pass of this number, with the gradient that began alone in it."""
+    """Return the backward pass of this number, including the gradient that began alone in it."""
     known = _PASSES.get(number)
     running = None if known is None else known()
     if running is None:
@@ -335,7 +335,7 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
 
 
 def has_steps(move: LocalRedistribution) -> bool:
-    """Whether it may be several collectives: the next would begin where the result is used, in any order on a rank."""
+    """Whether `move` may take several collectives, of which later ones begin when the result is used."""
     return move.lane is None or len(move.lane.collectives) > 1 or move.spec.dtype not in _IN_ONE
 
 
@@ -344,12 +344,12 @@ def _expected(pending: Pending) -> Expected:
 
 
 def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
-    """In the order in which backward passes mostly reach their leaves: the last made comes first."""
+    """Order gradients as backward passes mostly reach their leaves: the last created comes first."""
     return sorted(pendings, key=_NUMBER, reverse=True)
 
 
 def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
-    """The members of a lane, in order, in buckets of the size that takes the least time."""
+    """Cut the gradients of a lane, in order, into buckets of the size that takes the least time."""
     lane = members[0].move.lane
     if lane is None:
         return [members]
@@ -366,7 +366,7 @@ def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
 
 
 def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
-    """The bytes received in a bucket, of `total` in its lane, that let a backward pass end first.
+    """Return the received bytes per bucket that let a backward pass end first, of `total` bytes in a lane.
 
     Each of `n` buckets takes a latency; all but the last run beside the backward pass. The latencies and the last
     bucket take `n latency + transfer / n` seconds, least for `n = sqrt(transfer / latency)`.
@@ -380,7 +380,7 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
 
 
 def _begin(members: Sequence[Pending]) -> None:
-    """Begin the collective of gradients of one lane, but for those that were used before."""
+    """Begin the collective of one lane's gradients, except those that were used before."""
     waiting = [pending for pending in members if pending.local is not None]
     for pending in waiting:
         if pending.stream is not None and pending.local is not None:

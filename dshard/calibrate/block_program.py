@@ -1,4 +1,4 @@
-"""A training step of one small block of a transformer, to measure the host's time for distributed operators."""
+"""A training step of a small transformer block, with which the host's time per distributed operator is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each normalised before and added to its input."""
+    """Attention and a feed-forward network, each applied to its normalised input and added to that input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 @dataclass(slots=True)
 class Program:
-    """The phases of a step of the block on replicated tensors, so that nothing is sent."""
+    """A training step of the block on replicated tensors, in phases; it runs no collective."""
 
     block: nn.Module
     x: DTensor
@@ -76,7 +76,7 @@ class Program:
 
 
 def program_on(mesh: Mesh, device: str = "cpu") -> Program:
-    """The program on the ranks of a mesh, which may have no processes where the device is "meta"."""
+    """Build the training step on `mesh`; with device "meta" the mesh needs no processes."""
     with torch.device("meta"):  # whose values are not drawn from anybody's generator
         block = Block()
     for module in block.modules():
@@ -90,19 +90,19 @@ def program_on(mesh: Mesh, device: str = "cpu") -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Counts of distributed operators: those that make their results, and those that write to an operand."""
+    """Counts of distributed operators: those that return new tensors, and those that write to an operand."""
 
     making: int
     writing: int
 
     def seconds(self, topology: Topology) -> float:
-        """Seconds of the host for these operators."""
+        """Predict the host's seconds for these operators on `topology`."""
         return self.making * topology.dispatch + self.writing * topology.in_place
 
 
 @cached("operators of phases", 1)
 def operators_of_phases() -> tuple[Operators, Operators, Operators]:
-    """Counts of operators of the block in forward, backward and optimiser.
+    """Count the distributed operators of the block's forward pass, backward pass and optimiser step.
 
     >>> [phase.writing > phase.making for phase in operators_of_phases()]
     [False, False, True]
@@ -114,7 +114,7 @@ def operators_of_phases() -> tuple[Operators, Operators, Operators]:
 
 
 def operators_of(step: Callable[[], object]) -> Operators:
-    """The distributed operators that a step runs."""
+    """Count the distributed operators that `step` runs."""
     counts: Counter[bool] = Counter()
 
     def count(decision: Decision) -> None:

@@ -1,4 +1,4 @@
-"""Measure local work of one rank while all others compute too: they may share cores and memory."""
+"""Measure the local work of one rank while all ranks compute, since they may share cores and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_REPEATS, SHARE = 3, 0.015
 
 
 def measure_device(clock: Clock, seconds: float = 0.0) -> Device:
-    """Rates of products of matrices by dtype and of copies, and seconds to start an operation: of the slowest rank.
+    """Measure the slowest rank's matmul rate for each dtype, copy rate, and seconds to launch an operation.
 
     `seconds` are those to measure for, of which this takes about a tenth. Products are those of a linear layer and of
     its two gradients: with one operand transposed, or the other, they do not all run equally fast.
@@ -47,7 +47,7 @@ def measure_device(clock: Clock, seconds: float = 0.0) -> Device:
 
 
 def measure_dispatch(clock: Clock, repeats: int = LEAST_REPEATS) -> tuple[float, float]:
-    """Seconds of one distributed operator on so little that its bytes and operations take no time, and of one in place.
+    """Measure the host's seconds for one distributed operator, and for one that writes to its operand.
 
     The means over a small program on replicated tensors, so that nothing is sent: over its forward and
     backward pass, and over the rest of its optimiser. 0 on an accelerator, which is given its work ahead of time.
@@ -76,7 +76,7 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def _each(clock: Clock, work: Callable[[], object] | None, repeats: int) -> float:
-    """Seconds of one of many repetitions, on the slowest rank; a rank without `work` waits for the others."""
+    """Return the slowest rank's typical seconds for one run of `work`; a rank with None only waits for the others."""
     if work is not None:
         work()
     return clock.slowest([typical([_window(clock, work) for _ in range(repeats)])])[0]
@@ -101,5 +101,5 @@ def _window(clock: Clock, work: Callable[[], object] | None) -> float:
 
 
 def _beyond(seconds: float, launch: float) -> float:
-    """Seconds of the work without its launch, but at least half of all."""
+    """Subtract the launch from `seconds`, leaving at least half of them."""
     return max(seconds - launch, seconds / 2)

@@ -1,4 +1,4 @@
-"""Fit measured times: a straight line where one describes them, else points to interpolate between.
+"""Fit measured times with a straight line where it is accurate, else with points to interpolate between.
 
 A collective that takes `messages` latencies and passes its bytes `passes` times takes
 
@@ -27,7 +27,7 @@ LEAST_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Figures of one collective: see `dshard.topology.Measured`, whose fields these are."""
+    """The latency, bandwidth and points of one collective, as the fields of `dshard.topology.Measured` define them."""
 
     latency: float
     bandwidth: float
@@ -35,7 +35,7 @@ class Fit:
 
 
 def typical(times: Sequence[float]) -> float:
-    """The mean of the faster half: what else runs on the machine only adds time, and up to half of them may suffer.
+    """Return the mean of the faster half of `times`, as other load on the machine only ever adds time.
 
     >>> typical([1.0, 3.0, 2.0, 1000.0, 2000.0])
     2.0
@@ -44,7 +44,7 @@ def typical(times: Sequence[float]) -> float:
 
 
 def spread(times: Sequence[float]) -> float:
-    """The distance between the quartiles, over the typical time.
+    """Return the interquartile range of `times`, divided by their typical value.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0])
     1.0
@@ -55,7 +55,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def fit(times: Sequence[tuple[int, float]], messages: float, passes: float, cap: float = inf) -> Fit:
-    """Figures for pairs of bytes and seconds, at sizes that rise.
+    """Fit pairs of bytes and seconds, whose bytes rise.
 
     The line is the one of least absolute relative deviation among those with a latency of at least zero and a positive
     bandwidth, so that sizes count alike and single wrong times do not move it. Points never fall as the bytes grow.
@@ -69,7 +69,7 @@ def fit(times: Sequence[tuple[int, float]], messages: float, passes: float, cap:
 
 
 def best_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope; the best line passes through two of the points, or through one and the origin."""
+    """Return the intercept and slope of the line with the least relative error, through two points or the origin."""
     lines = [(0.0, seconds / nbytes) for nbytes, seconds in times]
     for (x0, y0), (x1, y1) in combinations(times, 2):
         slope = (y1 - y0) / (x1 - x0)
@@ -93,7 +93,7 @@ def _table(times: Sequence[tuple[int, float]], messages: float, passes: float, c
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The values that never fall and are nearest to these, in squares: neighbours that fall take their mean.
+    """Return the nondecreasing values nearest to `values` in squared distance (isotonic regression).
 
     >>> rising([1.0, 4.0, 2.0, 5.0])
     [1.0, 3.0, 3.0, 5.0]

@@ -1,4 +1,4 @@
-"""Measure the collectives of the ranks that run, and fit a topology that is the same on all."""
+"""Measure collectives on the running ranks and fit a topology that is equal on all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure(
     collectives: Sequence[Collective] = COLLECTIVES,
     progress: Progress | None = None,
 ) -> Topology:
-    """The topology of a mesh whose processes run, by timing on them the very collectives that dshard runs.
+    """Measure the topology of a mesh with running processes by timing dshard's own collectives on it.
 
     Every rank of the mesh calls it, and gets the same topology. Along each set of axes (of more than three axes: along
     each, and along all) every collective runs at each of the `sizes`, all groups at once; a time is that of the slowest
@@ -82,13 +82,13 @@ def measure(
 
 
 def measure_world(mesh: Mesh, seconds: float, report: Callable[[tuple[float, str]], None]) -> Topology:
-    """`measure` on a mesh of all ranks of the process group that runs; `report` is called with the progress."""
+    """Call `measure` on a mesh of all ranks of the process group, passing its progress to `report`."""
     device_mesh = init_device_mesh(mesh.device_type, mesh.shape, mesh_dim_names=mesh.names)
     return measure(device_mesh, seconds=seconds, progress=lambda done, what: report((done, what)))
 
 
 def axes_to_measure(mesh: Mesh) -> list[tuple[str, ...]]:
-    """The sets of axes along which groups of several ranks lie, each set of groups once.
+    """Return the sets of mesh axes whose groups have several ranks, each set of groups once.
 
     >>> axes_to_measure(Mesh((2, 1, 4), ("pp", "dp", "tp")))
     [('pp',), ('tp',), ('pp', 'tp')]
@@ -99,7 +99,7 @@ def axes_to_measure(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def parts_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[float, float]:
-    """The number of latencies in the price of a collective, and the times that its bytes pass the link."""
+    """Return how often a collective's predicted seconds count the link's latency, and each received byte."""
     probe = replace(topology, measured=(Measured(mesh, axes, 1.0, 1.0, collective),))
     messages = collective_seconds(collective, 0, mesh, axes, probe)
     return messages, collective_seconds(collective, 1, mesh, axes, probe) - messages
@@ -126,7 +126,7 @@ def _figures(
 
 
 def _unmeasured_as_slowest(topology: Topology, figures: Sequence[Measured]) -> Topology:
-    """The topology in which ranks not measured together see the slowest link measured."""
+    """Return a topology in which groups without a measurement have the slowest measured link."""
     if not figures:
         return replace(topology, name="measured")
     bandwidth, latency = min(figure.bandwidth for figure in figures), max(figure.latency for figure in figures)
@@ -162,7 +162,7 @@ def _checked(sizes: Sequence[int], seconds: float, collectives: Sequence[Collect
 
 
 def _backend(clock: Clock, known: Topology) -> Backend:
-    """The backend whose algorithms run, if `dshard.cost` knows it."""
+    """Return the backend whose algorithms run on the mesh, or that of the `known` topology if unrecognised."""
     return (clock.everyone.backend.algorithms if clock.mesh.size > 1 else None) or known.backend
 
 

@@ -1,4 +1,4 @@
-"""Time collectives and local work, on all ranks of a mesh at once."""
+"""Time collectives and local work on all ranks of a mesh at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(slots=True)
 class Clock:
-    """A mesh whose ranks measure together; what they decide, they decide on times that all of them know."""
+    """Time work on all ranks of a mesh together; decisions use only times that every rank knows."""
 
     mesh: Mesh
     runtime: Runtime
@@ -77,7 +77,7 @@ class Clock:
         return time.perf_counter() - self.begin
 
     def seconds(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-        """Seconds that `call` takes on this rank, all ranks beginning at once; on a GPU those of its stream.
+        """Time `call` on this rank after synchronising all ranks; on a GPU, time its stream.
 
         What runs right `before` it does not count.
         """
@@ -92,7 +92,7 @@ class Clock:
         return time.perf_counter() - begin
 
     def _stream_seconds(self, call: Callable[[], object]) -> float:
-        """Seconds between two events around what `call` launches, which leave out the host's wait for the end."""
+        """Time `call` between two events on the stream, excluding the host's wait for the end."""
         self.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -103,12 +103,12 @@ class Clock:
         return milliseconds / 1e3
 
     def synchronize(self) -> None:
-        """Wait for what was launched on an accelerator."""
+        """Wait for all work launched on an accelerator."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest value over all ranks, for each of `values`, on all ranks."""
+        """Return, on all ranks, the largest of each of `values` over the ranks."""
         if self.mesh.size == 1:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -119,7 +119,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Times:
-    """Measured seconds of the slowest rank, for each case and each number of bytes received."""
+    """The slowest rank's measured seconds, for each case and number of received bytes."""
 
     samples: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class Times:
 
 
 def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Callable[[], object], int]:
-    """A collective in which the busiest rank receives `nbytes` or a little less, and the bytes that it receives."""
+    """Return a collective in which the busiest rank receives about `nbytes`, and the exact number of these bytes."""
     n, number = len(group.ranks), max(1, nbytes // ITEMSIZE)
     piece = max(1, number // (2 * (n - 1) if case.collective == "all_reduce" else n - 1))
     pieces, part = source[: piece * n], source[:number]
@@ -160,7 +160,7 @@ def run_rounds(
     progress: Progress,
     least: int = ROUNDS,
 ) -> Times:
-    """Times of all cases in turn, in rounds until the budget of seconds is spent.
+    """Time all cases in turn, round after round, until about `budget` seconds have passed.
 
     Each collective runs twice, and the second counts: many links let a first one pass faster than they go on, by what
     they may send after a rest. Sizes that the budget does not allow about `least` rounds of are left out, apart from
@@ -192,7 +192,7 @@ def run_rounds(
 def _warm_up(
     clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, progress: Progress
 ) -> list[tuple[Case, int]]:
-    """Connect, and find what a round can measure in this budget: the smallest sizes of all cases, then larger ones.
+    """Warm up connections, and return the cases and sizes of which one round takes `budget` seconds.
 
     What takes a moment only takes several turns in a round, as others on the machine disturb it more.
     """

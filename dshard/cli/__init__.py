@@ -20,7 +20,7 @@ from dshard.errors import DShardError
 
 
 def script() -> int:
-    """A process of one command: what is loaded stays until it ends, so the collector need not look through it."""
+    """Run one command as its own process and return the exit code; nothing is freed before the process ends."""
     gc.freeze()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # importing dshard left it to the system
     try:
@@ -30,7 +30,7 @@ def script() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     try:
         arguments = _parser().parse_args(argv)
         status: int = arguments.command(arguments)

@@ -32,12 +32,12 @@ def print_result(arguments: argparse.Namespace, value: object, table: Drawing) -
 
 
 def topology_data(topology: Topology, why: str) -> dict[str, str]:
-    """The name of a topology, and why it is used, as JSON values."""
+    """Return a topology's name and network, and why it is used, as JSON values."""
     return {"topology": topology.name, "network": str(topology), "topology_why": why}
 
 
 def planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, str]:
-    """The topology to plan on, and how it came to be used: a file or preset, of as many nodes as these ranks need."""
+    """Return the topology to plan on and why it is used: a file, or a preset with enough nodes for `ranks`."""
     name, nodes = arguments.topology, arguments.nodes
     if name is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, str
 
 
 def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
-    """Add the arguments that all plans have."""
+    """Add the arguments that all planning commands share."""
     known = ", ".join(PRESETS)
     parser.add_argument("--topology", metavar="NAME", help=f"a .json file, or one of {known}")
     parser.add_argument("--nodes", type=parse_positive, metavar="N", help="how many of these machines")
@@ -67,7 +67,7 @@ def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Name
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options for files to write the table to."""
+    """Add the options that name files to write the table to."""
     for form in ("html", "svg"):
         parser.add_argument(
             f"--{form}", type=parse_output, metavar="FILE", help=f"write the table as {form.upper()} too"
@@ -91,7 +91,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def ranks_and_device(arguments: argparse.Namespace, ranks: int | None) -> tuple[int, str]:
-    """The number of ranks to start, which may be asked for, and their device."""
+    """Return the number of ranks to start, chosen if `ranks` is None, and their device."""
     ranks = launch.choose_ranks(ranks, arguments.device)
     return ranks, launch.choose_device(arguments.device, ranks)
 
@@ -102,7 +102,7 @@ def add_command(commands: Commands, name: str, summary: str) -> argparse.Argumen
 
 
 def add_group(commands: Commands, name: str, summary: str, title: str) -> Commands:
-    """Add a command whose first argument is one of several kinds, which are to be added to what is returned."""
+    """Add a command with subcommands, and return the object to add these to."""
     parser = add_command(commands, name, summary)
     return parser.add_subparsers(title=title, metavar="kind", required=True)
 

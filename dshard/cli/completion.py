@@ -1,4 +1,4 @@
-"""`dshard completion`: scripts with which a shell completes commands and options, read from the parser."""
+"""`dshard completion`: shell scripts that complete commands and options, generated from the parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHELLS = ("bash", "zsh")
 
 
 def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
-    """Add the command `completion`; `parser`, with all commands, is read when it runs."""
+    """Add the command `completion`, which reads all commands of `parser` when it runs."""
     own = commands.add_parser("completion", help="print a completion script", description=_HELP)
     own.add_argument("shell", choices=SHELLS, help="which one")
     own.add_argument("--json", action="store_true", help="print the words after each command, for machines")
@@ -31,7 +31,7 @@ _HELP = 'Print a completion script for a shell: eval "$(dshard completion bash)"
 
 
 def words_of(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """For each command, the words that may follow it: commands, options, choices of what is positional."""
+    """Yield for each command the words that may follow it: subcommands, options and choices."""
     words: list[str] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -44,7 +44,7 @@ def words_of(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The completion script for one shell; zsh runs that of bash."""
+    """Return the completion script for one shell; zsh runs the script of bash."""
     cases = "\n".join(f'    "{path}") words="{" ".join(words)}" ;;' for path, words in sorted(words_of(parser)))
     lines = [
         "_dshard() {",

@@ -1,4 +1,4 @@
-"""`dshard demo`: a model trained under several layouts."""
+"""`dshard demo`: train a model under several layouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _strategies(names: list[str] | None, ranks: int, device: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """The strategies to train; none for all. "auto" is the one predicted to communicate for the shortest time."""
+    """Return the strategies to train, () for all; "auto" becomes the one with the least predicted communication."""
     if names is None or "all" in names:
         return ()
     if AUTO not in names:

@@ -1,4 +1,4 @@
-"""`dshard plan model`, `dshard simulate step`: how to spread a model over devices, and what a training step costs."""
+"""`dshard plan model` and `dshard simulate step`: choose a model's layout, and predict its training step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _dtype(arguments: argparse.Namespace) -> str:
-    """The full name of the dtype, as topologies have it."""
+    """Return the full name of the requested dtype, as topologies spell it."""
     return str(parse_dtype(arguments.dtype)).removeprefix("torch.")
 
 

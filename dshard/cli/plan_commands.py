@@ -1,4 +1,4 @@
-"""`dshard plan`, `dshard explain`: the cost of a choice, before anything is launched."""
+"""`dshard plan` and `dshard explain`: predict costs before anything is launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dshard selftest`: whether dshard works on this machine."""
+"""`dshard selftest`: check that dshard works on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_selftest(commands: Commands) -> None:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where a check fails."""
+    """Run the self-test and print its results; exit code 1 if a check fails."""
     ranks, device = ranks_and_device(arguments, arguments.ranks)
     with report.measure_progress(launch.is_reporting(), "checking") as progress:
         tested = selftest.run(device, ranks, progress)

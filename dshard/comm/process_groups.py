@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Worlds:
-    """The process group of all ranks, the number of such groups so far, and the state of this process on the last one.
+    """The current process group of all ranks, a count of such groups, and this process's state on the current one.
 
     `groups` has process groups by ranks and tag, `named` the groups of meshes by the name of the process group. `waits`
     counts the waits on each by `Group.key`, `broken` the groups between meshes that were broken off, and `failures` the
@@ -100,7 +100,7 @@ class Worlds:
     even_parts: dict[Layout, dict[Part, int]] = field(default_factory=dict)
 
     def of(self, world: object) -> Worlds:
-        """The state for `world`; reset if it is another world than before."""
+        """Return the state for `world`, reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
             self.named, self.even_parts = {}, {}
@@ -130,7 +130,7 @@ def group_with_shared_waits(
 
 
 def this_world() -> Worlds:
-    """The state of this process on the current process group of all ranks."""
+    """Return the state of this process on the current process group of all ranks."""
     return WORLDS.of(dist.group.WORLD)
 
 
@@ -160,7 +160,7 @@ def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dis
 
 
 def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
-    """A process group of these ranks, created without the others, under a name of our own.
+    """Create a process group of these ranks without the others, under a name of our own.
 
     torch has arguments for neither: its functions that find a name, and a communicator to split, are replaced, for this
     thread alone. A split would be a call of all ranks of the world.
@@ -181,7 +181,7 @@ def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def _answered(**answers: object) -> Iterator[None]:
-    """Within the block torch's functions of these names return these answers in this thread."""
+    """Make these functions of torch return these answers in this thread within the block."""
     token = _ANSWERS.set(answers)
     _REPLACED.begin()
     try:
@@ -196,7 +196,7 @@ _ANSWERS: ContextVar[dict[str, object]] = ContextVar("answers of torch's functio
 
 
 class _Replaced:
-    """The functions of torch that are replaced while any thread makes a group.
+    """Functions of torch that stay replaced while any thread creates a group.
 
     Threads create groups concurrently, and each waits for other ranks: so no lock is held meanwhile, and the last
     thread that ends restores the functions.

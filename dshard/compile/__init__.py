@@ -1,4 +1,4 @@
-"""Support of torch.compile: how a tensor is taken apart, what is guarded, and which frames are skipped.
+"""Support of torch.compile: flattened tensors, guards, and frames that are skipped.
 
 graph_functions.py   functions that stand in the graph as one call, and frames left to Python
 metadata.py          a tensor without its local tensor: what a compiled graph depends on

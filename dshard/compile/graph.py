@@ -1,4 +1,4 @@
-"""Calls and guards that torch.compile writes into its graph. Imported only while torch traces, for it is slow."""
+"""Calls and guards in the graph of torch.compile; imported only while torch traces, as the import is slow."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dshard.ops.matmul import options
 
 @allow_in_graph  # type: ignore[untyped-decorator]
 def call(name: str, *args: object, **kwargs: object) -> Any:
-    """Call the function of dshard that is registered under `name`."""
+    """Call the function registered in `FUNCTIONS` under `name`."""
     return FUNCTIONS[name](*args, **kwargs)
 
 
 def guard() -> None:
-    """Traced: guard the graph by the identity of the planning context and the matmul options in force now.
+    """Make the traced graph depend on the planning context and matmul options in force now, by identity.
 
     These are the ones that some thread entered last; the metadata of a graph's operands has those of its own thread.
     """

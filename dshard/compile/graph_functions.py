@@ -1,4 +1,4 @@
-"""Functions that torch.compile puts into its graph as one call, which AOTAutograd then traces through."""
+"""Functions that stand in a graph of torch.compile as one call, and frames that it skips."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NAMES: dict[tuple[Callable[..., object], tuple[object, ...]], str] = {}
 
 
 def bound(function: Callable[..., object], *values: object) -> str:
-    """The name under which a graph may call `function` with these first arguments, which are values."""
+    """Register `function` with these first arguments, and return the name under which a graph may call it."""
     name = _NAMES.setdefault((function, values), f"{function.__name__} {len(_NAMES)}")
     FUNCTIONS[name] = partial(function, *values)
     return name
 
 
 def call_in_graph(name: str, *args: object, **kwargs: object) -> Any:
-    """Call the function of `FUNCTIONS` called `name`: as one call in the graph where torch.compile traces."""
+    """Call a function of `FUNCTIONS` by its name; under torch.compile it becomes one call in the graph."""
     if is_dynamo_compiling():
         from dshard.compile import graph  # noqa: PLC0415  # it imports torch._dynamo, which takes long
 
@@ -42,7 +42,7 @@ def call_in_graph(name: str, *args: object, **kwargs: object) -> Any:
 
 
 def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function` as one call in torch.compile's graph, guarded by the settings that choices depend on."""
+    """Wrap `function` so that torch.compile records it as one call, guarded by the current planning settings."""
     name = function.__name__
     FUNCTIONS[name] = function
 
@@ -57,7 +57,7 @@ def traceable(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def skip_frame(function: _F) -> _F:
-    """`function`, left to Python with all that it calls where its caller is not compiled.
+    """Keep torch.compile from compiling `function` and its callees unless their caller is compiled.
 
     Otherwise torch.compile would try to compile it by itself after a graph break. torch.compiler.disable says the same,
     but wraps the function, and imports torch._dynamo, which takes long.
@@ -69,7 +69,7 @@ def skip_frame(function: _F) -> _F:
 
 
 def skip_frames(cls: type[object]) -> None:
-    """Leave the methods of `cls` to Python, as `skip_frame` does."""
+    """Apply `skip_frame` to all methods of `cls`."""
     for member in vars(cls).values():
         function = getattr(member, "__func__", member)
         if isinstance(function, FunctionType) and function.__code__ is not _FRONT:

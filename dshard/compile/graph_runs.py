@@ -1,4 +1,4 @@
-"""Runs of compiled graphs: an error in one is published, so that ranks that wait for this one raise it, too.
+"""Runs of compiled graphs, which publish their errors so that ranks waiting for this one raise them too.
 
 torch.compile returns functions that run no line of dshard. AOTAutograd wraps each graph, forward and backward, in a
 function of its own, and has no hook for it; what makes that function is replaced by one that wraps it once more, where
@@ -21,7 +21,7 @@ _WRAPPER = "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper"
 
 
 def tell_of_failures() -> None:
-    """Publish errors of the graphs that are compiled from now on, and read those of other ranks while they wait.
+    """Publish errors of graphs compiled from now on, and read other ranks' errors while waiting in them.
 
     Without torch's private name, graphs read those of others, and are silent about their own.
     """
@@ -43,7 +43,7 @@ def tell_of_failures() -> None:
 
 
 def _ranks(metas: Iterable[object]) -> tuple[int, ...]:
-    """The ranks of the mesh of the first distributed input of a graph."""
+    """Return the ranks of the mesh of a graph's first distributed input."""
     return next((meta.origin.layout.mesh.ranks for meta in metas if isinstance(meta, CompileMetadata)), ())
 
 

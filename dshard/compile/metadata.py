@@ -1,4 +1,4 @@
-"""Metadata of a distributed tensor for torch.compile: all that a compiled graph depends on beside local tensors."""
+"""Metadata of a distributed tensor for torch.compile: everything a graph depends on except local tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPECS = 4096
 
 
 class CompileMetadata(tuple[Any, ...]):
-    """A distributed tensor without its local tensor, and the settings under which choices are made for it.
+    """A distributed tensor's spec without its local tensor, and the settings that affect its strategies.
 
     It is the tuple that torch asks of its own class, and compares with the spec of the tensor. Two are equal if they
     describe the same tensor of any size, whatever the settings, for values do not depend on these. Made by
@@ -37,14 +37,14 @@ class CompileMetadata(tuple[Any, ...]):
     options: MatmulOptions
 
     def spec(self, shape: Shape, stride: Shape) -> Spec:
-        """The spec of a tensor with this metadata and these sizes."""
+        """Return the spec of a tensor with this metadata and these sizes."""
         spec = self.origin
         if spec.shape == shape and spec.stride == stride:
             return spec
         return spec_of(spec.layout, shape, stride, spec.dtype, spec.device)
 
     def digest(self) -> str:
-        """A hash that two processes share only where the graph of one may run in the other."""
+        """Return a hash that two processes share only if the graph of one may run in the other."""
         spec, mesh = self.origin, self.origin.layout.mesh
         runtime = runtime_of(mesh)
         tensor = spec.layout, spec.shape, spec.stride, spec.dtype, spec.device, self.leaf, bool(self[-1])
@@ -72,7 +72,7 @@ class CompileMetadata(tuple[Any, ...]):
 
 
 def compile_metadata(spec: Spec, leaf: bool, requires_grad: bool) -> CompileMetadata:
-    """The metadata of a tensor of `spec` under the settings in force; `leaf` says whether it is a leaf of autograd."""
+    """Return the metadata of a tensor of `spec` under the current settings; `leaf` marks an autograd leaf."""
     return _metadata_of(spec, leaf, requires_grad, planning_context(), current_options())
 
 
@@ -92,7 +92,7 @@ def _restored(
 
 
 def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Sizes as plain integers, to which a graph with symbolic sizes is thereby specialised.
+    """Return `sizes` as plain integers, which specialises a graph with symbolic sizes to them.
 
     Plans are for one size: for another size another graph is compiled.
     """
@@ -100,5 +100,5 @@ def concrete_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def with_concrete_sizes(x: Tensor) -> Tensor:
-    """`x`, of whose sizes a traced graph then leaves none open: where a tensor is cut depends on them."""
+    """Return `x` with its symbolic sizes specialised, as shard boundaries depend on them."""
     return x.view(concrete_sizes(x.shape)) if any(map(is_symbolic, x.shape)) else x

@@ -1,4 +1,4 @@
-"""Blocks that a compiled graph can hold: what they change stands in the graph, call by call.
+"""Context managers that a compiled graph can contain, as the calls that they change.
 
 dynamo traces a program into a graph that runs later. A block that sets a variable would have set it back by then, and
 dynamo cannot leave such a block half-way, where the graph breaks. Modes of torch functions it can: what a mode does
@@ -23,7 +23,7 @@ from dshard.core.wrapper import Wrapper
 
 
 class Instead(TorchFunctionMode):
-    """Calls, instead of the functions in a table, the functions of `FUNCTIONS` that it names for them."""
+    """Replace the functions of torch in a table by functions of `FUNCTIONS`, given by name."""
 
     def __init__(self, names: Mapping[Function, str]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Instead(TorchFunctionMode):
 
 
 class PlainReplicated(TorchFunctionMode):
-    """`implicit_replication` in a graph: plain tensors among distributed ones become replicated ones.
+    """Turn plain tensors among distributed ones into replicated ones in a graph (`implicit_replication`).
 
     The function of `FUNCTIONS` called `replicate` makes them.
     """

@@ -1,4 +1,4 @@
-"""A small vision transformer learns handwritten digits under several layouts, and every loss is compared.
+"""A small vision transformer learns handwritten digits under several layouts, whose losses are compared.
 
     rows = run(Settings(ranks=4), report=print)
 

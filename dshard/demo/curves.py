@@ -1,4 +1,4 @@
-"""The losses of all strategies in one drawing, in SVG: where they coincide, one curve hides the others."""
+"""An SVG drawing of every strategy's losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """A curve for each row, later ones thinner and dashed, so that what lies beneath still shows.
+    """Draw a curve for each row, later ones thinner and dashed, so that coinciding curves all remain visible.
 
     >>> draw([Row("single", "1 device", 0.5, 0.0, 1.0, 0, 0, 1.0, (2.0, 1.0, 0.5))]).count("<polyline")
     1

@@ -32,7 +32,7 @@ class Digits:
         return len(self.labels)
 
     def take(self, indices: Tensor) -> Digits:
-        """The images at `indices`, in that order."""
+        """Return the images at `indices`, in that order."""
         return Digits(self.images[indices], self.labels[indices])
 
 
@@ -47,7 +47,7 @@ def check_installed() -> None:
 
 
 def load(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
-    """The training images and the test images, the same on every rank and in every run.
+    """Return the training images and test images, equal on every rank and in every run.
 
     Raises:
         MissingExtra: scikit-learn is not installed.
@@ -61,7 +61,7 @@ def load(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
 
 
 def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
-    """`steps` batches of `size` images: every image once in each pass, each pass in its own order."""
+    """Yield `steps` batches of `size` images; each pass visits every image once, in a new order."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.empty(0, dtype=torch.long)
     for _ in range(steps):
@@ -72,7 +72,7 @@ def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
 
 
 def _split(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices for training and test, with the same share of each digit in both."""
+    """Return indices for training and test, with the same share of each digit in both."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     train, test = [], []
     for digit in labels.unique():

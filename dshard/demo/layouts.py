@@ -1,4 +1,4 @@
-"""The strategies of the demo: a name, a mesh for any number of ranks, and what `parallelize` calls it."""
+"""The strategies of the demo: a name, a mesh for any number of ranks, and a plan of `parallelize`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REST = 0  # as the size of a mesh axis: all ranks that the other axes leave over
 
 
 class UnknownStrategy(DShardError, ValueError):
-    """Raised for a name that is in no row of the table of strategies."""
+    """Raised for a name that no strategy of the demo has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Strategy:
     least: int = 1
 
     def on(self, ranks: int) -> Mesh | None:
-        """The mesh over `ranks` ranks; an axis shrinks to a size that divides them. None for one device.
+        """Return the mesh over `ranks` ranks, on which axes shrink to sizes that divide them; None for one device.
 
         >>> str(find("data x tensor").on(8)), str(find("data x tensor").on(3)), str(find("tesseract").on(8))
         ('dp=2 tp=4', 'dp=1 tp=3', 'd=2 r=2 c=2')
@@ -47,7 +47,7 @@ class Strategy:
         return Mesh(tuple(sizes), tuple(self.mesh))
 
     def suits(self, ranks: int) -> bool:
-        """Whether it is worth training on so many ranks: no other row has its mesh, and each rank has a head."""
+        """Whether the strategy is worth training on `ranks` ranks: no other row has its mesh, no rank lacks a head."""
         mesh = self.on(ranks)
         if mesh is None:
             return True
@@ -56,7 +56,7 @@ class Strategy:
 
 
 def names(ranks: int | None = None) -> list[str]:
-    """The names of all strategies, or of those worth training on so many ranks, in the order of the table.
+    """Return the names of all strategies, or of those worth training on `ranks` ranks, in the table's order.
 
     >>> sorted(set(names()) - set(names(ranks=4)))
     ['tesseract']
@@ -65,7 +65,7 @@ def names(ranks: int | None = None) -> list[str]:
 
 
 def find(name: str) -> Strategy:
-    """The strategy of this name; hyphens stand for spaces, which shells dislike.
+    """Return the strategy called `name`, in which hyphens may stand for spaces.
 
     Raises:
         UnknownStrategy: there is none.

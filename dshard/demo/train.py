@@ -1,4 +1,4 @@
-"""Train one unchanged model under each strategy, or predict what a step sends; compare losses with a single device."""
+"""Train one model under each strategy and compare the losses with one device, or predict a step's collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RATE, EPSILON = 5e-3, 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a run: strategies, ranks, steps. No strategies: all that are worth it on so many ranks."""
+    """Settings of a run; without `strategies`, all that are worth training on `ranks` ranks."""
 
     strategies: tuple[str, ...] = ()
     ranks: int = 4
@@ -37,7 +37,7 @@ class Settings:
     device: str = "cpu"
 
     def chosen(self) -> list[Strategy]:
-        """The strategies to train, each once. A single device comes first: the others are compared with it."""
+        """Return the strategies to train, each once, after the single device that they are compared with."""
         requested = self.strategies or names(self.ranks)
         return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in requested)])]
 
@@ -53,7 +53,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training as one rank saw it: the losses are those of the whole batch, the collectives are the rank's own."""
+    """One training run as one rank saw it: the losses of whole batches, and the rank's own collectives."""
 
     losses: list[float]
     test_accuracy: float
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one strategy. Collectives, and the bytes received, are those of one rank; `losses` of each step."""
+    """The result of one strategy, with the loss of each step, and the collectives and received bytes of one rank."""
 
     strategy: str
     mesh: str
@@ -80,7 +80,7 @@ Report = Callable[[Progress], None]
 
 
 def train_all(settings: Settings, report: Report) -> list[Row]:
-    """Train under each strategy in turn, all ranks together. Rank 0 alone trains a single device, and has the rows."""
+    """Train under each strategy in turn on all ranks; rank 0 also trains on a single device and returns the rows."""
     runs: dict[str, Run] = {}
     for strategy in settings.chosen():
         if strategy is not SINGLE or dist.get_rank() == 0:
@@ -91,7 +91,7 @@ def train_all(settings: Settings, report: Report) -> list[Row]:
 
 
 def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
-    """Train the model laid out by `strategy`; on the same batches in the same order, whatever the strategy."""
+    """Train the model under `strategy`, on the same batches in the same order for every strategy."""
     training, test = load(settings.dtype)
     device, mesh = torch.device(settings.device), strategy.on(settings.ranks)
     model, on = build(settings.seed, settings.dtype).to(device), None
@@ -121,7 +121,7 @@ def example(dtype: torch.dtype, batch: int = BATCH) -> Tensor:
 
 
 def loss_of(model: ViT, images: Tensor, labels: Tensor, mesh: DeviceMesh | Mesh | None) -> Tensor:
-    """The loss of a batch of plain tensors, equal on all ranks; the model is on `mesh`, or on one device."""
+    """Return the loss of a batch of plain tensors that are equal on all ranks; `mesh` is None on one device."""
     return F.cross_entropy(
         model(images), labels if mesh is None else distribute_tensor(labels, mesh, src_data_rank=None)
     )
@@ -129,7 +129,7 @@ def loss_of(model: ViT, images: Tensor, labels: Tensor, mesh: DeviceMesh | Mesh 
 
 @torch.no_grad()
 def _accuracy(model: ViT, test: Digits, device: torch.device) -> float:
-    """The share of the test images whose digit the model finds."""
+    """Return the share of the test images that the model classifies correctly."""
     logits = model(test.images.to(device))
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
@@ -138,7 +138,7 @@ def _accuracy(model: ViT, test: Digits, device: torch.device) -> float:
 
 
 def _warm_up_and_decay(steps: int) -> Callable[[int], float]:
-    """Factors of the learning rate: a tenth of the steps to grow, a cosine to fall."""
+    """Return factors of the learning rate: linear growth over a tenth of the steps, then cosine decay."""
     return lambda step: min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -161,7 +161,7 @@ Work: TypeAlias = Callable[[Settings, Report], list[Row]]
 
 
 def run(settings: Settings, report: Report, work: Work = train_all) -> list[Row]:
-    """Train under each strategy, on ranks of our own or those of a launcher; the rows, on the process that reports.
+    """Train under each strategy, on ranks started here or by a launcher; the reporting process returns the rows.
 
     `report` is called after each step there.
 
@@ -175,7 +175,7 @@ def run(settings: Settings, report: Report, work: Work = train_all) -> list[Row]
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One training step: its collectives, the bytes that the busiest rank of each receives, their predicted seconds."""
+    """A predicted training step: number of collectives, received bytes of the busiest ranks, and seconds."""
 
     strategy: str
     collectives: int
@@ -186,7 +186,7 @@ class Predicted:
 def predict(
     strategy: Strategy, ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Predicted:
-    """A step on tensors without data, on a mesh without processes; the same on every rank. `strategy` has a mesh."""
+    """Predict a training step of `strategy`, which has a mesh, on meta tensors and without processes."""
     mesh = strategy.on(ranks)
     assert mesh is not None
     mesh = replace(mesh, device_type=device)
@@ -199,6 +199,6 @@ def predict(
 
 
 def rank(ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Predicted]:
-    """All strategies worth training on so many ranks, the one whose step communicates for the shortest time first."""
+    """Predict all strategies worth training on `ranks` ranks, the least communication time first."""
     predictions = [predict(find(name), ranks, batch, device, dtype) for name in names(ranks) if name != SINGLE.name]
     return sorted(predictions, key=lambda predicted: predicted.seconds)

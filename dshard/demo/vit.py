@@ -1,4 +1,4 @@
-"""A small vision transformer, an ordinary `nn.Module`: nothing in this file knows about layouts."""
+"""A small vision transformer, as an ordinary `nn.Module` that uses nothing of dshard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLASSES = 10
 
 
 class Attention(nn.Module):
-    """Every patch looks at every patch, in `HEADS` independent heads.
+    """Self-attention over all patches in `HEADS` heads.
 
     The query, key and value of a head are neighbours among the outputs of `qkv`, so its rows split into whole heads.
     """
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each normalised before and added to its input."""
+    """Attention, then a two-layer perceptron, each applied to its normalised input and added to that input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ViT(nn.Module):
 
 
 def build(seed: int, dtype: torch.dtype = torch.float32) -> ViT:
-    """The model with the same initial values wherever it is built."""
+    """Build the model with initial values that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ViT().to(dtype)

@@ -1,4 +1,4 @@
-"""Reports for people: tables and progress bars of values that the library returned."""
+"""Tables and progress bars that show the library's values in a terminal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
 
 
 def drawn(value: Exported | Drawing) -> Drawing:
-    """The table of a value; a drawing as it is."""
+    """Return the table of a value, or `value` itself if it is drawable."""
     match value:
         case Report(operators):
             return Group(*map(explanation_table, operators)) if operators else Text(NOTHING)
@@ -129,7 +129,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def predictions(ranked: Sequence[Predicted]) -> str:
-    """A line of the predicted communication of each strategy in a step, the cheapest first.
+    """Summarise the predicted communication of each strategy in a line, the cheapest first.
 
     >>> predictions([Predicted("data", 34, 1 << 20, 0.01), Predicted("megatron", 8, 6 << 20, 0.02)])
     'auto: data, predicted to communicate for 10.0 ms in a step (megatron 20.0 ms)'
@@ -159,7 +159,7 @@ def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str) -> Grou
 
 
 def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
-    """A note if another plan sends fewer bytes, and how to ask for it."""
+    """Return a note on the plan that sends fewer bytes and how to ask for it, if there is one."""
     fewest = plan(moved.src, moved.dst, moved.shape, itemsize, BYTES)
     more, least = moved.busiest() * itemsize, fewest.busiest() * itemsize
     if more <= least:
@@ -185,7 +185,7 @@ def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, 
 
 
 def reshard_table(resharding: ReshardPlan, topology: Topology, why: str) -> Group:
-    """The chains of a plan between meshes, by the time they start, and what crosses from host to host."""
+    """The chains of a plan between meshes, by the time they start, and the bytes between each pair of hosts."""
     src, dst = (f"[{layout}] on ({layout.mesh})" for layout in (resharding.src, resharding.dst))
     rows = [
         (
@@ -236,7 +236,7 @@ def topology_table(topology: Topology) -> Group:
 
 
 def explanation_table(explanation: Explanation, legend: str = "") -> Group:
-    """The candidates of one operator, the chosen one marked, and why it was."""
+    """The candidates of one operator, with the chosen one marked and the reason for it."""
     times = (">gather\nus", ">compute\nus", ">reduce\nus", ">back-\nward us")
     heads = ("", "axes, layouts", ">received", ">mes-\nsages", ">peak", *times, ">x\nbound")
     rows: list[list[str | Text]] = []
@@ -265,7 +265,7 @@ def trace_table(trace: Trace) -> Group:
 
 
 def model_table(model_plan: ModelPlan) -> Group:
-    """Modules of a model with their layouts and what each sends in a step."""
+    """Modules of a model with their layouts and the collectives of each in a step."""
     first, *_, last = str(model_plan).split("\n")
     heads = [f">{head}" if head in ("received", "ms") else head for head in PLAN_HEADINGS]
     return Group(title(first), table(heads, model_plan.rows()), Text(last if model_plan.cost is not None else ""))

@@ -1,4 +1,4 @@
-"""The console: results, errors and notes, and the one form of all tables."""
+"""The console on which results, errors and notes are printed, and the common form of tables."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def show(value: Drawing) -> None:
 
 
 def columns() -> int:
-    """The columns of what is printed: those of the terminal or of COLUMNS, else `WIDE`."""
+    """Return the width of the output: that of the terminal or of COLUMNS, else `WIDE`."""
     console = Console()
     return console.width if console.is_terminal or "COLUMNS" in os.environ else max(console.width, WIDE)
 
 
 def error(message: str) -> None:
-    """Print a failure where it does not mix with results: its first line stands out, the rest explains."""
+    """Print a failure on stderr, with its first line highlighted."""
     first, _, rest = message.partition("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(first)}")
@@ -44,7 +44,7 @@ def error(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Print a note where it does not mix with results."""
+    """Print a note on stderr."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message), style="dim")
 
 
@@ -61,7 +61,7 @@ def table(
     total: Sequence[str] = (),
     no_wrap: bool = False,
 ) -> Table:
-    """A table of rows under headings; a heading that begins with ">" is of numbers, which stand flush right.
+    """Build a table of rows under headings; a heading that begins with ">" aligns its column right, for numbers.
 
     `styles` are those of the rows, `total` is a row apart at the end. With `no_wrap` no cell takes several lines.
     """
@@ -82,12 +82,12 @@ def _cell(cell: str | Text) -> str | Text:
 
 
 def title(text: str) -> Text:
-    """The title of a table, which is not folded to its width."""
+    """Return the title of a table, which is not wrapped to the table's width."""
     return Text(text, style="italic")
 
 
 def count(n: int, thing: str) -> str:
-    """A number and a noun, as text.
+    """Format a number with its noun, in the plural unless it is 1.
 
     >>> count(1, "rank"), count(1000, "step")
     ('1 rank', '1,000 steps')

@@ -1,4 +1,4 @@
-"""HTML of values for notebooks: pictures of tensors and layouts, and the tables of the rest."""
+"""HTML of values for notebooks: pictures of tensors and layouts, tables of other values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PRE = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{code
 
 
 def html(value: Drawn | DTensor) -> str:
-    """The HTML of a value: a picture of a tensor or layout, else its table, or its text where it has none.
+    """Return the HTML of a value: a picture of a tensor or layout, else its table, else its text.
 
     A layout is drawn for a tensor of one row or column on each rank. Nothing is sent.
     """
@@ -41,7 +41,7 @@ def html(value: Drawn | DTensor) -> str:
 
 
 def _least(layout: Layout) -> Shape:
-    """The least shape of which each rank holds a part of its own along each dim that is sharded."""
+    """Return the smallest shape of which each rank holds a chunk of its own along every sharded dim."""
     dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard)]
     sizes = zip(layout.placements, layout.mesh.shape, strict=True)
     split = [(placement.dim, size) for placement, size in sizes if isinstance(placement, Shard)]

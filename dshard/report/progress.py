@@ -1,4 +1,4 @@
-"""Progress bars and spinners: on a terminal only, and never where results are printed."""
+"""Progress bars and spinners, shown on stderr, and only on a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar for each strategy; the function given moves them."""
+    """Show a bar for each strategy, moved by the yielded function."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -63,7 +63,7 @@ def demo_progress(settings: Settings, visible: bool) -> Iterator[Callable[[Progr
 
 @contextmanager
 def measure_progress(visible: bool, verb: str = "measuring") -> Iterator[Callable[[tuple[float, str]], None]]:
-    """One bar; the function given moves it to how much is done, and says what is being measured."""
+    """Show one bar; the yielded function sets its completed share and names the current measurement."""
     columns = (TextColumn(verb), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("", total=1.0)
@@ -72,7 +72,7 @@ def measure_progress(visible: bool, verb: str = "measuring") -> Iterator[Callabl
 
 @contextmanager
 def checkpoint_progress(visible: bool = True, what: str = "checkpoint") -> Iterator[Callable[[int, int], None]]:
-    """One bar; the function given, `progress=` of `save` and `load`, moves it by the bytes of this rank."""
+    """Show one bar of this rank's bytes; pass the yielded function as `progress=` to `save` or `load`."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[done]}"))
     with Bars(*columns, console=Console(stderr=True), disable=not visible) as bars:
         task = bars.add_task(what, total=1.0, done="")
@@ -86,7 +86,7 @@ def checkpoint_progress(visible: bool = True, what: str = "checkpoint") -> Itera
 
 @contextmanager
 def search_progress(visible: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the setups that were simulated; on a terminal only."""
+    """Show a bar of the simulated setups, on a terminal only."""
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Bars(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bars:

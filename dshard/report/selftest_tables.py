@@ -23,7 +23,7 @@ def selftest_table(selftest: SelfTest) -> Table:
 
 
 def selftest_failures(selftest: SelfTest) -> str:
-    """Text to send to the maintainers, of those checks that failed."""
+    """Format the failed checks as text to send to the maintainers."""
     lines = [f"{count(len(selftest.failed), 'check')} failed; please open an issue with what follows"]
     lines += [f"{name}: {value}" for name, value in selftest.machine.items()]
     for each in selftest.failed:

@@ -88,7 +88,7 @@ def _legend(program: Program, columns: int) -> str:
 
 
 def _bar(spans: Sequence[Span], makespan: float, columns: int) -> Text:
-    """A line to scale: each span begins with its name, and goes on in dashes."""
+    """Draw spans to scale in one line; each begins with its name and continues in dashes."""
     bar = Text(no_wrap=True)
     scale = columns / makespan if makespan else 0.0
     for span in spans:

@@ -28,7 +28,7 @@ SIDE, MARGIN, LINE, LEAST = 360.0, 56.0, 18.0, 14.0
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A region of a tensor and the ranks that hold it; `lead` are its indices of all dims but the last two."""
+    """A region of a tensor and the ranks that hold it; `lead` has its indices in all dims but the last two."""
 
     lead: Region
     rows: range
@@ -58,7 +58,7 @@ class Picture:
         return f"{self.layout} of {'x'.join(map(str, self.shape)) or 'a scalar'} on {self.layout.mesh}"
 
     def panels(self) -> dict[Region, list[Tile]]:
-        """The tiles of each slab of the leading dims, in order."""
+        """Group the tiles by their indices in the leading dims, in order."""
         panels: defaultdict[Region, list[Tile]] = defaultdict(list)
         for tile in self.tiles:
             panels[tile.lead].append(tile)
@@ -88,7 +88,7 @@ class Picture:
         return f"nothing on {'rank' if len(self.idle) == 1 else 'ranks'} {_ranks(self.idle)}"
 
     def svg(self, path: str | PathLike[str] | None = None) -> str:
-        """The picture as SVG, written to `path` if given. A part that several ranks hold has a stripe for each."""
+        """Return the picture as SVG, or write it to `path`; a region held by several ranks has a stripe for each."""
         panels = self.panels()
         rows, columns = self.shape[-2] if len(self.shape) > 1 else 1, self.shape[-1] if self.shape else 1
         width, height = _sides(rows, columns)
@@ -150,7 +150,7 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
 
 
 def parts_of(layout: Layout, shape: Shape) -> tuple[dict[Region, list[int]], list[int]]:
-    """The ranks that hold each region of a tensor, with two dims at least, and the ranks that hold nothing."""
+    """Return the ranks that hold each region of a tensor of at least two dims, and the ranks that hold nothing."""
     held: defaultdict[Region, list[int]] = defaultdict(list)
     idle = []
     for at in layout.mesh.coordinates():
@@ -191,7 +191,7 @@ def colour(rank: int) -> str:
 
 
 def _drawn(tile: Tile, top: float, down: float, across: float) -> list[str]:
-    """A rectangle for each rank, side by side, then their frame and numbers."""
+    """Draw one tile as SVG: a rectangle for each rank, side by side, then their common frame and label."""
     x, y = MARGIN + tile.columns.start * across, top + tile.rows.start * down
     width, height = len(tile.columns) * across, len(tile.rows) * down
     stripe = width / len(tile.ranks)
@@ -211,7 +211,7 @@ def _drawn(tile: Tile, top: float, down: float, across: float) -> list[str]:
 
 
 def _sides(rows: int, columns: int) -> tuple[float, float]:
-    """Width and height of a panel: in proportion, but not thinner than a quarter of its longer side."""
+    """Return the width and height of a panel: in proportion, but the shorter at least a fraction of the longer."""
     rows, columns = max(1, rows), max(1, columns)
     longer = max(rows, columns)
     return SIDE * max(columns / longer, 0.25), SIDE * max(rows / longer, 0.25 if rows > 1 else 0.1)
@@ -226,7 +226,7 @@ def _span_text(part: range) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in few words: neighbours as a range.
+    """Format ranks briefly, with runs of consecutive ranks as ranges.
 
     >>> _ranks((0, 1, 2, 5))
     '0-2,5'

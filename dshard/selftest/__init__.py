@@ -1,4 +1,4 @@
-"""`dshard selftest`: whether dshard works on this machine, in one table."""
+"""`dshard selftest`: check that dshard works on this machine, and show the results in one table."""
 
 from dshard.selftest.selftest_run import Result, SelfTest, environment, run
 

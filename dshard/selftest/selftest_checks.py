@@ -1,4 +1,4 @@
-"""The checks of the self-test on every rank: results against one device, on tensors of the device under test.
+"""The checks of the self-test on every rank: results on the device under test, compared with one device.
 
 Each check returns what it has compared, and raises where something differs.
 """
@@ -53,18 +53,18 @@ _COMPLETE: list[list[Placement]] = [[Replicate(), Replicate()], [Shard(0), Shard
 
 
 class Differs(AssertionError):
-    """A result that is not that of one device."""
+    """Raised for a result that differs from that of one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the checks run: the type of device, and how many ranks there are."""
+    """The type of device and the number of ranks on which the checks run."""
 
     device: str
     ranks: int
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """A mesh of all ranks with these axes: two ranks along the first, all others along the next."""
+        """Create a mesh of all ranks with these axes: two ranks along the first, all others along the second."""
         first = 2 if len(names) > 1 and self.ranks % 2 == 0 else self.ranks if len(names) == 1 else 1
         shape = (first, *[self.ranks // first, *[1] * len(names)][: len(names) - 1])
         return init_device_mesh(self.device, shape, mesh_dim_names=names)
@@ -75,7 +75,7 @@ class Place:
 
 
 def redistributions(place: Place) -> str:
-    """Tensors of all dtypes from every layout of a mesh of two axes to every other."""
+    """Redistribute tensors of several dtypes between the layouts of a mesh of two axes."""
     mesh, count = place.mesh("a", "b"), 0
     options: list[Placement] = [Replicate(), Shard(0), Shard(1)]
     layouts = [(a, b) for a in options for b in options]
@@ -90,7 +90,7 @@ def redistributions(place: Place) -> str:
 
 
 def reductions(place: Place) -> str:
-    """Partial sums of several dtypes to every other layout."""
+    """Redistribute partial sums of several dtypes to every layout without partials."""
     mesh, count = place.mesh("a", "b"), 0
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = place.randn(7, 6, dtype=dtype)
@@ -103,12 +103,12 @@ def reductions(place: Place) -> str:
 
 
 def products(place: Place) -> str:
-    """A product and its gradients under every named strategy that a mesh of these ranks has."""
+    """Check a matmul and its gradients under every named strategy that a mesh of these ranks has."""
     return multiplied_under(place, *strategies())
 
 
 def multiplied_under(place: Place, *names: str) -> str:
-    """A product and its gradients under each of these strategies, where a mesh of these ranks has it."""
+    """Check a matmul and its gradients under each of these strategies, where a mesh of these ranks has it."""
     done = []
     for name in names:
         for mesh in (place.mesh("x"), place.mesh("x", "y"), place.mesh("x", "y", "z")):
@@ -139,7 +139,7 @@ def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
 
 
 class Block(nn.Module):
-    """A transformer block: causal attention and a perceptron, each normalised before."""
+    """A transformer block: causal attention and a perceptron, each applied to its normalised input and added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -166,12 +166,12 @@ def model_of(place: Place, width: int, heads: int = 4, blocks: int = 2) -> nn.Se
 
 
 def training_steps(place: Place) -> str:
-    """Two training steps of a small model under every plan: losses and parameters as on one device."""
+    """Check the losses and parameters of two training steps of a small model under every plan."""
     return trained_under(place, *PLANS)
 
 
 def trained_under(place: Place, *plans: str) -> str:
-    """Two training steps under each of these plans."""
+    """Check the losses and parameters of two training steps under each of these plans."""
     x = place.randn(4 * place.ranks, 6, 32).div(8)
     expected, right = _train(model_of(place, 32), x)
     for name in plans:
@@ -195,12 +195,12 @@ def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def captured_steps(place: Place) -> str:
-    """A training step captured in a CUDA graph, and replayed on new numbers after a step of another model."""
+    """Check a training step captured in a CUDA graph and replayed on new numbers, under every plan."""
     return captured_under(place, *CAPTURED)
 
 
 def captured_under(place: Place, *plans: str) -> str:
-    """A captured training step under each of these plans; the parameters are those of one device."""
+    """Check the parameters after a captured and replayed training step under each of these plans."""
     x, y = (place.randn(4 * place.ranks, tokens, 32)[:, :6].div(8) for tokens in (6, 7))
     right = model_of(place, 32, blocks=1)
     run = _step_of(right, batch := x.clone())
@@ -221,7 +221,7 @@ def captured_under(place: Place, *plans: str) -> str:
 
 
 def _step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
-    """A training step of the model on what the batch holds when it runs."""
+    """Return a training step of the model on the current contents of `batch`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -233,7 +233,7 @@ def _step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
 
 
 def captured(device: str, step: Callable[[], None], warm: int) -> Callable[[], None]:
-    """Run a step so many times, then capture it in a CUDA graph: returns what replays it.
+    """Run `step` `warm` times, capture it in a CUDA graph, and return the function that replays the graph.
 
     Without CUDA it is the step itself, once the last of these times has shown that the host does not wait in it.
     """
@@ -256,7 +256,7 @@ def captured(device: str, step: Callable[[], None], warm: int) -> Callable[[], N
 
 
 def resharding(place: Place) -> str:
-    """A tensor to another mesh of the same ranks, and to one of half of them."""
+    """Reshard a tensor to another mesh of the same ranks, and distribute it over a slice of the mesh."""
     first, tensor = place.mesh("a", "b"), place.randn(9, 7)
     x = distribute_tensor(tensor, first, [Shard(0), Shard(1)], src_data_rank=None)
     second = place.mesh("c")
@@ -270,7 +270,7 @@ def resharding(place: Place) -> str:
 
 
 def random_numbers(place: Place) -> str:
-    """Random numbers, equal in every layout."""
+    """Check that random numbers are equal in every layout."""
     mesh, draws = place.mesh("a", "b"), []
     for layout in ([Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Shard(0)]):
         manual_seed(7)
@@ -282,7 +282,7 @@ def random_numbers(place: Place) -> str:
 
 
 def checkpoints(place: Place) -> str:
-    """A checkpoint written in one layout and read in another."""
+    """Read in one layout a checkpoint written in another."""
     (path,) = set(gather_objects(tempfile.mkdtemp(prefix="dshard-selftest-") if group_rank() == 0 else None)) - {None}
     mesh, tensor = place.mesh("a", "b"), place.randn(9, 6)
     try:
@@ -299,7 +299,7 @@ def checkpoints(place: Place) -> str:
 
 
 def overhead(place: Place) -> str:
-    """Seconds of a forward and backward pass of a block: plain torch, and under "data"; no check, a figure to see."""
+    """Report a block's hidden time of forward and backward relative to plain torch under "data"; nothing is checked."""
     figures = []
     for width in (1024, 2048, 4096, 8192) if place.device == "cuda" else (256,):
         x = place.randn(2, 64, width).div(8)
@@ -311,7 +311,7 @@ def overhead(place: Place) -> str:
 
 
 def network(place: Place) -> str:
-    """The measured link of an all_gather beside the one that is assumed; no check, a figure to see."""
+    """Report the measured link of an all_gather and the one assumed; nothing is checked."""
     if place.ranks == 1:
         return "one rank has none"
     mesh = bind(place.mesh("x"))
@@ -322,7 +322,7 @@ def network(place: Place) -> str:
 
 
 def memory(place: Place) -> str:
-    """The most bytes that torch's allocator gives out in a step: of one device, and of a rank under "fsdp"."""
+    """Report the peak bytes of torch's allocator in a step, on one device and on a rank under "fsdp"."""
     if place.device != "cuda":
         return "counted on CUDA alone"
     x = place.randn(4 * place.ranks, 64, 512).div(8)
@@ -355,7 +355,7 @@ def _synchronize(place: Place) -> None:
 
 
 def traffic(place: Place) -> str:
-    """The collectives of a training step, as `trace` counts them; the same on every rank."""
+    """Check that all ranks run the same collectives in a training step, as counted by `trace`."""
     x = place.randn(4 * place.ranks, 6, 32).div(8)
     model = parallelize(model_of(place, 32), place.mesh("x"), "fsdp", x)
     with trace() as traced:

@@ -1,4 +1,4 @@
-"""Run the self-test: every check on ranks started here, or on those of a launcher."""
+"""Run every check of the self-test on ranks started here or by a launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECONDS = 300.0  # of one check
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One check: on which backend, whether it passed, its seconds on the slowest rank, and what it says."""
+    """The result of one check on one backend: success, seconds on the slowest rank, and a line of details."""
 
     backend: str
     check: str
@@ -38,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SelfTest(Drawn):
-    """The results of a self-test, and the machine that it ran on: names and versions as `environment` has them.
+    """The results of a self-test, and the `environment` it ran in.
 
     A notebook draws the table that `dshard selftest` prints.
     """
@@ -52,7 +52,7 @@ class SelfTest(Drawn):
 
     @property
     def failed(self) -> tuple[Result, ...]:
-        """The results of checks that have failed."""
+        """The results of failed checks."""
         return tuple(result for result in self.results if not result.passed)
 
 
@@ -92,7 +92,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def one_check(name: str, place: Place) -> tuple[str, float]:
-    """Run one check on this rank; return what it says, and its seconds."""
+    """Run one check on this rank, and return its line of details and its seconds."""
     begin = perf_counter()
     detail = CHECKS[name](place)
     return detail, perf_counter() - begin
@@ -119,7 +119,7 @@ def _silent(at: tuple[float, str]) -> None:
 
 
 def _all(place: Place, report: Progress) -> list[Result]:
-    """All checks on this rank of a launcher; after one that fails its ranks may be out of step, and no more run."""
+    """Run all checks on this rank of a launcher, until one fails: the ranks may then be out of step."""
     backend, results = "nccl" if place.device == "cuda" else "gloo", list[Result]()
     for i, name in enumerate(CHECKS):
         report((i / len(CHECKS), f"{backend}, {name}"))

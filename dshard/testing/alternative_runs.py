@@ -24,7 +24,7 @@ from dshard.torch_private import OpOverload
 
 
 def check_alternatives(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: Same) -> None:
-    """Run `func` by each alternative to its rule, in all layouts of its operands, and compare with one device.
+    """Run `func` by each alternative to its rule, in all layouts of its operands, and compare with torch.
 
     For ranks that are simulated in this process.
 

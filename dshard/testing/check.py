@@ -41,7 +41,7 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Verify that `op` on distributed tensors has the result of one device, in all layouts of its operands.
+    """Verify `op` on distributed tensors against single-device torch, in all layouts of its operands.
 
     `op` is an operator of torch, a function such as `torch.nn.functional.gelu`, or the name of an operator with a
     registered rule. Each sample is a tuple of its arguments, tensors and others; a dict at its end holds keyword
@@ -270,7 +270,7 @@ def _backward(
 
 
 def _incoming(out: object, seed: int) -> Tensor | None:
-    """A random gradient for a differentiable output; None for others."""
+    """Return a random incoming gradient for a differentiable output, None for other outputs."""
     if not isinstance(out, Tensor) or not out.requires_grad:
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -278,7 +278,7 @@ def _incoming(out: object, seed: int) -> Tensor | None:
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
-    """The tensor with its zeros in memory."""
+    """Return the tensor, as ordinary zeros if it is one of autograd's tensors without memory."""
     # torch's comparison crashes on its zero tensors, which have no memory
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and x._is_zerotensor() else x
 

@@ -108,7 +108,7 @@ def _sends(part: Part) -> bool:
 
 
 def _under_contract(part: Part, ranks: Sequence[int]) -> Collective:
-    """A collective or message of `nccl_contract` under torch's name."""
+    """Return a collective or message of `nccl_contract` as a `Collective` with torch's name."""
     rank, n, bound = ranks.index(dist.get_rank()), len(ranks), Arguments()
     count: Count
     if part.message is not None:
@@ -175,7 +175,7 @@ def _sent(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
 
 
 def _one(bound: Arguments, *names: str) -> Tensor:
-    """The argument with one of these names, which is a tensor or a list of one tensor."""
+    """Return the argument with one of these names, unwrapped if it is a list of one tensor."""
     x = next(bound[name] for name in names if name in bound)
     while isinstance(x, list | tuple):
         assert len(x) == 1

@@ -19,7 +19,7 @@ Recorded: TypeAlias = tuple[OpOverload, Args, Kwargs]
 
 
 def resolve(op: OpOverload | Function | str) -> Function:
-    """The operator or function that `op` names, or is.
+    """Return the operator or function that `op` names or is.
 
     Raises:
         NotationError: no operator has this name, or several overloads do.
@@ -43,7 +43,7 @@ def _only_overload(op: Any) -> OpOverload:
 
 
 def recorded(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence[bool]) -> list[Recorded]:
-    """The different operators that `function` calls on these arguments, each once, with their arguments.
+    """List the distinct operators that `function` calls on these arguments, with the arguments of each.
 
     Its backward pass runs for the operands that `gradients` marks. Views and copies are left out, unless they are the
     function itself.

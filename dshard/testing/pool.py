@@ -107,7 +107,7 @@ class RankPool:
         return processes
 
     def _in_step(self, processes: Processes, failures: dict[int, Failure]) -> bool:
-        """Whether the ranks are all alive and have begun equally many collectives, so that the next will match."""
+        """Whether all ranks are alive and have begun equally many collectives, so that the next ones will match."""
         if any(failure.kind is not Kind.RAISED for failure in failures.values()):
             return False
         outcomes = processes.call([request(collectives_begun)] * self.n_ranks, _PROBE_LIMIT)
@@ -135,12 +135,12 @@ def rank_pool(n_ranks: int, backend: str | None = None) -> RankPool:
 
 
 def default_backend() -> str:
-    """The default backend of pools: that of the variable DSHARD_TEST_BACKEND, or gloo."""
+    """Return the default backend of pools: the value of DSHARD_TEST_BACKEND, or gloo."""
     return os.environ.get("DSHARD_TEST_BACKEND") or "gloo"
 
 
 def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
-    """Initialise torch.distributed over the loopback, meeting the others at the store on `port`."""
+    """Initialise torch.distributed over the loopback interface through the store on `port`."""
     share_cores()
     if backend == nccl_contract.BACKEND:
         nccl_contract.register()

@@ -55,7 +55,7 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
 
 @contextmanager
 def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
-    """Raise errors within the block as a RuleError about `what`, on this mesh, in the layouts of a strategy."""
+    """Raise errors within the block as a RuleError that names the call, the mesh and the strategy."""
     try:
         yield
     except Exception as error:
@@ -64,7 +64,7 @@ def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
 
 
 def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[object, object]) -> list[Tensor]:
-    """The global outputs of a call, joined from the local outputs of all ranks under one strategy."""
+    """Run a call under one strategy, and join the local outputs of all ranks into global ones."""
     pairs = zip(tensors_in(arguments), strategy.inputs, strict=True)
     operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
@@ -80,7 +80,7 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[
 
 
 def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
-    """All strategies of the rule for any layouts of the operands, each once, without prices."""
+    """List all strategies of the rule for any layouts of the operands, each once, without prices."""
     outputs = [(tuple(out.shape), out.itemsize) for out in call.outs]
     strategies: dict[tuple[object, ...], Strategy] = {}
     for operands in suggestive(rule, call.specs, mesh):
@@ -92,7 +92,7 @@ def every_strategy(rule: Rule, call: Call, mesh: Mesh) -> list[Strategy]:
 
 
 def suggestive(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> Iterator[list[Operand]]:
-    """Operands in layouts that yield every row: on each axis at most one is sharded or partial, in both axis orders."""
+    """Yield operands in layouts that together reach every row of the rule, in both axis orders."""
     options = [
         (i, placement) for i, spec in enumerate(specs) for placement in _suggestive_placements(rule, i, len(spec.shape))
     ]
@@ -113,7 +113,7 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
 
 
 def run_on(func: Function, arguments: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that `func` returns for these arguments, with `tensors` in place of the tensors among them."""
+    """Call `func` with `tensors` in place of the tensors among its arguments, and return the tensors it returns."""
     rest = iter(tensors)
     args, kwargs = replace_tensors(arguments, lambda _: next(rest))
     return tensors_in(func(*args, **kwargs))

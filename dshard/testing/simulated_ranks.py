@@ -50,11 +50,11 @@ def simulated(ranks: int | Mesh) -> Iterator[None]:
 
 
 class _RanksMode(LocalTensorMode):
-    """torch's mode of simulated ranks, removed from the stack while disabled, else it would see each operator."""
+    """torch's mode of simulated ranks, but removed from the mode stack while it is disabled."""
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Leave the mode within the block."""
+        """Disable the mode within the block."""
         is_innermost = current_mode() is self
         with super().disable():
             if is_innermost:
@@ -66,7 +66,7 @@ class _RanksMode(LocalTensorMode):
                     push_mode(self)
 
     def _unpatch_random_functions(self) -> None:
-        """Leave torch's functions of seeds patched, once: while the mode is disabled they behave as unpatched."""
+        """Keep torch's seed functions patched; while the mode is disabled they behave as unpatched."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,7 +77,7 @@ class _RanksMode(LocalTensorMode):
 
 @contextmanager
 def _process_group(world_size: int) -> Iterator[None]:
-    """Within the block there is a process group: the existing one, or one that sends nothing."""
+    """Provide a process group within the block: the existing one, or one that sends nothing."""
     if dist.is_initialized():
         yield
         return
@@ -113,7 +113,7 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
 
 
 def whole(x: DTensor) -> Tensor:
-    """The value of `x` on one device, joined from the local tensors of all ranks by its layout.
+    """Return the global value of `x`, joined from the local tensors of all ranks by its layout.
 
     Every local tensor must have the shape and dtype of its layout, and replicas must be equal to the bit. It works for
     simulated ranks, and on real ones, where all ranks of the mesh call it together.
@@ -127,7 +127,7 @@ def whole(x: DTensor) -> Tensor:
 
 
 def parts(x: DTensor) -> dict[int, Tensor]:
-    """The local tensors of `x` by rank of the mesh."""
+    """Return the local tensors of `x` by rank of the mesh."""
     with comm.plain():
         return {x.layout.mesh.rank(at): part for at, part in _parts(x).items()}
 

@@ -19,14 +19,14 @@ Parts: TypeAlias = dict[Coordinate, Tensor]
 
 
 def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
-    """A function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
+    """Return a function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
     ops, sizes = _partial_ops(layout)
     terms = split(x.detach(), ops, sizes, seed)
     return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
 
 
 def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The global tensor with these local tensors.
+    """Join local tensors into the global tensor.
 
     Raises:
         AssertionError: a local tensor has another shape or dtype than the layout gives it, or replicas differ.
@@ -51,13 +51,13 @@ def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dty
 
 
 def _partial_ops(layout: Layout) -> tuple[list[ReduceOp], list[int]]:
-    """The reductions of the layout's partial placements, and the numbers of ranks of their axes."""
+    """Return the reduction and the number of ranks of each partial axis of the layout."""
     pairs = list(zip(layout.placements, layout.mesh.shape, strict=True))
     return [p.reduce_op for p, _ in pairs if isinstance(p, Partial)], [n for p, n in pairs if isinstance(p, Partial)]
 
 
 def _term_index(layout: Layout, at: Coordinate) -> int:
-    """The index of the term that the rank at `at` holds."""
+    """Return the index of the term that the rank at coordinate `at` holds."""
     index = 0
     for axis in layout.partial_axes():
         index = index * layout.mesh.shape[axis] + at[axis]
@@ -71,7 +71,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def split(x: Tensor, ops: Sequence[ReduceOp], sizes: Sequence[int], seed: int) -> list[Tensor]:
-    """Random terms that `reduce` to `x`, one for each rank of the partial axes, which have these `sizes`.
+    """Split `x` into random terms that `reduce` to it, one for each rank of the partial axes of these `sizes`.
 
     >>> terms = split(torch.tensor([1.0, 2.0, 3.0]), ["sum"], [2], seed=0)
     >>> terms[0] + terms[1]
@@ -112,7 +112,7 @@ def reduce(terms: Sequence[Tensor], ops: Sequence[ReduceOp], sizes: Sequence[int
 
 
 def _mean(terms: Tensor, share: int) -> Tensor:
-    """The sum of the terms, divided by `share`."""
+    """Return the sum of the terms divided by `share`."""
     if terms.dtype == torch.bool:
         return terms.any(0)
     total = terms.sum(0)

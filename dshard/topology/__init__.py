@@ -1,4 +1,4 @@
-"""The network and the devices of a machine: its bandwidths, latencies and rates live here and nowhere else.
+"""The network and devices of a machine; every bandwidth, latency and rate in the package comes from here.
 
 `links` has links, layers of the network, devices and measured figures; `network` the `Topology` made of them; `sharing`
 computes how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `algorithms` has

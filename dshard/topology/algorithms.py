@@ -1,4 +1,4 @@
-"""How NCCL runs a collective: algorithms and protocols, with the latencies and bandwidths that NCCL itself expects.
+"""NCCL's algorithms and protocols, with the latencies and bandwidths by which NCCL itself chooses among them.
 
 NCCL prices each algorithm (ring, tree, in the NVLink switch) with each protocol (LL, LL128, Simple) and takes the
 cheapest: so does `dshard.cost`, by the same figures. They are those of NCCL 2.28, src/graph/tuning.cc (latencies and
@@ -37,7 +37,7 @@ NODES = 3
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm of NCCL with one protocol: seconds of its steps, and the bandwidth that it makes of a link's.
+    """One algorithm of NCCL with one protocol: the seconds of its steps, and its share of a link's bandwidth.
 
     Attributes:
         kind: "ring"; "tree", of an all_reduce; "nvls", in the switch of one node; "nvls-tree", in switches and a tree
@@ -81,12 +81,12 @@ class Algorithm:
             object.__setattr__(self, field, values)
 
     def bandwidth(self, link: float, nodes: int) -> float:
-        """Bytes per second that it makes of those of a link, for a group on so many nodes; 0 where it does not run."""
+        """Return the algorithm's bytes per second on links of `link` bytes per second; 0 where it does not run."""
         i = min(nodes, NODES) - 1
         return min(self.share[i] * min(link, self.lanes), self.most[i])
 
     def runs(self, nodes: int, inside: Hardware | None) -> bool:
-        """Whether it runs in groups on so many nodes, whose ranks in a node are joined so."""
+        """Whether the algorithm runs in groups on this many nodes, with ranks in a node connected by `inside`."""
         if self.protocol == "LL128" and inside == "pcie":
             return False
         match self.kind:
@@ -100,7 +100,7 @@ class Algorithm:
                 assert_never(self.kind)
 
     def step(self, inside: Hardware | None) -> float:
-        """Seconds of a step within a node; none where each node has one rank."""
+        """Return the seconds of a step within a node, 0 if each node has one rank."""
         return {"nvlink": self.nvlink, "pcie": self.pcie, "network": self.network, None: 0.0}[inside]
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """NCCL's figures of a generation of GPUs, GB/s: of one channel unless said, on one node, two and more."""
+    """NCCL's figures of a generation of GPUs in GB/s, per channel unless noted, on one node, two and more."""
 
     channels: int
     nvlink: float
@@ -138,7 +138,7 @@ _LINE = 120 / 128
 
 
 def nccl_algorithms(generation: Generation) -> tuple[Algorithm, ...]:
-    """The algorithms of NCCL on GPUs of a generation, as it prices them."""
+    """Return NCCL's algorithms on a generation of GPUs, as NCCL prices them."""
     g = _FIGURES[generation]
     lanes, ring128 = g.channels * g.nvlink * _GB, g.channels * g.ring_ll128 * _GB
     ll = tuple(rate * _GB for rate in g.ll)

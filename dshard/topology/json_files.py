@@ -1,4 +1,4 @@
-"""Topologies as JSON: writing, reading, and errors that name the path of the wrong field."""
+"""Topologies as JSON, with errors that name the path of the wrong field."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def _algorithm(path: str, value: object) -> Algorithm:
 
 
 def _mesh(path: str, value: object) -> Mesh:
-    """A mesh; its ranks are 0, 1, 2, ... unless listed."""
+    """Read a mesh, whose ranks are 0, 1, 2, ... unless listed."""
     fields = _fields(path, value, ("shape", "names"), ("ranks", "device_type"))
     return _build(path, Mesh, fields, shape=_sizes, names=_texts, ranks=_integers, device_type=_text)
 
 
 def _build(path: str, make: Callable[..., T], fields: Fields, **read: Read) -> T:
-    """Call `make` with these fields, some of them read; an error of it gets the path in the file."""
+    """Call `make` with these fields, reading some of them first; its errors are prefixed with the path in the file."""
     for name in read.keys() & fields.keys():
         fields[name] = read[name](f"{path}.{name}", fields[name])
     try:
@@ -143,7 +143,7 @@ def _list(path: str, value: object, read: Read) -> tuple[Any, ...]:
 
 
 def _values(path: str, value: object) -> tuple[Any, ...]:
-    """A list of any values; the class that they are given to checks them."""
+    """Read a list of any values, which the class that receives them checks."""
     return _list(path, value, lambda _, item: item)
 
 
@@ -152,7 +152,7 @@ def _rows(path: str, value: object) -> tuple[tuple[Any, ...], ...]:
 
 
 def _pairs(path: str, value: object) -> Any:
-    """One bandwidth for all pairs, or a matrix."""
+    """Read one bandwidth for all pairs, or a matrix."""
     return _rows(path, value) if isinstance(value, list) else value
 
 
@@ -188,7 +188,7 @@ def _sizes(path: str, value: object) -> tuple[int, ...]:
 
 
 def _total(layers: Sequence[Layer]) -> int | None:
-    """The number of ranks of the layers together, or None where it is not fixed."""
+    """Return the number of ranks of all layers together, or None if it is not fixed."""
     sizes = [layer.ranks for layer in layers]
     return None if None in sizes else prod(size for size in sizes if size is not None)
 

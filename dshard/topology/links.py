@@ -47,7 +47,7 @@ class Link:
             check_points(self.points)
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for a rank to receive `nbytes`, latency apart: they never fall as the bytes grow.
+        """Return the seconds for a rank to receive `nbytes`, without latency; they never fall as the bytes grow.
 
         >>> Link(0.0, 100.0, points=((10, 1.0), (20, 3.0))).seconds(15)
         2.0
@@ -63,11 +63,11 @@ class Link:
 
     @property
     def best_bandwidth(self) -> float:
-        """The most bytes per second, latency apart, of this link at any size."""
+        """Return the link's highest bytes per second at any size, without latency."""
         return max(self.bandwidth, *(x / y if y else inf for x, y in self.points)) if self.points else self.bandwidth
 
     def no_faster_than(self, other: Link) -> Link:
-        """A link as slow as the slower of both at every point of either, and nowhere faster than that."""
+        """Return a link as slow as the slower of both at every point of either, and nowhere faster than that."""
         bandwidth = min(self.bandwidth, other.bandwidth)
         sizes = sorted({x for x, _ in (*self.points, *other.points)})
         points = tuple((x, max(self.seconds(x), other.seconds(x))) for x in sizes)
@@ -76,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One level of the network: the connection of the units of this level within one unit of the level above.
+    """One level of the network, connecting the units of this level within one unit of the level above.
 
     Units are nodes in a cluster, sockets in a node, devices in a socket: each level has names of its own. All
     bandwidths are bytes per second in one direction, all links full duplex.
@@ -172,7 +172,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Figures that replace the computed ones for the same groups of ranks, whatever their axes are called.
+    """Measured figures that replace the computed ones for the same groups of ranks, whatever the axes are named.
 
     They were taken with all groups of the axes active. Seconds are those of `dshard.cost`: messages one after the
     other, times `latency`, plus the bytes that the busiest rank receives, over `bandwidth` or, where a straight line
@@ -223,7 +223,7 @@ class Measured:
 
     @property
     def link(self) -> Link:
-        """The measured figures as the link of one rank of these groups."""
+        """Return the measured figures as the link of one rank of these groups."""
         return Link(self.latency, self.bandwidth, measured=True, points=self.points)
 
 
@@ -252,7 +252,7 @@ def check_count(field: str, value: object) -> None:
 
 
 def pairs_of(points: object) -> Points:
-    """Points as tuples; `check_points` checks their lengths and numbers.
+    """Convert points to tuples, without checking lengths and numbers (`check_points` does).
 
     Raises:
         TopologyError: the points are no sequence of sequences.
@@ -265,7 +265,7 @@ def pairs_of(points: object) -> Points:
 
 
 def _rates(flops: object) -> tuple[tuple[str, float], ...]:
-    """Rates by the names of dtypes, from pairs or a mapping."""
+    """Convert a mapping or pairs to pairs of a dtype's name and a rate."""
     way_out = "give pairs of a dtype's name and a rate, such as (('float32', 1e13),)"
     rates = []
     for pair in flops.items() if isinstance(flops, Mapping) else as_tuple(flops, "flops", way_out, TopologyError):
@@ -296,7 +296,7 @@ def check_points(points: object) -> None:
 
 
 def check_name(field: str, value: object) -> None:
-    """Refuse a value that is no text, or empty.
+    """Refuse a value that is not a string, or is empty.
 
     Raises:
         TopologyError: with the field's name.
@@ -324,7 +324,7 @@ def _check_matrix(matrix: object, ranks: int | None) -> None:
 
 
 def reached_from(first: int, neighbours: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> set[int]:
-    """The units that links join with the `first`."""
+    """Return the units connected to `first` by links, directly or through others."""
     reached, queue = {first}, [first]
     for unit in queue:  # which grows
         new = [other for other in neighbours[unit] if other not in reached]

@@ -82,17 +82,17 @@ class Topology(Drawn):
 
     @property
     def launch(self) -> float:
-        """Seconds to start one local operation."""
+        """The seconds to launch one local operation."""
         return self.device.launch
 
     @property
     def dispatch(self) -> float:
-        """Seconds that one operator of a distributed program takes beyond its bytes and operations; 0 if unknown."""
+        """The host's seconds for one distributed operator beyond its bytes and operations; 0 if unknown."""
         return self.device.dispatch
 
     @property
     def in_place(self) -> float:
-        """Seconds of an operator that writes to its operand, beyond its bytes and operations; 0 if unknown."""
+        """The host's seconds for an operator that writes to its operand, beyond bytes and operations; 0 if unknown."""
         return self.device.in_place
 
     def link(self, mesh: Mesh, axes: Iterable[str], collective: Collective | None = None) -> Link:
@@ -113,7 +113,7 @@ class Topology(Drawn):
             raise
 
     def nodes(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, Hardware | None] | None:
-        """The nodes that a group along `axes` spans, and what joins its ranks in a node; None where that is unknown."""
+        """The number of nodes that a group along `axes` spans, and the connection within a node; None if unknown."""
         return nodes_of(self.layers, groups_of(mesh, axes))
 
     def flops(self, dtype: str = "") -> float:
@@ -137,11 +137,11 @@ class Topology(Drawn):
             )
 
     def bytes_only(self) -> Topology:
-        """A copy of the topology in which only bytes on the network take time: no latency, launches or local copies."""
+        """Return a copy in which only bytes on the network take time: no latency, launches or local copies."""
         return _bytes_only(self)
 
     def with_measured(self, measured: Iterable[Measured]) -> Topology:
-        """A copy of the topology with these figures added; of two for the same links, the later counts."""
+        """Return a copy of the topology with these figures added; for the same links the last ones count."""
         added = as_tuple(measured, "measured", "give a sequence of dshard.topology.Measured", TopologyError)
         return replace(self, measured=(*self.measured, *added))
 
@@ -213,7 +213,7 @@ class Topology(Drawn):
         backend: Backend = "gloo",
         source: str = "",
     ) -> Topology:
-        """A network on which every rank has the same link, whatever the others do; any number of ranks unless given."""
+        """Create a network of ranks that all have the same link and share nothing; any number of ranks unless given."""
         return cls(name, (Layer("rank", ranks, bandwidth, latency),), device, backend, source=source)
 
     @classmethod

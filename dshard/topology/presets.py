@@ -195,7 +195,7 @@ def _half(name: str, ranks: int | None) -> int:
 
 
 def _bytes(nodes: int, ranks: int | None) -> Parts:
-    """The preset bytes: only bytes on the network take time, so that the cheapest plan moves the fewest."""
+    """The preset bytes: only bytes on the network take time, so the cheapest plan sends the fewest."""
     source = "a byte that a rank receives takes a second; messages, copies and local work take none"
     device = Device("none", flops=(("float32", 1e24),), memory_bandwidth=inf, launch=0.0)
     return Parts(
@@ -216,7 +216,7 @@ PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
 
 
 def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
-    """The fields of the preset called `name`, with these numbers of nodes and of ranks on each.
+    """Return the fields of the preset called `name`, for these numbers of nodes and of ranks on each node.
 
     Raises:
         TopologyError: there is no such preset, or none with these numbers.

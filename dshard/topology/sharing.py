@@ -1,4 +1,4 @@
-"""Bandwidths of groups along some mesh axes that share the network, all of them active at once.
+"""Bandwidths of groups along mesh axes that communicate at once and share the network.
 
 A topology has layers: with `ranks` units each, a unit of layer j has D_j ranks, the product of `ranks` of the layers
 below. A group crosses a layer where it has ranks in several units of one unit above. Its bandwidth in each layer that
@@ -31,7 +31,7 @@ DIRECT: frozenset[Collective] = frozenset({"all_to_all", "exchange"})
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ranks of a group within one unit of the layer above: their units in this layer, and how many in each."""
+    """The ranks of a group within one unit of the layer above: the units they are in, and how many are in each."""
 
     units: tuple[int, ...]
     counts: tuple[int, ...]
@@ -43,7 +43,7 @@ class Part:
 
 
 def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
-    """The ranks of each group along `axes`, sorted, so that equal groups compare equal whatever their axes are.
+    """Return the sorted ranks of each group along `axes`; equal groups compare equal whatever the axes' names.
 
     >>> groups_of(Mesh((2, 2), ("dp", "tp")), ["tp"])
     ((0, 1), (2, 3))
@@ -65,7 +65,7 @@ def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
 
 
 def measured_link(measured: Sequence[Measured], groups: Groups, collective: Collective | None) -> Link | None:
-    """The link measured for these groups, or None; figures of the collective win over those of any collective."""
+    """Return the link measured for these groups, or None; figures of this collective precede general ones."""
     kinds = [collective, "all_to_all", None] if collective == "exchange" else [collective, None]
     for kind in kinds:
         for figures in reversed(measured):
@@ -75,7 +75,7 @@ def measured_link(measured: Sequence[Measured], groups: Groups, collective: Coll
 
 
 def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:
-    """The link of one rank of these groups: the least bandwidth, and the latency of the outermost layer crossed."""
+    """Return the link of one rank of these groups: least bandwidth, and latency of the outermost layer crossed."""
     return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)
 
 
@@ -97,7 +97,7 @@ def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collecti
 
 @cached("nodes of groups", 1024)
 def nodes_of(layers: tuple[Layer, ...], groups: Groups) -> tuple[int, Hardware | None] | None:
-    """The most nodes that a group spans, and what joins its ranks within one; None where a layer does not say."""
+    """Return the most nodes that a group spans, and the connection within one; None if a layer's is unknown."""
     nodes, inside = 1, None
     for layer, inner in zip(layers, _ranks_below(layers), strict=True):
         if not crossing(layer, inner, groups):
@@ -112,7 +112,7 @@ def nodes_of(layers: tuple[Layer, ...], groups: Groups) -> tuple[int, Hardware |
 
 
 def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collective) -> float:
-    """Bytes per second of one rank that no algorithm exceeds: what must enter a unit passes its group bandwidth.
+    """Return an upper bound on one rank's bytes per second, from the bytes that must enter each unit.
 
     Bytes are counted as `dshard.cost` counts them. What several ranks of a unit need enters once, and so do the sums of
     the terms of several ranks outside.
@@ -129,7 +129,7 @@ def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collectiv
 
 
 def _least_entering(collective: Collective, inside: int, outside: int, n: int) -> int:
-    """The number of a tensor's `n` pieces that a unit with `inside` ranks must receive from `outside` others."""
+    """Count the pieces of a tensor's `n` that a unit of `inside` ranks must receive from `outside` others."""
     match collective:
         case "all_gather":
             return outside
@@ -147,7 +147,7 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
 
 @cached("crossings", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
-    """The parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
+    """Count the parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     crossing_parts: Counter[Part] = Counter()
     for group in groups:
         if group[0] // inner == group[-1] // inner:  # ranks are in order: one unit has them all
@@ -164,7 +164,7 @@ def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
 
 
 def _ranks_below(layers: Sequence[Layer]) -> list[int]:
-    """D_j of ATP: the number of ranks in a unit of each layer."""
+    """Return the number of ranks in a unit of each layer (D_j of ATP)."""
     sizes = [1]
     for layer in reversed(layers[1:]):
         assert layer.ranks is not None
@@ -173,7 +173,7 @@ def _ranks_below(layers: Sequence[Layer]) -> list[int]:
 
 
 def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
-    """Bandwidth of one rank where bytes pass along a ring: each group enters and leaves each of its units once."""
+    """Return one rank's bandwidth on a ring: each group enters and leaves each of its units once."""
     sharing: Counter[int] = Counter()
     for part, times in parts.items():
         for unit in part.units:
@@ -188,7 +188,7 @@ def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
 
 
 def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], float]:
-    """Bandwidth of one group out of each of its units, over the links between pairs of units."""
+    """Return each group's bandwidth out of each of its units, over the links between pairs of units."""
     wiring = wiring_of(layer)
     if wiring is None:
         return {}
@@ -208,7 +208,7 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
 
 
 def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> float:
-    """Bandwidth of one rank where each rank sends to each other, and all ranks of a unit share what leaves it.
+    """Return one rank's bandwidth when every rank sends to every other, and a unit's ranks share its links.
 
     Each of `peers` peers gets as many bytes, and only some of these cross the layer; with None all bytes cross it.
     """
@@ -226,7 +226,7 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> 
 
 
 def _demands(parts: Counter[Part], peers: int | None) -> dict[Edge, float]:
-    """The bytes from each unit to each other, for each byte that a rank sends."""
+    """Return the bytes from each unit to each other, per byte that a rank sends."""
     demands: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():
         counts = dict(zip(part.units, part.counts, strict=True))

@@ -1,4 +1,4 @@
-"""Links between pairs of units, and their loads, with messages between units that no link joins."""
+"""Links between pairs of units and their loads; messages between unlinked units pass through others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wiring:
         return self.bandwidth[edge[0] % len(self.bandwidth)][edge[1] % len(self.bandwidth)]
 
     def hops(self, units: Sequence[int]) -> Hops:
-        """The pairs of units between which the bytes of a group in these `units` pass.
+        """Return the routes of a group in these `units`: for each pair that exchanges bytes, the links on its way.
 
         These are all pairs with a link of their own, over which several rings run at once; where such links do not join
         all of the units, the pairs of neighbours on one ring, whose bytes pass through other units.
@@ -43,7 +43,7 @@ class Wiring:
         return {edge: self._way(*edge) for edge in {*pairwise(units), (units[0], units[-1])}}
 
     def spread(self, demands: Mapping[Edge, float]) -> dict[Edge, float]:
-        """The load of each link, given the `demands` between pairs of units of one parent."""
+        """Return the load of each link, given the `demands` between pairs of units of one parent."""
         loads: dict[Edge, float] = defaultdict(float)
         by_source: dict[int, dict[int, float]] = defaultdict(dict)
         for (a, b), amount in demands.items():
@@ -56,7 +56,7 @@ class Wiring:
         return loads
 
     def _way(self, a: int, b: int) -> dict[Edge, float]:
-        """The links on the shortest routes between two units, lower unit first, with their shares of the traffic."""
+        """Return the links on the shortest routes between two units, lower unit first, and their traffic shares."""
         loads: dict[Edge, float] = defaultdict(float)
         self._flow(a, {b: 1.0}, loads)
         return {(min(edge), max(edge)): share for edge, share in loads.items()}
@@ -75,7 +75,7 @@ class Wiring:
                     passing[other] = passing.get(other, 0.0) + share
 
     def _search(self, source: int) -> tuple[list[int], dict[int, list[int]], dict[int, int]]:
-        """All units by their distance, the units before each on its shortest routes, and the number of these routes."""
+        """Return all units by distance, the units before each on its shortest routes, and the number of its routes."""
         order, distance, routes = [source], {source: 0}, {source: 1}
         before: dict[int, list[int]] = {source: []}
         for unit in order:  # which grows
@@ -90,7 +90,7 @@ class Wiring:
 
 
 def wiring_of(layer: Layer) -> Wiring | None:
-    """The links between units of a layer, or None if a link of one pair is never slower than the unit."""
+    """Return the links between units of a layer, or None if no link of a pair is slower than the unit."""
     pair = layer.pair_bandwidth
     if pair is None or (not isinstance(pair, tuple) and pair >= layer.group_bandwidth):
         return None
@@ -100,7 +100,7 @@ def wiring_of(layer: Layer) -> Wiring | None:
 
 
 def least_rate(wiring: Wiring, loads: Mapping[Edge, float]) -> float:
-    """The bytes per second of a rank at which the first link is full; `loads` are per byte that a rank sends."""
+    """Return a rank's bytes per second at which the first link is full, given `loads` per byte that it sends."""
     return min((wiring.pair(edge) / load for edge, load in loads.items()), default=inf)
 
 

@@ -1,1 +1,1 @@
-"""What tests share: models, samples of operators, cases, and ways to compare with one device."""
+"""Helpers that tests share: models, samples of operators, cases, and comparisons with one device."""

@@ -1,4 +1,4 @@
-"""Arguments for convolutions and for operators that treat the entries of leading dims by themselves."""
+"""Arguments for convolutions and for operators that treat each entry of the leading dims separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes and tensors that checkpoints are made of."""
+"""Meshes and tensors for tests of checkpoints."""
 
 from __future__ import annotations
 

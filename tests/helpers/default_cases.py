@@ -1,4 +1,4 @@
-"""Which of many cases of one kind the default tests take; a thorough run takes all."""
+"""Selection of a test's cases: the default run takes some of them, a thorough run takes all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ THOROUGH = settings().max_examples > 100
 
 
 def one_in(n: int, cases: Iterable[object]) -> list[Any]:
-    """Parameters of a test: by default every n-th case, the first included."""
+    """Parametrize a test with `cases`, of which the default run takes every n-th."""
     return [pytest.param(case, marks=_marks(i % n == 0)) for i, case in enumerate(cases)]
 
 
 def one_way_each(cases: Iterable[object], ways: Sequence[object]) -> list[Any]:
-    """Pairs of a case and a way to test it: by default each case in one way, and each way in turn."""
+    """Parametrize a test with all pairs of `cases` and `ways`; the default run takes one way per case, in turn."""
     return [
         pytest.param(case, way, marks=_marks((i - j) % len(ways) == 0))
         for i, case in enumerate(cases)

@@ -1,4 +1,4 @@
-"""Programs on distributed tensors that run with torch's DTensor and with dshard's, by what each library is given for.
+"""Programs on distributed tensors that run with both torch's DTensor and dshard's, through a `Library` argument.
 
 Each holds some of torch's documented behaviour; written for four ranks.
 """
@@ -79,7 +79,7 @@ def refused(call: Callable[[], object], *errors: type[Exception]) -> None:
 
 
 def counts(lib: Library, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """What a call gives, and the collectives that it runs."""
+    """Call `call`; return its result, and the number of each collective that it runs."""
     with lib.CommDebugMode() as comm:
         out = call()
     return out, {str(op).rpartition(".")[2].rstrip(")>' "): n for op, n in comm.get_comm_counts().items() if n}

@@ -1,4 +1,4 @@
-"""What is explained."""
+"""Functions on planned tensors for tests of `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on CUDA without a GPU, of torch's FakeTensorMode: shapes, devices and what the host does, but no numbers.
+"""Fake CUDA tensors (torch's FakeTensorMode) without a GPU: shapes, devices and host behaviour, but no numbers.
 
 A torch without CUDA knows no streams or guards of it, and its backward passes ask for both: `prepare` gives it some
 that do nothing (`fake_cuda.cpp`), before torch is imported. So programs of this run in processes of their own.
@@ -22,7 +22,7 @@ _LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so")
 
 
 def torch_root() -> Path:
-    """The folder of torch, which is not imported."""
+    """Return torch's folder without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -30,19 +30,19 @@ def torch_root() -> Path:
 
 
 def has_cuda() -> bool:
-    """Whether torch was built with CUDA, which then needs no preparation."""
+    """Whether torch was built with CUDA, which needs no preparation."""
     return (torch_root() / "lib" / "libtorch_cuda.so").exists()
 
 
 def why_not() -> str:
-    """The reason for which there can be no fake CUDA tensors here, or ""."""
+    """Return the reason why fake CUDA tensors are unavailable here, or ""."""
     if not sys.platform.startswith("linux"):
         return "written for Linux"
     return "" if has_cuda() or shutil.which("g++") else "torch has no CUDA, and there is no g++ to make up for it"
 
 
 def prepare() -> None:
-    """Give torch a CUDA that does nothing, unless it has one; torch must not have been imported yet."""
+    """Give torch a CUDA runtime that does nothing, unless it has one; call it before importing torch."""
     assert "torch" not in sys.modules, "prepare() comes before `import torch`"
     if has_cuda():
         return
@@ -52,7 +52,7 @@ def prepare() -> None:
 
 
 def _compiled() -> Path:
-    """The library of `SOURCE`, compiled once for each version of torch."""
+    """Compile the library of `SOURCE`, once for each version of torch, and return its path."""
     key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"dshard-fake-cuda-{os.getuid()}-{key}.so"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Every operator with a sample, on fake CUDA tensors: of plain torch first, then distributed, in several layouts.
+"""Run every operator with a sample on fake CUDA tensors, in plain torch and then distributed in several layouts.
 
     PYTHONPATH=.:tests python -m helpers.fake_cuda_operators [PATTERN]
 
@@ -42,7 +42,7 @@ TOPOLOGIES = Topology.flat(1e11), Topology.flat(1e4)
 
 @dataclass
 class Seen:
-    """What was seen of one sample.
+    """The outcome of one sample on fake CUDA tensors.
 
     `torch` is the error of plain torch, if it cannot run it; `draws` are layouts in which it ran distributed, `refused`
     those that dshard refuses.
@@ -56,12 +56,12 @@ class Seen:
 
 
 def on_cuda(x: Tensor) -> Tensor:
-    """A fake CUDA tensor of the form of `x`; numbers of no dim stay on the CPU, as torch has them."""
+    """Return a fake CUDA tensor with the shape, strides and dtype of `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
 def drawn(x: Tensor, mesh: DeviceMesh, random: Random) -> DTensor:
-    """A distributed tensor of the form of `x`, in a layout drawn at random."""
+    """Return a distributed tensor of the form of `x` in a random layout."""
     options: list[Placement] = [Replicate(), *map(Shard, range(x.ndim)), *map(Shard, range(x.ndim))]
     if x.dtype.is_floating_point:
         options.append(Partial())
@@ -72,7 +72,7 @@ def drawn(x: Tensor, mesh: DeviceMesh, random: Random) -> DTensor:
 
 
 def run(sample: Sample, place: Callable[[Tensor], Any], gradients: Sequence[bool]) -> list[Any]:
-    """The outputs of a sample on tensors as `place` makes them, and their gradients."""
+    """Run a sample on tensors made by `place`; return its outputs and their gradients."""
     function, args = sample
     args, kwargs = (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
     rest = iter(gradients)
@@ -94,7 +94,7 @@ def run(sample: Sample, place: Callable[[Tensor], Any], gradients: Sequence[bool
 
 
 def form(x: Any) -> tuple[object, ...]:
-    """What an output is, but for its numbers."""
+    """Return the shape, dtype and device type of an output."""
     return tuple(x.shape), x.dtype, x.device.type
 
 
@@ -134,12 +134,12 @@ def seen_of(name: str, sample: Sample, mesh: DeviceMesh, mode: FakeCuda) -> Seen
 
 
 def on_plain(sample: Sample, gradients: Sequence[bool]) -> list[Any]:
-    """The outputs and gradients of plain torch."""
+    """Run a sample in plain torch; return its outputs and their gradients."""
     return run(sample, on_cuda, gradients)
 
 
 def differences(outputs: Sequence[Any], expected: Sequence[Any]) -> list[str]:
-    """How outputs differ from those of plain torch; each must be on CUDA."""
+    """Describe differences of outputs from those of plain torch; all must be on CUDA."""
     found = []
     if [form(x) for x in outputs] != [form(x) for x in expected]:
         found.append(f"{[form(x) for x in outputs]} and not {[form(x) for x in expected]}")
@@ -149,7 +149,7 @@ def differences(outputs: Sequence[Any], expected: Sequence[Any]) -> list[str]:
 
 
 def summary(seen: Sequence[Seen]) -> tuple[int, int]:
-    """The number of registered operators that samples call, forward or backward, and of those that pass in all of them.
+    """Count the registered operators that samples call, forward or backward, and those whose samples all pass.
 
     An operator passes where each sample that calls it does; those that plain torch cannot run on fake CUDA tensors are
     not counted.
@@ -173,7 +173,7 @@ def _text(error: BaseException) -> str:
 
 
 def sweep(pattern: str = "") -> list[Seen]:
-    """What is seen of every sample whose name contains `pattern`."""
+    """Run every sample whose name contains `pattern`."""
     warnings.filterwarnings("ignore")
     with fake_cuda_world(rank=1) as mode:
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("x", "y"))

@@ -1,4 +1,4 @@
-"""Programs on fake CUDA tensors, whose warm run must not make a CPU tensor nor let the host wait.
+"""Programs on fake CUDA tensors, whose warm run must neither create a CPU tensor nor make the host wait.
 
     PYTHONPATH=.:tests python -m helpers.fake_cuda_programs [PATTERN]
 
@@ -93,7 +93,7 @@ def grid() -> DeviceMesh:
 
 
 def redistributions() -> Step:
-    """Every pair of layouts of a matrix of sizes that do not divide, in three dtypes."""
+    """Redistribute a matrix of sizes that do not divide between all layouts, in three dtypes."""
     mesh, options = grid(), [Replicate(), Shard(0), Shard(1)]
     layouts = [[a, b] for a in options for b in options]
     sources = [*layouts, [Partial(), Replicate()], [Shard(0), Partial()]]
@@ -128,7 +128,7 @@ def random_numbers() -> Step:
 
 
 def other_meshes() -> Step:
-    """A tensor to every order of the ranks of a mesh, and to one of other axes."""
+    """Reshard a tensor to meshes with the ranks in other orders."""
     mesh, whole = grid(), torch.zeros(9, 7, device="cuda")
     with unset_fake_temporarily():
         others = [DeviceMesh("cuda", [*order, 4, 5, 6, 7]) for order in list(permutations(range(4)))[::7]]
@@ -142,7 +142,7 @@ def other_meshes() -> Step:
 
 
 def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
-    """The programs by name."""
+    """Yield the name and the maker of each program."""
     for model in MODELS:
         for strategy in STRATEGIES:
             if (model, strategy) == ("vit", "context"):
@@ -153,14 +153,14 @@ def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
 
 
 def wrong_programs() -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Programs that must be found wrong."""
+    """Yield programs in which the test must detect a fault."""
     yield "wrong: cpu", lambda: lambda: torch.ones(3)
     yield "wrong: wait", lambda: lambda: torch.linalg.inv(torch.ones(2, 2, device="cuda"))
     yield "wrong: mixed", lambda: lambda: dshard.ones(4, 4, device_mesh=grid()).to_local() + torch.ones(4, 4)
 
 
 def wrong_with(make: Callable[[], Step], rank: int) -> list[str]:
-    """What is wrong with a program on fake CUDA tensors, as one rank runs it for the third time."""
+    """Run a program three times as one rank; return the faults of the third run."""
     with fake_cuda_world(rank, RANKS) as mode:
         try:
             step = make()

@@ -1,4 +1,4 @@
-"""Programs that need all their ranks, on fake CUDA tensors: checkpoints, and pipelines with all their stages.
+"""Programs on fake CUDA tensors that need all their ranks: checkpoints, and pipelines with all stages.
 
     PYTHONPATH=.:tests python -m helpers.fake_cuda_ranks RANK FOLDER
 
@@ -42,7 +42,7 @@ COPIES = {"aten._to_copy.default", "aten.slice.Tensor"}
 
 
 def trained(plan: str, shape: tuple[int, ...], *, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A block under a plan, after so many steps."""
+    """Return a block under a plan and its optimiser, after `steps` training steps."""
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=("a", "b")[: len(shape)])
     with torch.device("cuda"):
         model, x = GPT(), torch.zeros(8, TOKENS, WIDTH)
@@ -74,7 +74,7 @@ def loaded(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of what was loaded, by name."""
+    """Yield all tensors of a loaded state by name."""
     yield from state["model"].named_parameters()
     yield "x", state["x"]
     for i, values in enumerate(state["optimiser"].state.values()):
@@ -82,7 +82,7 @@ def tensors_of(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def checkpoints(path: Path, mode: FakeCuda) -> list[str]:
-    """What is wrong with a save on one mesh and a load on another."""
+    """Save on one mesh and load on another; return the faults."""
     with mode.watched() as saving:
         saved(path)
     with mode.watched() as loading:
@@ -95,7 +95,7 @@ def checkpoints(path: Path, mode: FakeCuda) -> list[str]:
 
 
 def pipeline(schedule: str, mode: FakeCuda) -> list[str]:
-    """What is wrong with the third step of a pipeline of two stages, each on two ranks."""
+    """Run a pipeline of two stages on two ranks each; return the faults of its third step."""
     with unset_fake_temporarily():
         meshes = [DeviceMesh("cuda", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1], [2, 3])]
     number = dist.get_rank() // 2
@@ -113,7 +113,7 @@ def pipeline(schedule: str, mode: FakeCuda) -> list[str]:
 
 
 def without_numbers(transforms: Any, stream: Any, data: Any, *args: Any) -> Any:
-    """Write an item of a checkpoint: zeros for a fake tensor, which must be on the CPU by now."""
+    """Write an item of a checkpoint, as zeros for a fake tensor, which must be on the CPU by then."""
     with unset_fake_temporarily():
         if isinstance(data, Tensor):
             assert data.device.type == "cpu"
@@ -125,10 +125,10 @@ WRITE = filesystem._write_item
 
 
 class Stream:
-    """The one stream: torch copies what it writes on it, and waits for it before it writes."""
+    """A stream for torch's checkpoint writer, which copies on it and synchronises it before writing."""
 
     def synchronize(self) -> None:
-        """Wait, as a checkpoint may."""
+        """Do nothing."""
 
 
 if __name__ == "__main__":

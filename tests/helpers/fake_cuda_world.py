@@ -1,4 +1,4 @@
-"""A world of fake CUDA ranks in one process, and what is noticed there: new CPU tensors, and waits of the host."""
+"""A world of fake CUDA ranks in one process, which notices new CPU tensors and waits of the host."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OBJECTS = ("all_gather_object", "gather_object", "scatter_object_list", "broadca
 
 @dataclass
 class Noticed:
-    """What a program on fake CUDA tensors did: operators that make CPU tensors, and those that make the host wait."""
+    """Counts of a program's operators on fake CUDA tensors that create CPU tensors, or make the host wait."""
 
     on_cpu: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
 
     def beyond(self, allowed: Noticed) -> list[str]:
-        """What is not among the allowed."""
+        """Describe what was noticed and is not in `allowed`."""
         texts = [f"a CPU tensor of {name}" for name in self.on_cpu - allowed.on_cpu]
         return texts + [f"a wait of the host: {name}" for name in self.waits - allowed.waits]
 
@@ -64,7 +64,7 @@ class FakeCuda(FakeTensorMode):
 
     @contextmanager
     def watched(self) -> Iterator[Noticed]:
-        """Notice what runs within the block."""
+        """Collect what is noticed within the block."""
         before, self.noticed = self.noticed, Noticed()
         try:
             yield self.noticed
@@ -74,7 +74,7 @@ class FakeCuda(FakeTensorMode):
 
 @contextmanager
 def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = None) -> Iterator[FakeCuda]:
-    """One of several ranks on CUDA whose collectives, those of NCCL, send nothing, and where tensors have no numbers.
+    """Simulate one rank of a CUDA world whose NCCL collectives send nothing, with tensors without numbers.
 
     Fake tensors are taken for those of a program that runs, not for those of torch.compile, which traces with them.
     With a store that all ranks share, each a process, objects are sent over gloo; else the other ranks do not exist.
@@ -97,7 +97,7 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
 
 
 def _without_fakes(send: Callable[..., object]) -> Callable[..., object]:
-    """A function that sends objects, in tensors with numbers on the CPU."""
+    """Wrap a function that sends objects, to run on real CPU tensors."""
 
     @wraps(send)
     def sent(*args: Any, **kwargs: Any) -> object:

@@ -1,4 +1,4 @@
-"""An operator that fails on the ranks whose local tensors hold what is no number: in forward and in backward."""
+"""An operator that raises on ranks whose local tensors contain NaN, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dshard import register_rule
 
 @torch.library.custom_op("tests::finite", mutates_args=())
 def finite(x: Tensor) -> Tensor:
-    """`x`, whose values and gradients are numbers on every rank."""
+    """Return a copy of `x`; raise on ranks on which it or its gradient contains NaN."""
     if x.isnan().any():
         raise ValueError("no number here")
     return x.clone()

@@ -1,4 +1,4 @@
-"""Random programs over distributed tensors, run in the same lines on one device and on ranks.
+"""Random programs over distributed tensors, of which the same lines run on one device and on ranks.
 
 A `Program` is lines of Python over named tensors. `generated(seed)` draws one: leaves in random layouts, operators,
 views, writes through chains of views, and at the end gradients of first or second order. Each line that is drawn is run
@@ -58,7 +58,7 @@ DOCUMENTED: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Program:
-    """Lines of Python, run `runs` times on a mesh of this shape; `loose` where something is rounded to float32."""
+    """Lines of Python to run `runs` times on a mesh of this shape; `loose` if something is rounded to float32."""
 
     mesh: tuple[int, ...]
     lines: tuple[str, ...]
@@ -71,7 +71,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left: the tensors by name, or the error and the line that raised it."""
+    """The result of a run: the tensors by name, or the error and the line that raised it."""
 
     names: Names
     error: BaseException | None = None
@@ -86,7 +86,7 @@ class Result:
 
 
 def is_leaf(x: Tensor) -> bool:
-    """Whether nothing made `x`; torch raises where it is one of several views and the others were written to."""
+    """Whether `x` is a leaf of autograd; False where torch raises, after writes to another view of one output."""
     try:
         return x.is_leaf
     except RuntimeError:
@@ -97,7 +97,7 @@ def is_leaf(x: Tensor) -> bool:
 
 
 def one_device(shift: float = 0.0) -> Names:
-    """What the lines call, on one device; `shift` is added to all values, relative to their size."""
+    """Return the functions that a program calls, on one device; `shift` changes all values by this fraction."""
 
     def leaf(shape: Sequence[int], layout: str, seed: int, grad: bool = True) -> Tensor:
         return (values(shape, seed) * (1 + shift)).requires_grad_(grad)
@@ -109,7 +109,7 @@ def one_device(shift: float = 0.0) -> Names:
 
 
 def on_ranks(mesh: Mesh) -> Names:
-    """The same, on the ranks of `mesh`."""
+    """Return the functions that a program calls, on the ranks of `mesh`."""
 
     def leaf(shape: Sequence[int], layout: str, seed: int, grad: bool = True) -> Any:
         return distribute(values(shape, seed), parse_layout(layout, mesh)).requires_grad_(grad)
@@ -151,7 +151,7 @@ def _code(lines: tuple[str, ...]) -> Any:
 
 
 def run(lines: tuple[str, ...], names: Names) -> Result:
-    """The program once, on what `names` provides."""
+    """Run the program once with the functions in `names`."""
     provided = set(names)
     try:
         exec(_code(lines), names)
@@ -169,7 +169,7 @@ def run(lines: tuple[str, ...], names: Names) -> Result:
 
 
 def is_documented(text: str) -> bool:
-    """Whether a refusal is one that the docs tell of."""
+    """Whether the docs describe the refusal with this text."""
     docs = " ".join((Path(__file__).parents[2] / "docs" / "semantics.md").read_text().split())
     return any(part in text and told_there in docs for part, told_there in DOCUMENTED.items())
 
@@ -178,7 +178,7 @@ def is_documented(text: str) -> bool:
 
 
 def compare(program: Program, mesh: Mesh, at: tuple[int, ...] | None) -> tuple[str, str]:
-    """How the program ends on `mesh`: a word, and the difference. `at` is this rank's coordinate; None: simulated."""
+    """Run a program on one device and on `mesh`; return the outcome as a word, and the difference."""
     with plain():
         expected = run(program.lines, one_device())
     first = ("", "")
@@ -220,7 +220,7 @@ def compare_errors(expected: Result, found: Result) -> tuple[str, str]:
 
 
 def has_constant_gradients(expected: Result) -> bool:
-    """Whether the gradients were constant that one device recorded: those of second order are zeros, to rounding."""
+    """Whether one device recorded constant gradients, so that those of second order are zeros up to rounding."""
     second = [x for name, x in expected.tensors().items() if name.startswith("h_") or name.endswith(".grad")]
     return bool(second) and not any(x is not None and (x.abs() > ROUNDING).any() for x in second)
 
@@ -260,7 +260,7 @@ def compare_tensors(program: Program, expected: Names, found: Names, at: tuple[i
 
 
 def is_constant(name: str, names: Names) -> bool:
-    """Whether the gradient of this name is recorded, but has no gradient other than zeros."""
+    """Whether the gradient called `name` is recorded, but has no gradient other than zeros."""
     leaves = [y for y in names.values() if isinstance(y, Tensor) and is_leaf(y) and y.requires_grad]
     try:
         x = names[name]
@@ -273,7 +273,7 @@ def is_constant(name: str, names: Names) -> bool:
 
 
 def is_zero(x: Any) -> bool:
-    """Whether it is zeros, or None: the second gradient of what does not depend, recorded by one of both alone."""
+    """Whether `x` is zeros or None, which second gradients of independent values may be."""
     if x is None:
         return True
     return isinstance(x, Tensor) and not (x.detach().to_local() if isinstance(x, DTensor) else x.detach()).any()
@@ -289,7 +289,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def held(x: Any, value: Tensor, at: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-    """What this rank holds of `x`, completed, and what it should hold; all of it where ranks are simulated."""
+    """Return this rank's local tensor of `x` with partials reduced, and the expected one; if simulated, global ones."""
     with torch.no_grad():
         if at is None:
             return whole(x), value
@@ -302,7 +302,7 @@ def held(x: Any, value: Tensor, at: tuple[int, ...] | None) -> tuple[Tensor, Ten
 
 
 class Drawing:
-    """A program that is being drawn, and what its lines have made so far on one device."""
+    """A program under construction, with the values of its lines on one device."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -323,12 +323,12 @@ class Drawing:
         }
 
     def pick(self) -> tuple[str, Tensor]:
-        """A tensor; one of the last is likelier."""
+        """Draw a tensor, preferably one of the last."""
         found = list(self.tensors().items())
         return self.random.choice(found[-3:] if self.chance(0.6) else found)
 
     def pick_for(self, x: Tensor) -> tuple[str, Tensor] | None:
-        """A tensor that can be broadcast with `x`."""
+        """Draw a tensor that broadcasts with `x`."""
         fits = [(name, y) for name, y in self.tensors().items() if broadcasts(x.shape, y.shape)]
         return self.random.choice(fits) if fits else None
 
@@ -365,7 +365,7 @@ class Drawing:
         return f"t{self.count}"
 
     def add(self, line: str, *, may_raise: float = 0.0) -> bool:
-        """Run a line on one device, and keep it, or leave it out where it raises or gives what is out of bounds."""
+        """Run a line on one device, and keep it unless it raises or its results are out of bounds."""
         try:
             exec(line, self.names)
         except Exception:
@@ -383,7 +383,7 @@ class Drawing:
         return True
 
     def again(self) -> None:
-        """What the lines make, without what was written by one that is left out."""
+        """Run the kept lines again, which undoes the writes of a line that is left out."""
         self.names = one_device()
         exec(_code(tuple(self.lines)), self.names)
 
@@ -395,7 +395,7 @@ class Drawing:
         self.new(f"leaf({tuple(shape)}, {layout!r}, {self.below(1000)}{'' if grad else ', False'})")
 
     def index(self, n: int, size: int) -> str:
-        """Indices below `size`, as a distributed tensor."""
+        """Draw the source of a distributed tensor of `n` indices below `size`."""
         numbers = [self.below(size) for _ in range(n)]
         return f"index({numbers}, {self.layout(1, partial=False)!r})"
 
@@ -411,12 +411,12 @@ def in_bounds(x: Tensor) -> bool:
 
 
 def away_from(x: Tensor, kink: float = 0.0) -> bool:
-    """Whether no element is so near that rounding decides on which side it is."""
+    """Whether no element is so near to `kink` that rounding decides on which side it lies."""
     return not x.numel() or bool((x.detach() - kink).abs().min() > 1e-6)
 
 
 def listed(text: str) -> list[str]:
-    """Sources, each ended by a semicolon."""
+    """Split a text of sources that are separated by semicolons."""
     return [source.strip() for source in text.split(";") if source.strip()]
 
 
@@ -576,7 +576,7 @@ def joined(d: Drawing) -> bool:
 
 
 def view_of(d: Drawing, x: Tensor) -> str:
-    """The source of a view of `x`, such as `.t()`; it may not fit."""
+    """Draw the source of a view of `x`, such as `.t()`; torch may refuse it."""
     if x.dim() == 0:
         return d.random.choice([".view(1)", ".unsqueeze(0)", "[None]", ".expand(3)", ".reshape(-1)"])
     dim, other, size = d.dim(x), d.dim(x), x.shape[d.dim(x)]
@@ -633,7 +633,7 @@ def factors(d: Drawing, n: int) -> list[int]:
 
 
 def viewed(d: Drawing, most: int) -> tuple[str, Tensor]:
-    """The source of a chain of views of some tensor, and what it gives."""
+    """Draw a chain of views of some tensor; return its source and its value."""
     source, x = d.pick()
     for _ in range(d.below(most + 1)):
         view = view_of(d, x)
@@ -674,19 +674,19 @@ def overlaps(x: Tensor) -> bool:
 
 
 def has_windows(x: Tensor) -> bool:
-    """Whether entries share memory as windows of `unfold` do, which torch writes one after the other."""
+    """Whether entries share memory, as overlapping windows of `unfold` do, which torch writes in order."""
     numbers = torch.arange(x.untyped_storage().nbytes() // x.itemsize)
     held = numbers.as_strided(x.shape, x.stride(), x.storage_offset())
     return len(held.unique()) < x.numel() and not overlaps(x)
 
 
 def is_same_memory_otherwise(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors share memory in another order."""
+    """Whether two tensors share memory with different strides."""
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.stride() != y.stride()
 
 
 def write(d: Drawing) -> bool:
-    """A write through a chain of views, now and then unrecorded, or to what may not be written."""
+    """Add a write through a chain of views, sometimes unrecorded or forbidden."""
     source, x = viewed(d, 3)
     if has_windows(x):
         return False  # what comes out depends on the order
@@ -712,7 +712,7 @@ def write(d: Drawing) -> bool:
 
 
 def other(d: Drawing) -> bool:
-    """Redistribution, recomputation, hooks, dtypes and what else surrounds operators."""
+    """Add a redistribution, recomputation, hook, cast or the like."""
     name, x = d.pick()
     y = d.pick_for(x)
     sources = [f"moved({name}, {d.layout(x.dim())!r})"] * 6
@@ -765,7 +765,7 @@ def scalar_of(d: Drawing, name: str) -> str:
 
 
 def summed(d: Drawing, name: str, of: Sequence[str]) -> bool:
-    """Lines that make a scalar of some tensors."""
+    """Add lines that sum some tensors to a scalar."""
     for i, each in enumerate(of):
         if not d.add(f"{name} = {f'{name} + ' * bool(i)}{scalar_of(d, each)}") and not i:
             return False
@@ -773,7 +773,7 @@ def summed(d: Drawing, name: str, of: Sequence[str]) -> bool:
 
 
 def trained_on(d: Drawing, leaves: Sequence[str]) -> None:
-    """A step of an optimiser, and gradients that add to those that are there."""
+    """Add an optimiser's step, and a backward pass that accumulates into the present gradients."""
     for name in leaves:
         if d.names[name].grad is not None:
             d.add(f"with no_grad(): {name}.sub_({name}.grad, alpha=0.1)")
@@ -782,7 +782,7 @@ def trained_on(d: Drawing, leaves: Sequence[str]) -> None:
 
 
 def differentiated(d: Drawing) -> None:
-    """The end of a program: gradients of first or second order."""
+    """Add the end of a program: gradients of first or second order."""
     found = {name: x for name, x in d.tensors().items() if x.requires_grad}
     leaves = [name for name, x in found.items() if is_leaf(x)]
     ends = [name for name, x in found.items() if not is_leaf(x)]
@@ -824,7 +824,7 @@ def differentiated(d: Drawing) -> None:
 
 
 def generated(seed: int) -> Program:
-    """The program of this seed."""
+    """Generate the program of this seed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         d = Drawing(seed)
@@ -848,7 +848,7 @@ def generated(seed: int) -> Program:
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...]]:
-    """The mesh of this shape over all ranks, and this rank's coordinate."""
+    """Return the mesh of this shape over all ranks, and this rank's coordinate."""
     mesh = bind(dshard.init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyz"[: len(shape)])))
     return mesh, mesh.coordinate(dist.get_rank())
 
@@ -857,7 +857,7 @@ Outcome: TypeAlias = tuple[str, str]
 
 
 def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
-    """Run programs (or those of these seeds) on this rank; outcomes are written to `path`, a line for each and rank.
+    """Run programs (or those of these seeds) on this rank, and write each outcome as a line to this rank's file.
 
     Ends before its time where ranks do not agree: they may be out of step.
     """
@@ -882,7 +882,7 @@ def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
 
 
 def drawn(programs: Sequence[Program] | range, rank: int) -> list[Program]:
-    """The programs, or those of these seeds, of which each rank draws some."""
+    """Return the programs; from seeds, each rank generates a share of them."""
     if not isinstance(programs, range):
         return list(programs)
     ranks = dist.get_world_size()
@@ -895,7 +895,7 @@ WORDS = ("equal", "wrong", "raised", "refused", "not raised", "raised otherwise"
 
 
 def agreed(word: str) -> bool:
-    """Whether all ranks have this outcome, but for what each holds of wrong values, and are in step for the next."""
+    """Whether all ranks have this outcome, up to wrong values, and have begun equally many collectives."""
     extremes = torch.tensor([WORDS.index(word), -WORDS.index(word)])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     most, least = WORDS[extremes[0]], WORDS[-extremes[1]]
@@ -908,7 +908,7 @@ def agreed(word: str) -> bool:
 
 
 def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 100) -> Iterator[tuple[int, str, str]]:
-    """The outcome of each program on four ranks: seed or number, a word, and what was seen."""
+    """Run programs on four ranks; yield for each its number or seed, the outcome as a word, and details."""
     done = 0
     while done < len(programs):
         some = programs[done : done + each]
@@ -935,7 +935,7 @@ def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 10
 
 
 def place_in(stack: str) -> str:
-    """Where a rank was that took too long: the line of the program, and what is above it."""
+    """Return the lines at which a rank hung, from its stack, innermost first."""
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\w+)', stack.rpartition("Thread ")[2])
     found = [
         f"{Path(file).name}:{line} {name}" for file, line, name in frames if "dshard" in file or file == "<program>"
@@ -948,7 +948,7 @@ def text_of(path: str) -> str:
 
 
 def combined(found: Sequence[tuple[int, str, str]]) -> tuple[int, str, str]:
-    """One outcome of what the ranks say: the worst, and which ranks say something else."""
+    """Combine the outcomes of all ranks into one: the worst, or that ranks differ."""
     number = found[0][0]
     words = [word for _, word, _ in found]
     worst = max(words, key=WORDS.index)
@@ -959,7 +959,7 @@ def combined(found: Sequence[tuple[int, str, str]]) -> tuple[int, str, str]:
 
 
 def simulated_outcome(program: Program) -> tuple[str, str]:
-    """The outcome on simulated ranks."""
+    """Return the outcome of a program on simulated ranks."""
     mesh = Mesh(program.mesh, tuple("xyz"[: len(program.mesh)]))
     with simulated(mesh):
         try:
@@ -972,7 +972,7 @@ def simulated_outcome(program: Program) -> tuple[str, str]:
 
 
 def shorter(program: Program) -> Iterator[Program]:
-    """Programs of fewer lines, or plainer ones, that run on one device as this one does."""
+    """Yield programs with fewer or simpler lines that end on one device as this one does."""
     expected = run(program.lines, one_device())
     found = set()
     for i, line in enumerate(program.lines):
@@ -993,7 +993,7 @@ def shorter(program: Program) -> Iterator[Program]:
 
 
 def without(lines: tuple[str, ...], i: int) -> tuple[str, ...]:
-    """The lines without the one at `i` and those that need what it made."""
+    """Return the lines without line `i` and without those that depend on it."""
     gone = set(re.findall(r"^(\w+) = ", lines[i]))
     kept = list(lines[:i])
     for line in lines[i + 1 :]:
@@ -1005,7 +1005,7 @@ def without(lines: tuple[str, ...], i: int) -> tuple[str, ...]:
 
 
 def plainer(lines: tuple[str, ...], i: int, line: str) -> Iterator[tuple[str, ...]]:
-    """The same with a simpler line at `i`: a name for an expression of it, a view less, another layout."""
+    """Yield the program with a simpler line `i`: fewer terms, one view less, or another layout."""
     head, equals, source = line.partition(" = ")
     options = []
     if equals and not source.startswith(("leaf", "grad")):
@@ -1022,7 +1022,7 @@ def plainer(lines: tuple[str, ...], i: int, line: str) -> Iterator[tuple[str, ..
 
 
 def shrunk(program: Program, pool: RankPool, word: str, like: str = "") -> Program:
-    """A shorter program with the outcome `word`."""
+    """Shrink a program to a shorter one with the outcome `word`."""
     while True:
         options = list(shorter(program))
         for number, seen, text in outcomes(pool, options):

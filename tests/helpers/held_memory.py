@@ -1,4 +1,4 @@
-"""What a rank holds, counted from the storages alive after each operator."""
+"""Memory of a rank, counted from the storages alive after each operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 0.3
 
 
 class Held(TorchDispatchMode):
-    """Bytes of all storages made within the block: the most that were alive after any operator.
+    """Count the peak bytes of storages created within the block and alive after any operator.
 
     Storages of `given` tensors count nothing, nor do those of wrappers and of the meta device, which hold
     nothing. Above `limit` a moment is waited: a thread of gloo's may let go late of what it has sent.
@@ -42,5 +42,5 @@ class Held(TorchDispatchMode):
         return out
 
     def alive(self) -> int:
-        """Bytes of the storages that are there now."""
+        """Return the bytes of the storages alive now."""
         return sum(size for ref, size in self.sizes.items() if not ref.expired())

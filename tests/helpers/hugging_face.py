@@ -1,4 +1,4 @@
-"""Tiny random models of Hugging Face for language, in single precision, and what they are given."""
+"""Tiny random language models of Hugging Face in single precision, and their inputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @plain()
 def language_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A causal language model, its values the same each time; weights large enough that tokens differ."""
+    """Build a causal language model from a seed, with weights large enough to tell tokens apart."""
     import transformers  # noqa: PLC0415 - takes seconds, and most tests do not need it
 
     transformers.logging.set_verbosity_error()
@@ -82,7 +82,7 @@ def language_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @plain()
 def prompt(seed: int = 1, rows: int = 4, length: int = 5) -> dict[str, Tensor]:
-    """Tokens, of which some rows are padded on the left, and the mask that says so."""
+    """Return random tokens, some rows of which are padded on the left, with their attention mask."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 32, (rows, length), generator=generator)
     mask = torch.ones_like(tokens)
@@ -92,7 +92,7 @@ def prompt(seed: int = 1, rows: int = 4, length: int = 5) -> dict[str, Tensor]:
 
 
 def mesh_for(strategy: str) -> DeviceMesh:
-    """A mesh of four ranks with the axes of a strategy."""
+    """Create a mesh of four ranks with the axes of a strategy."""
     names = {
         "data": ("dp",),
         "fsdp": ("fsdp",),
@@ -106,6 +106,6 @@ def mesh_for(strategy: str) -> DeviceMesh:
 
 
 def parallel(family: str, strategy: str, model: nn.Module | None = None, **changes: Any) -> Any:
-    """Such a model, parallelized."""
+    """Parallelize a language model of this family (or `model`) under a strategy."""
     model = language_model(family, **changes) if model is None else model
     return dshard.parallelize(model, mesh_for(strategy), strategy, input_ids=prompt()["input_ids"])

@@ -1,4 +1,4 @@
-"""Networks of which the papers tell the bandwidths."""
+"""Networks whose bandwidths the papers state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FIG_7B = Topology.torus((4, 4), 25 * GB)
 
 
 def bandwidths(topology: Topology, shape: tuple[int, ...], ranks: tuple[int, ...] = ()) -> list[float]:
-    """The bandwidth of each axis of a mesh, in GB/s."""
+    """Return the bandwidth of each axis of a mesh, in GB/s."""
     mesh = Mesh(shape, (), ranks)
     return [topology.link(mesh, [axis]).bandwidth / GB for axis in mesh.names]
 
 
 def crossings(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[Layer, int]]:
-    """For each layer, how many groups leave the unit that the most of them leave, counted pair by pair of ranks."""
+    """Return for each layer the most groups that leave one of its units, counted pair by pair of ranks."""
     groups = {tuple(sorted(mesh.group(axes, at))) for at in mesh.coordinates()}
     found = []
     for i, layer in enumerate(topology.layers):
@@ -38,7 +38,7 @@ def crossings(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> list[tup
 
 
 def place(topology: Topology, rank: int) -> tuple[int, ...]:
-    """The unit of each layer that a rank is in, the outermost first."""
+    """Return the unit of each layer that contains a rank, the outermost first."""
     path = []
     for layer in reversed(topology.layers):
         path.append(rank % (layer.ranks or 1))

@@ -1,4 +1,4 @@
-"""Steps worked out on layouts, one by one: what searches, which see layouts as numbers, are held against."""
+"""Steps computed on layouts one by one, as a reference for searches that represent layouts as numbers."""
 
 from __future__ import annotations
 

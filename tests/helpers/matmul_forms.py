@@ -1,4 +1,4 @@
-"""The forms of a product that the papers on tensor parallelism have, each a row: layouts, collectives, volumes.
+"""The distributed matmuls of papers on tensor parallelism: layouts, collectives and volumes of each.
 
 Y[m, n] = X[m, k] W[k, n]. A volume is the elements that each rank receives. Going back, "kept" is the volume where the
 operands that were gathered are kept, "again" where each is gathered again; the gradient of Y is moved once for both
@@ -18,7 +18,7 @@ Volume = Callable[[tuple[int, ...], float, float, float], float]
 
 
 def f(n: int) -> float:
-    """The part of a tensor that a rank lacks of n."""
+    """Return the share of a tensor that a rank lacks if it holds one of n chunks."""
     return (n - 1) / n
 
 
@@ -76,7 +76,7 @@ def tesseract(s: tuple[int, ...], x: float, w: float, y: float) -> float:
 
 
 def over_depth(s: tuple[int, ...], x: float, w: float, y: float) -> float:
-    """The gradient of W, all-reduced over the depth."""
+    """Return the volume of the all_reduce of W's gradient over the depth."""
     d, r, c = s
     return 2 * f(d) * w / (r * c)
 

@@ -1,4 +1,4 @@
-"""Measured figures made up, and meshes to measure."""
+"""Invented measured figures, and meshes for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products on simulated ranks: their values, their gradients, and what was sent going forward and going back."""
+"""Matmuls on simulated ranks: values, gradients, and traffic in forward and backward."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def reals(*shape: int, seed: int = 0) -> Tensor:
 
 
 def received(sent: Trace) -> float:
-    """Elements that each rank received."""
+    """Return the number of elements that each rank received."""
     return sent.nbytes / ITEMSIZE
 
 
 def collectives(sent: Trace) -> Counter[str]:
-    """How often each collective ran on each axis, as "all_gather row"."""
+    """Count the collectives by kind and axis, as "all_gather row"."""
     return Counter(f"{event.collective} {event.axis}" for event in sent.events)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Y = X W and its gradients: where they lie, how far from dense ones, and what was sent each way."""
+    """The layouts of Y = X W and its gradients, their error against dense ones, and the traffic of both passes."""
 
     layouts: tuple[str, ...]  # of X, W, Y, dX, dW
     error: float
@@ -48,7 +48,7 @@ class Measured:
 def measure(
     mesh: Mesh, strategy: str | Schedule, sizes: Sizes, stored: Sequence[Layout | str], saved: Saved = "auto"
 ) -> Measured:
-    """A product with X and W stored as said, on the topology where bytes alone cost."""
+    """Run a matmul of X and W in the `stored` layouts, on a topology in which only bytes take time."""
     m, k, n = sizes
     x, w, grad = reals(m, k), reals(k, n), reals(m, n)
     layout_x, layout_w = (parse_layout(s, mesh) if isinstance(s, str) else s for s in stored)

@@ -1,4 +1,4 @@
-"""Arguments for every registered operator, of sizes that do not divide. A new row in a table needs a sample here.
+"""Arguments of sizes that do not divide, for every registered operator; a new row in a table needs a sample here.
 
 A backward operator is covered by the sample of its forward one: see `dshard.testing.operator_calls.recorded`.
 """
@@ -37,7 +37,7 @@ def truths(*shape: int) -> Tensor:
 
 
 def distinct(*shape: int) -> Tensor:
-    """Whole numbers that differ: what is compared again in a backward pass must be exact, though it was partial."""
+    """Return distinct whole numbers, which stay exact as partials, so that backward passes can compare them again."""
     return torch.randperm(prod(shape), generator=_GENERATOR).double().view(shape)
 
 
@@ -326,7 +326,7 @@ ELSEWHERE = ("aten::_grouped_mm",)
 
 
 def tagged() -> list[Any]:
-    """The pointwise operators of torch, without their `out` forms."""
+    """List torch's pointwise operators without their `out` overloads."""
     packets = (getattr(aten, name) for name in dir(aten) if not name.startswith("__"))
     overloads = (
         getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()
@@ -335,7 +335,7 @@ def tagged() -> list[Any]:
 
 
 def made_up(func: Any) -> tuple[Any, ...] | None:
-    """Arguments that the operator takes: numbers in (0, 1), else whole numbers, else truths; None if it takes none."""
+    """Find arguments that the operator accepts: numbers in (0, 1), whole numbers or booleans; None without any."""
     for tensor, scalar in ((chances, 0.5), (lambda *shape: ids(3, *shape), 2), (truths, True)):
         shapes = iter([(5, 3), *(((5, 3), (5, 3)) if func._schema.is_mutable else ((3,), (5, 1)))])
         args = tuple(_argument(a, tensor, scalar, shapes) for a in func._schema.arguments if not a.has_default_value())

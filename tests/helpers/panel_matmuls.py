@@ -1,4 +1,4 @@
-"""Products in panels, and what they are held against."""
+"""Matmuls in panels, and their reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reals(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def placed(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> list[DTensor]:
-    """A, B and the gradient of C."""
+    """Return A, B and the gradient of C in the layouts of a schedule."""
     a, b, c = schedule.layouts(mesh)
     return [
         distribute(reals(m, k), a).requires_grad_(),
@@ -41,7 +41,7 @@ def expected(m: int, k: int, n: int) -> list[Tensor]:
 
 
 def plans_of(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> tuple[Plan, Plan, Plan]:
-    """How A, B and C move where every axis has the loop of the schedule."""
+    """Plan the redistributions of A, B and C if every axis ran the schedule's loop."""
     a, b, c = schedule.layouts(mesh)
     none = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
     whole_a, whole_b, partial = none.layouts(mesh)

@@ -1,4 +1,4 @@
-"""Models cut into stages, laid out by name, and what they give on one device."""
+"""Models cut into stages, their layouts by name, and their results on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES, WIDTH, HEADS, VOCABULARY, LENGTH = 6, 8, 2, 11, 5
 
 
 class Down(nn.Module):
-    """An encoder of a U: a skip at this resolution, and half of it further down."""
+    """An encoder of a U-Net, which returns a skip at this resolution, and its output at half of it."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A decoder of a U: twice the resolution, beside the skip."""
+    """A decoder of a U-Net, which doubles the resolution and joins the skip."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Up(nn.Module):
 
 
 class DownTwice(nn.Module):
-    """Two encoders in one stage, and two values that skip."""
+    """Two encoders in one stage, which returns two skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ Part = tuple[nn.Module, tuple[str, ...], tuple[str, ...]]
 
 
 def parts(model: str, n_stages: int) -> list[Part]:
-    """The modules of a model, the same on each call, with what they take and give."""
+    """Return the modules of a model, equal on each call, with the names of their inputs and outputs."""
     torch.manual_seed(3)
     x = ("x",)
     match model, n_stages:
@@ -131,7 +131,7 @@ LOSS = {"u": F.mse_loss, "gpt": cross_entropy}
 
 @functools.cache
 def expected(model: str, n_stages: int) -> tuple[float, list[dict[str, Tensor]]]:
-    """The loss, and the gradients of each stage, on one device."""
+    """Return the loss and the gradients of each stage on one device."""
     found, values = parts(model, n_stages), {}
     values["x"], target = batch(model)
     for module, takes, gives in found:
@@ -157,7 +157,7 @@ def mesh_of(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def lay_out(module: nn.Module, where: Where) -> nn.Module:
-    """Weights by columns and rows along the last axis where the strategy splits them; else replicated."""
+    """Shard weights by columns and rows along the last axis if the strategy does; replicate the others."""
 
     def partition(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
         split = where.strategy in ("tensor", "both")
@@ -173,7 +173,7 @@ def lay_out(module: nn.Module, where: Where) -> nn.Module:
 
 
 def placements_of(where: Where) -> list[Replicate | Shard]:
-    """The batch split along the first axis where the strategy does."""
+    """Return the batch's placements, sharded along the first axis if the strategy does so."""
     first = Shard(0) if where.strategy in ("data", "both") else Replicate()
     return [first, *[Replicate()] * (len(where.shape) - 1)]
 
@@ -190,7 +190,7 @@ def staged(model: str, wheres: Sequence[Where]) -> list[Stage]:
 
 
 def errors(pipeline: Pipeline, model: str) -> tuple[float, float]:
-    """One step from no gradients: how far the loss and the farthest gradient are from those of one device."""
+    """Run one step without earlier gradients; return the errors of the loss and of the worst gradient."""
     for parameter in pipeline.parameters():
         parameter.grad = None
     loss, gradients = expected(model, len(pipeline.stages))

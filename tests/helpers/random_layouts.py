@@ -1,4 +1,4 @@
-"""Layouts in which random values are drawn."""
+"""Layouts for tests of random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = (5, 7, 6)
 
 
 def sampled_layouts() -> list[Layout]:
-    """All layouts on one axis, and as many from the other meshes, both orders of nested shards."""
+    """Return all layouts on one axis, and equally many of other meshes, with nested shards in both orders."""
     found: list[Layout] = []
     for mesh in MESHES:
         every = []

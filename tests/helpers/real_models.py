@@ -1,4 +1,4 @@
-"""Small models of the families that users bring, and ways to run them on one device and on a mesh."""
+"""Small models of the families that users bring, run on one device and on a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH, TOKENS = 4, 8
 
 @plain()
 def build(family: str, **changes: Any) -> nn.Module:
-    """A model of Hugging Face in double precision, its values the same each time."""
+    """Build a model of Hugging Face in double precision, with fixed values."""
     import transformers  # noqa: PLC0415 - takes seconds, and most tests do not need it
 
     transformers.logging.set_verbosity_error()
@@ -84,7 +84,7 @@ def build(family: str, **changes: Any) -> nn.Module:
 
 @plain()
 def batch_of(family: str, seed: int = 1, size: int = BATCH) -> dict[str, Tensor]:
-    """What such a model takes."""
+    """Return a batch for a model of this family."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":
         return {"pixel_values": torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)}
@@ -118,7 +118,7 @@ def weights_for(logits: Tensor) -> Tensor:
 
 
 def alone(family: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Logits and the gradients of all parameters, on one device."""
+    """Return the logits and the gradients of all parameters on one device."""
     model = build(family, **changes)
     with InDouble():
         logits = model(**batch_of(family)).logits

@@ -1,4 +1,4 @@
-"""Operators on distributed tensors against the same on one device: values, dtypes and gradients, however they lie."""
+"""Comparison of operators on distributed tensors in any layouts with one device: values, dtypes and gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Case: TypeAlias = tuple[Function, Tensors]
 
 
 def rows(*shape: int) -> Tensor:
-    """Numbers that differ, of both signs."""
+    """Return distinct numbers of both signs."""
     return torch.arange(1, prod(shape) + 1, dtype=torch.float64).sin().reshape(shape)
 
 
 def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
-    """Every dim sharded, replicated, and partial with one of `ops`, on every axis; one op in each layout."""
+    """List the layouts with every dim sharded, replicated or partial on every axis, with one reduction in each."""
     found: dict[Layout, None] = {}
     for op in ops or (None,):
         one = [Replicate(), *map(Shard, range(ndim)), *([Partial(op)] if op else [])]
@@ -54,7 +54,7 @@ def assert_same_as_single_device(
     most: int | None = None,
     rtol: float = 1e-12,
 ) -> None:
-    """Values, and gradients where torch has them, are those of one device, for `most` choices of layouts, or all."""
+    """Assert values and gradients equal to those of one device, for `most` layouts or all."""
     function, inputs = case
     expected, cotangents, gradients = on_one_device(function, inputs)
     with simulated(mesh):
@@ -71,7 +71,7 @@ def assert_same_as_single_device(
 
 
 def on_one_device(function: Function, inputs: Tensors) -> tuple[list[Any], list[Tensor], list[Tensor | None]]:
-    """Outputs, gradients for those that have one, gradients of the inputs."""
+    """Return the outputs, the incoming gradients of differentiable ones, and the gradients of the inputs."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     outputs = as_tuple(function(*leaves))
     with_grad = [out for out in outputs if requires_grad(out)]
@@ -98,7 +98,7 @@ def as_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def assert_same(found: Any, expected: Any, rtol: float) -> None:
-    """The value, the shape and the dtype are those expected; what is no tensor is equal."""
+    """Assert that a tensor has the expected value, shape and dtype, or that another value is equal."""
     if isinstance(expected, Tensor):
         assert isinstance(found, DTensor)
         torch.testing.assert_close(whole(found.detach()), expected, rtol=rtol, atol=rtol, equal_nan=True)

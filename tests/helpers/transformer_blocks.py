@@ -1,4 +1,4 @@
-"""Transformer blocks, and where their parameters lie: a GPT, a Llama and a vision block under named layouts."""
+"""Transformer blocks (GPT, Llama, vision) and the layouts of their parameters by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEADS, KV_HEADS, TOKENS = 16, 4, 2, 6
 
 
 class GPT(nn.Module):
-    """Causal attention and a two-layer perceptron, each normalised before; queries, keys and values in one product."""
+    """Causal attention with one matmul for queries, keys and values, and a perceptron; both pre-normalised."""
 
     causal = True
 
@@ -35,13 +35,13 @@ class GPT(nn.Module):
 
 
 class ViT(GPT):
-    """The same, but every token looks at every token."""
+    """A GPT block without the causal mask."""
 
     causal = False
 
 
 class Llama(nn.Module):
-    """Grouped queries with rotary positions, and a gated perceptron, each after an RMS norm; no biases."""
+    """Grouped-query attention with rotary positions and a gated perceptron, each after an RMS norm; no biases."""
 
     cos: Tensor
     sin: Tensor
@@ -75,7 +75,7 @@ BLOCKS: dict[str, type[nn.Module]] = {"gpt": GPT, "vit": ViT, "llama": Llama}
 
 
 class Laid(NamedTuple):
-    """A mesh, where the input lies on it, and each parameter by the first pattern that its name matches."""
+    """A mesh, the placements of the input, and those of parameters by patterns of their names."""
 
     mesh: Mesh
     inputs: tuple[Placement, ...]
@@ -117,7 +117,7 @@ LAYOUTS = {
 
 
 def lay_out(model: nn.Module, mesh: DeviceMesh | Mesh, laid: Laid) -> nn.Module:
-    """The model with distributed parameters and buffers; every rank has its values already, so nothing is sent."""
+    """Distribute the model's parameters and buffers without communication, as every rank has their values."""
 
     def place(name: str, x: Any) -> Any:
         whole = (R,) * laid.mesh.ndim

@@ -1,4 +1,4 @@
-"""A transformer layer and a stack of three, and what plans say of the middle one: it is like any within a model."""
+"""A transformer layer and a stack of three, whose middle layer's plan is typical of any in a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Queries, keys and values by a product each."""
+    """Attention with separate matmuls for queries, keys and values."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before."""
+    """Attention and a two-layer perceptron, each pre-normalised."""
 
     def __init__(self, hidden: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Three layers after what makes the residual stream."""
+    """Three layers behind a projection to the hidden size."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Stack(nn.Module):
 def planned(
     strategy: str, mesh: Mesh, hidden: int = 256, heads: int = 64, batch: int = BATCH, tokens: int = TOKENS
 ) -> Plan:
-    """The plan of a stack, without data."""
+    """Plan a stack on meta tensors."""
     with torch.device("meta"):
         return plan_model(Stack(hidden, heads), mesh, strategy, torch.empty(batch, tokens, 8))
 
 
 def middle(plan: Plan, direction: str) -> list[Moves]:
-    """What the layer in the middle sends in one direction."""
+    """Return the moves of the middle layer in one direction."""
     assert plan.cost is not None
     return [m for m in plan.cost.moves if m.module.startswith("layers.1") and m.direction == direction]

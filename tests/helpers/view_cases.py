@@ -1,4 +1,4 @@
-"""Functions that show or join tensors."""
+"""Functions that view or join tensors."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHAPES: tuple[Shape, ...] = ((6, 4), (5, 3), (4, 2, 3), (8,), (3, 1, 5), (2, 6),
 
 @dataclass(frozen=True)
 class Step:
-    """One line: `make` of the values so far gives a new one, writes to one, or adds to what is differentiated."""
+    """One line, of a `kind`: it makes a view, writes to a value, or adds to the differentiated total."""
 
     kind: str
     text: str
@@ -30,7 +30,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Its steps, on a base that is the shape's leaf, or computed from it."""
+    """Steps on a base that is a leaf of this shape, or computed from one."""
 
     shape: Shape
     steps: tuple[Step, ...]
@@ -41,7 +41,7 @@ class Program:
         return "; ".join([f"x {self.shape}, h = {'x' if self.leaf else 'x * 1'}", *lines])
 
     def run(self, x: Any, y: Any) -> list[Any]:
-        """The values at the end, and what is differentiated."""
+        """Run the steps; return the differentiated total and the values at the end."""
         values: list[Any] = [x if self.leaf else x * 1]
         total = x.sum() * 0
         for step in self.steps:
@@ -57,7 +57,7 @@ class Program:
 
 
 def program(draw: Random) -> Program:
-    """A program that one device may refuse."""
+    """Draw a program, which one device may refuse."""
     shape = draw.choice(SHAPES)
     leaf = draw.random() < 0.15
     shapes, steps = [shape], []
@@ -115,7 +115,7 @@ USES: tuple[tuple[str, Function], ...] = (
 
 
 def draw_view(shape: Shape, draw: Random) -> tuple[str, Function, Shape]:
-    """A view of a tensor of `shape`: text, function, its shape."""
+    """Draw a view of a tensor of `shape`: its text, its function, and the view's shape."""
     while True:
         text, make = draw.choice(VIEWS)(shape, draw)
         if make is None:
@@ -249,7 +249,7 @@ VIEWS = (
 
 
 def _plain(*texts: str, shape: Shape = (6, 4), leaf: bool = False) -> Program:
-    """The program of these writes to `h`, the base."""
+    """Return the program of these writes to the base `h`."""
     writes = [Step("write", f"h{text}", partial(_run, text), not leaf) for text in texts]
     return Program(shape, tuple(writes), leaf)
 
@@ -283,7 +283,7 @@ PLAIN: tuple[Program, ...] = tuple(
 
 
 def outcome(made: Program, x: Any, y: Any, full: Function) -> list[Tensor | None] | str:
-    """What comes out, the gradients of x and y; or the kind of error that is raised."""
+    """Run a program; return its values and the gradients of x and y, or the error as text."""
     try:
         total, *values = made.run(x, y)
         total.backward()
@@ -293,13 +293,13 @@ def outcome(made: Program, x: Any, y: Any, full: Function) -> list[Tensor | None
 
 
 def leaves_of(made: Program) -> tuple[Tensor, Tensor]:
-    """The leaves."""
+    """Return the leaves x and y of a program."""
     x = torch.arange(1.0, prod(made.shape) + 1, dtype=torch.float64).cos().view(made.shape).clone()
     return x, torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
 
 
 def differs(mine: list[Tensor | None] | str, right: list[Tensor | None] | str, names: Sequence[str] = ()) -> str:
-    """How two outcomes differ, if at all."""
+    """Describe how two outcomes differ; "" if they do not."""
     if isinstance(mine, str) or isinstance(right, str):
         both = isinstance(mine, str) and isinstance(right, str)
         return "" if both else f"raised {mine}" if isinstance(mine, str) else f"one device raised {right}"

@@ -1,4 +1,4 @@
-"""A small vision transformer, and its batch."""
+"""A small vision transformer and a batch for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.transformer_layers import Layer
 
 
 class Vision(nn.Module):
-    """Patches of an image by a convolution, positions, layers, a classifier."""
+    """Patches embedded by a convolution, positions, transformer layers, and a classifier."""
 
     def __init__(
         self, heads: int = 4, width: int = 4, layers: int = 2, dropout: float = 0.0, again: Any = None

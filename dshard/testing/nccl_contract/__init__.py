@@ -36,7 +36,7 @@ _SECONDS = "DSHARD_CONTRACT_SECONDS"
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed, in this process.
+    """Register the backend with torch.distributed in this process.
 
     Operations to which not all ranks come are errors after 30 seconds, those of DSHARD_CONTRACT_SECONDS, or the time
     limit of the process group where that is less.
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def usage() -> Usage:
-    """Count the operations, bytes and waits of this process since its process group was made."""
+    """Return the numbers of operations, bytes and waits of this process since its process group was made."""
     return replace(CURRENT.state.usage)
 
 
@@ -60,7 +60,7 @@ def _create(options: Any, _: object) -> NcclContract:
 
 
 def _in_groups(original: Callable[..., list[dist.Work]]) -> Callable[..., list[dist.Work]]:
-    """torch's batch_isend_irecv, which begins a group for C++ process groups alone."""
+    """Wrap torch's batch_isend_irecv, which itself starts groups only on C++ process groups."""
 
     @wraps(original)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:

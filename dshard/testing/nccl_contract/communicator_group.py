@@ -25,7 +25,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs name other arguments than 
 
 
 class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose operations begin on one communicator, and single messages on one for each pair of ranks."""
+    """A process group with one communicator for its operations, and one per pair of ranks for single messages."""
 
     supports_splitting = True  # torch's name
 
@@ -60,19 +60,19 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self._begun = 0
 
     def shutdown(self) -> None:
-        """End the threads."""
+        """End the threads of all communicators."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
     def abort(self) -> None:
-        """End the threads."""
+        """End the threads of all communicators."""
         self.shutdown()
 
     # -- how the communicator is made
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Make the communicator at once, for a device: by itself, or split from that of the default group."""
+        """Make the communicator now, by itself or split from that of the default group."""
         world = dist.group.WORLD
         parent = None if world is None else distributed_c10d._get_split_source(world)
         self.bound_device_id = device
@@ -83,12 +83,12 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             self._make(f"connection at {user_line()}")
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Take part in a split of this communicator, as every rank of it does, in the new group or not."""
+        """Take part in a split of this communicator, as all its ranks must, members of the new group or not."""
         part = Part(Call(("split",)), [], [], lambda read: [])
         self._begin("split of a group from this one", [part], stops_host=True, rule="split").wait()
 
     def _make(self, what: str, kind: str = "collective") -> None:
-        """Wait until all ranks of the group make its communicator, with an operation of the same kind."""
+        """Make the group's communicator, waiting until all ranks begin their first operation with the same kind."""
         self._is_made = True
         part = Part(Call(("first", kind)), [], [], lambda read: [])
         before = CURRENT.state.launches.before()
@@ -101,7 +101,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def _begin(
         self, what: str, parts: list[Part], *, peer: int | None = None, stops_host: bool = False, rule: str = "one_call"
     ) -> dist.Work:
-        """Begin an operation of the group's communicator, or of that of this rank and `peer`; in a group keep it."""
+        """Begin an operation on the group's communicator, or that of this rank and `peer`; within a group, defer it."""
         if self._group is not None:
             CURRENT.state.check()
             self._group += parts

@@ -1,4 +1,4 @@
-"""One communicator's stream: a thread that runs its operations one after the other, as the ranks agree on them.
+"""The stream of one communicator: a thread that runs its operations in the order agreed by the ranks.
 
 Before an operation moves anything the ranks that take part exchange what they are about to run, and what they had begun
 before. Where they differ nothing is moved, and each of them raises.
@@ -31,7 +31,7 @@ _TAGS = {
 
 
 class Channel:
-    """The operations of one communicator of this process, in the order in which they begin."""
+    """A queue and thread that run the operations of one communicator of this process, in the order they begin."""
 
     def __init__(
         self, name: Communicator, gloo: transfers.Gloo, rank: int, ranks: Sequence[int], *, alone: bool
@@ -42,14 +42,14 @@ class Channel:
         self._thread: Thread | None = None
 
     def submit(self, operation: Operation) -> None:
-        """Run an operation after all that were submitted before."""
+        """Queue an operation after all submitted before."""
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="nccl-contract", daemon=True)
             self._thread.start()
         self._queue.put(operation)
 
     def close(self) -> None:
-        """End the thread once it has run what was submitted."""
+        """End the thread after the submitted operations."""
         self._queue.put(None)
 
     def _serve(self) -> None:
@@ -74,7 +74,7 @@ class Channel:
             part.results = part.run(part.copies())
 
     def _compare(self, operation: Operation, calls: Sequence[Call]) -> None:
-        """Exchange the calls of all ranks.
+        """Exchange every rank's report of an operation, and refuse calls that differ.
 
         Raises:
             DistBackendError: the calls differ, or what was begun before them; or not all ranks came.

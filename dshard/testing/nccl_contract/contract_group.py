@@ -1,4 +1,4 @@
-"""A process group on CPU tensors that keeps NCCL's contract: what it refuses, and when things are done."""
+"""A process group on CPU tensors that keeps NCCL's contract: its refusals, and its asynchronous results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dshard.testing.nccl_contract.operation import Bytes, Call, Message, Part
 
 
 class NcclContract(CommunicatorGroup):
-    """A process group that refuses what NCCL refuses, and completes nothing before it is waited for.
+    """A process group that refuses what NCCL refuses, and whose results are invalid until they are waited for.
 
     It has the methods of torch's own process groups, and is made by `init_process_group` and `new_group`.
     """
@@ -192,7 +192,7 @@ class NcclContract(CommunicatorGroup):
         return self.all_to_all_single(output, input, out_sizes, in_sizes)
 
     def _splits(self, x: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The bytes of the pieces of `x` along its first dim."""
+        """Return the bytes of the pieces of `x` along its first dim."""
         rows = x.shape[0] if x.ndim else 1
         if not (sum(sizes) == rows and len(sizes) == self.size() if sizes else rows % self.size() == 0):
             refuse("split_sizes", f"all_to_all_single of {rows} rows in {list(sizes) or self.size()} pieces")
@@ -249,7 +249,7 @@ class NcclContract(CommunicatorGroup):
         return self._begin("scatter", [Part(_call("scatter", out, root), pieces, [out], run)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all ranks: an all_reduce of one element, for whose end the host waits, too."""
+        """Wait on the host for all ranks, by an all_reduce of one element."""
         x = torch.empty(1, dtype=torch.uint8)
         part = Part(Call(("barrier",)), [], [], lambda read: transfers.gather(self._gloo, x, self.size())[:0])
         return self._begin("barrier", [part], stops_host=True)

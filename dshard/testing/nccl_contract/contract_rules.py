@@ -16,7 +16,7 @@ _TORCH = "torch/csrc/distributed/c10d"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A requirement of NCCL on programs, and where it is written."""
+    """A requirement that NCCL states, and its source."""
 
     says: str
     source: str
@@ -150,7 +150,7 @@ def refusal(rule: str, what: str) -> str:
 
 
 def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False, as_real: bool = False) -> None:
-    """Refuse tensors that NCCL does not take; complex ones, too, unless the call takes them `as_real` ones.
+    """Refuse tensors that NCCL does not accept; complex ones are accepted if the call passes them `as_real`.
 
     The functions of torch.distributed pass complex tensors on as real ones; those who call a process group itself meet
     what it takes.
@@ -170,7 +170,7 @@ def check_tensors(what: str, tensors: Sequence[Tensor], *, message: bool = False
 
 
 def check_reduction(what: str, dtype: torch.dtype, op: Any) -> None:
-    """Refuse reductions that NCCL, or torch's process group of it, does not have."""
+    """Refuse reductions that NCCL or torch's ProcessGroupNCCL does not support."""
     if not any(op == known for known in _REDUCTIONS):
         refuse("reduction", f"{what} by {reduction_name(op)}")
     if dtype in FLOAT8:
@@ -182,19 +182,19 @@ def check_reduction(what: str, dtype: torch.dtype, op: Any) -> None:
 
 
 def check_root(what: str, root: int, size: int) -> None:
-    """Refuse a root that is no rank of the group."""
+    """Refuse a root outside the group."""
     if not 0 <= root < size:
         refuse("root", f"{what} with root {root} in a group of {size} ranks")
 
 
 def check_peer(what: str, peer: int, rank: int, size: int) -> None:
-    """Refuse messages to this rank itself, and to ranks that are not of the group."""
+    """Refuse messages to this rank itself, and to ranks outside the group."""
     if not 0 <= peer < size or peer == rank:
         refuse("peer", f"{what} rank {peer} on rank {rank} of a group of {size} ranks")
 
 
 def check_overlap(what: str, source: Tensor, out: Tensor, offset: int = 0) -> None:
-    """Refuse an input and an output in the same memory, but `source` in place: `offset` elements into `out`.
+    """Refuse overlapping input and output, except in place: `source` starts `offset` elements into `out`.
 
     A negative offset is that of `out` in `source`.
     """
@@ -206,7 +206,7 @@ def check_overlap(what: str, source: Tensor, out: Tensor, offset: int = 0) -> No
 
 
 def memory(x: Tensor) -> range:
-    """The addresses of the bytes of a contiguous tensor."""
+    """Return the addresses of the bytes of a contiguous tensor."""
     return range(x.data_ptr(), x.data_ptr() + x.numel() * x.element_size())
 
 

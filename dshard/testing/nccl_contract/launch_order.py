@@ -17,7 +17,7 @@ _SHOWN = 24  # communicators that an operation carries, the last used
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The number of operations begun on a communicator of these ranks, and the last of them with its line."""
+    """The number of operations begun on a communicator of these ranks, and the last one with its source line."""
 
     ranks: Ranks
     count: int
@@ -29,22 +29,22 @@ Launches: TypeAlias = dict[Communicator, Begun]
 
 @dataclass(slots=True)
 class LaunchLog:
-    """The operations that this process has begun on each communicator; the one used last is the last."""
+    """The operations that this process has begun on each communicator, ordered by last use."""
 
     begun: Launches = field(default_factory=dict)
 
     def before(self) -> Launches:
-        """List what has begun until now on the communicators used last."""
+        """Return the operations begun so far on the most recently used communicators."""
         return dict(list(self.begun.items())[-_SHOWN:])
 
     def add(self, communicator: Communicator, ranks: Ranks, what: str) -> None:
-        """Note that an operation begins."""
+        """Record the beginning of an operation."""
         former = self.begun.pop(communicator, None)
         self.begun[communicator] = Begun(ranks, 1 if former is None else former.count + 1, what)
 
 
 def messages_between(group: Communicator, a: int, b: int, *, alone: bool) -> Communicator:
-    """The name of the messages between two ranks of a group: those in groups run on the group's own communicator.
+    """Name the communicator of messages between two ranks: the group's own for those within groups.
 
     torch gives those outside of groups a communicator of their own (ProcessGroupNCCL.cpp, getKeySendRecv).
     """
@@ -52,7 +52,7 @@ def messages_between(group: Communicator, a: int, b: int, *, alone: bool) -> Com
 
 
 def disagreement(here: int, mine: Launches, there: int, theirs: Launches, but: Communicator) -> str:
-    """Say what ranks `here` and `there` have begun differently before an operation on `but`; "" where they agree."""
+    """Describe which launches before an operation on `but` differ between two ranks, or return ""."""
     for name in {*mine, *theirs} - {but}:
         known = mine.get(name) or theirs[name]
         if here not in known.ranks or there not in known.ranks:
@@ -67,6 +67,6 @@ def disagreement(here: int, mine: Launches, there: int, theirs: Launches, but: C
 
 
 def _count(launches: Launches, name: Communicator) -> int | None:
-    """Operations begun on a communicator; None where it may have been left out because it was used long ago."""
+    """Count the operations begun on a communicator; None if its entry may have been dropped since."""
     begun = launches.get(name)
     return begun.count if begun is not None else None if len(launches) >= _SHOWN else 0

@@ -1,4 +1,4 @@
-"""One operation on a communicator: what it reads and writes, and what the memory holds until it is waited for.
+"""One operation on a communicator: its inputs and outputs, and the memory's content before it is waited for.
 
 An operation works on copies. Its input is copied when it begins; that the memory is still the same is checked when it
 is waited for, since NCCL might have read it at any moment between. Its output is poisoned when it begins, and written
@@ -26,7 +26,7 @@ _NOT_A_NUMBER, _EXTREME, _TRUE = 0xFF, 0x80, 0x01
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective as the ranks compare it: `same` on all of them, and the bytes sent to and received from each."""
+    """A collective as the ranks compare it: values equal on all of them, and the bytes for and from each rank."""
 
     same: tuple[object, ...]
     send: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A send or receive: to or from which rank of a group of so many, and what must be the same there."""
+    """A send or receive: the peer and size of its group, and the bytes and dtype that must be equal there."""
 
     sends: bool
     ranks: int
@@ -67,11 +67,11 @@ class Part:
             poison(out)
 
     def copies(self) -> list[Bytes]:
-        """The bytes that the inputs had when it began."""
+        """Return the inputs' bytes as of the beginning."""
         return [as_tensor(data) for data in self.read]
 
     def overwritten(self) -> bool:
-        """Whether an input is not as it was when it began."""
+        """Whether an input has changed since the operation began."""
         outs = [memory(out) for out in self.outputs]
         return any(
             _bytes_of(x) != data
@@ -80,7 +80,7 @@ class Part:
         )
 
     def deliver(self) -> None:
-        """Write the outputs."""
+        """Write the results to the outputs."""
         for out, result in zip(self.outputs, self.results, strict=True):
             if result.numel():
                 ctypes.memmove(out.data_ptr(), result.data_ptr(), result.numel())
@@ -107,22 +107,22 @@ class Operation:
     dropped: bool = False
 
     def reads(self) -> list[range]:
-        """The memory of the inputs."""
+        """The memory ranges of the inputs."""
         return [memory(x) for part in self.parts for x in part.inputs]
 
     def writes(self) -> list[range]:
-        """The memory of the outputs."""
+        """The memory ranges of the outputs."""
         return [memory(x) for part in self.parts for x in part.outputs]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all inputs, or of the outputs of one that only receives."""
+        """The bytes of all inputs, or of the outputs of an operation that only receives."""
         read = sum(len(data) for part in self.parts for data in part.read)
         return read or sum(map(len, self.writes()))
 
 
 def poison(x: Tensor) -> None:
-    """Fill memory with what no result looks like: NaN, or the like of -9187201950435737472 where there is none."""
+    """Fill memory with values unlike any result: NaN, or an extreme number for dtypes without NaN."""
     if x.numel():
         value = _NOT_A_NUMBER if x.dtype.is_floating_point or x.dtype.is_complex else _EXTREME
         ctypes.memset(x.data_ptr(), _TRUE if x.dtype == torch.bool else value, x.numel() * x.element_size())

@@ -1,4 +1,4 @@
-"""The state of all communicators of one process: launches, operations in flight, counts, and what has failed."""
+"""The state of all communicators of one process: launches, operations in flight, counts and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK = 0.2  # seconds between two looks whether another rank has failed
 
 @dataclass(slots=True)
 class Usage:
-    """Counts of what a program has asked of its communicators.
+    """Counts of a program's operations, bytes and waits on its communicators.
 
     Attributes:
         kernels: Operations begun; a group of them is one.
@@ -37,7 +37,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ProcessState:
-    """The communicators of this process."""
+    """The launches, operations in flight, counts and first failure of one process."""
 
     launches: LaunchLog = field(default_factory=LaunchLog)
     usage: Usage = field(default_factory=Usage)
@@ -46,7 +46,7 @@ class ProcessState:
     listeners: list[Callable[[Operation], object]] = field(default_factory=list)
 
     def begin(self, operation: Operation) -> None:
-        """Note an operation; one on other communicators that uses its memory must have been waited for.
+        """Begin an operation, unless its memory is in use by another communicator's operation in flight.
 
         Raises:
             DistBackendError: this process has failed before, as NCCL's watchdog would have ended it.
@@ -71,7 +71,7 @@ class ProcessState:
         self.usage.nbytes += operation.nbytes
 
     def check(self) -> None:
-        """Raise the error of an earlier operation, if there is one.
+        """Raise the error of an earlier operation, if any.
 
         Raises:
             DistBackendError: an operation of this process has failed.
@@ -109,7 +109,7 @@ class ProcessState:
             raise dist.DistBackendError(str(operation.error)) from operation.error
 
     def _wait_long(self, operation: Operation, end: float | None) -> None:
-        """Wait on, and look whether this can ever end."""
+        """Wait for an operation while checking for failures and deadlocks."""
         messages = any(part.message is not None for part in operation.parts)  # of which not all ranks have as many
         here = Waiting(operation.what, operation.communicator, operation.ranks, operation.number, self.launches.begun)
         publish(None if messages else here)
@@ -129,7 +129,7 @@ class ProcessState:
             publish(None)
 
     def fail(self, operation: Operation, error: BaseException) -> None:
-        """Note that an operation has failed, here and for all ranks that wait."""
+        """Record the failure of an operation, and publish it to the waiting ranks."""
         operation.error = error
         if self.error is None:
             self.error = str(error)

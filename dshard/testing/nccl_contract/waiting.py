@@ -1,4 +1,4 @@
-"""Ranks that wait for each other on different communicators, found by what each publishes where it waits long."""
+"""Deadlocks of ranks that wait on different communicators, detected by what long-waiting ranks publish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "dshard/nccl_contract/waiting"
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An operation that a rank waits in, the `number`th on its communicator, and all that the rank has begun."""
+    """An operation in which a rank waits, the `number`th on its communicator, and all operations the rank has begun."""
 
     what: str
     communicator: Communicator
@@ -25,12 +25,12 @@ class Waiting:
 
 
 def publish(waiting: Waiting | None) -> None:
-    """Tell the other ranks where this one waits, or that it goes on."""
+    """Publish the operation in which this rank waits, or None when it continues."""
     put(f"{_KEY}/{dist.get_rank()}", waiting)
 
 
 def deadlock(here: Waiting) -> str:
-    """Describe a rank that waits in what this one has not begun, and has not begun what this one waits in; or ""."""
+    """Describe a rank that waits for this one in an operation, while this one waits for it in another; else ""."""
     for rank in here.ranks:
         there: Waiting | None = None if rank == dist.get_rank() else peek(f"{_KEY}/{rank}")
         if there is None or dist.get_rank() not in there.ranks or there.communicator == here.communicator:

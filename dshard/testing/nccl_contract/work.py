@@ -1,4 +1,4 @@
-"""The work that a call of the contract group returns."""
+"""The handle that a call of the contract group returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_LIMIT = timedelta(0)
 
 
 class ContractWork(dist.Work):
-    """An operation in flight. A wait lets the results be seen, and counts as one of the stream's, not the host's.
+    """The handle of an operation in flight; a wait is one of the stream rather than the host.
 
     It is the host's for a barrier, and with a time limit (ProcessGroupNCCL.hpp, WorkNCCL::wait).
     """
@@ -27,7 +27,7 @@ class ContractWork(dist.Work):
         self._operation, self._outputs = operation, [x for part in operation.parts for x in part.outputs]
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Let what follows see the results; the host waits, too, for a barrier or where there is a limit."""
+        """Make the results visible; the host waits too, for a barrier or under a time limit."""
         usage, limited = CURRENT.state.usage, timeout > _NO_LIMIT
         if limited or self._operation.stops_host:
             usage.host_waits += 1
@@ -37,15 +37,15 @@ class ContractWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Let what follows see the results."""
+        """Make the results visible, as `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Let what follows see the results."""
+        """Make the results visible, as `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Ask whether the operation has run; the host waits for the answer. Where it has the results are there."""
+        """Ask on the host whether the operation has run; if so, its results become visible."""
         CURRENT.state.usage.host_waits += 1
         if self._operation.done.is_set() and self._operation.error is None:
             CURRENT.state.end(self._operation)
@@ -56,7 +56,7 @@ class ContractWork(dist.Work):
         return self._operation.done.is_set() and self._operation.error is None
 
     def exception(self) -> BaseException | None:
-        """The error of the operation, if it has one."""
+        """The error of the operation, or None."""
         return self._operation.error
 
     def result(self) -> list[Tensor]:
@@ -64,7 +64,7 @@ class ContractWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> Any:
-        """A future of the outputs, whose callbacks see the results."""
+        """Return a future of the outputs, whose callbacks see the results."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)
@@ -77,12 +77,12 @@ class ContractWork(dist.Work):
 
 
 class GroupedWork(dist.Work):
-    """The result of a call within a group, for which nobody may wait: the end of the group returns the work."""
+    """The handle of a call within a group, which cannot be waited for; ending the group returns the usable one."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Refuse."""
+        """Refuse to wait for one call of a group."""
         refuse("coalescing", f"a wait for {self._what} by itself, within a group")
