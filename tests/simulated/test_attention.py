@@ -108,3 +108,22 @@ def test_attention_below_torch_function_is_right(at: Placement, options: dict[st
 
         for mine, right in zip((out, *(x.grad for x in laid)), (expected, *(x.grad for x in leaves)), strict=True):
             torch.testing.assert_close(whole(mine.detach()), right.detach())
+
+
+@pytest.mark.parametrize("dim", [0, -1, -2])
+@pytest.mark.parametrize(
+    "shapes", [((2, 4), (3, 7, 4)), ((3, 2, 4), (5, 1, 7, 4)), ((2, 4), (3, 7, 4), (2, 7))], ids=str
+)
+def test_a_query_has_the_dims_of_the_keys(shapes: tuple[tuple[int, ...], ...], dim: int) -> None:
+    query, key, *mask = (reals(*shape) for shape in shapes)
+    leaves = [x.clone().requires_grad_() for x in (query, key, key * 2, *mask)]
+    expected = F.scaled_dot_product_attention(*leaves)
+    expected.sin().sum().backward()
+    mesh = Mesh((2,), ("x",))
+
+    with simulated(mesh):
+        laid = [distribute(x.detach(), Layout(mesh, (Shard(dim % x.dim()),))).requires_grad_() for x in leaves]
+        out = F.scaled_dot_product_attention(*laid)
+        out.sin().sum().backward()
+        pairs = [(out.detach(), expected.detach()), *((x.grad, y.grad) for x, y in zip(laid, leaves, strict=True))]
+        assert all(torch.allclose(whole(x), y) for x, y in pairs)

@@ -38,6 +38,8 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
     if dropout:
         _accepted(query, k, v, mask, dropout, causal, scale, gqa)
+    if query.dim() < (ndim := max(k.dim(), v.dim())):  # the result has the dims that keys and values broadcast to
+        query = query.reshape((1,) * (ndim - query.dim()) + tuple(query.shape))
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
     options, requested = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
