@@ -15,7 +15,7 @@ from dshard.comm import DeviceMesh, as_mesh, warn_user
 from dshard.core.call import Call, Operator
 from dshard.core.local_checks import gathered_shape
 from dshard.core.moves import leaves
-from dshard.core.signature import Function
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
@@ -76,29 +76,51 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
 
-    several = isinstance(out_placements, tuple) and not any(isinstance(p, _PLACEMENTS) for p in out_placements)
-    out_entries: tuple[Any, ...] = (*(out_placements or ()),) if several else (out_placements,)
+    placements = _LocalPlacements(
+        _output_entries(out_placements), in_placements, in_grad_placements, device_mesh, redistribute_inputs
+    )
 
     @wraps(func)
     def run(*args: object, **kwargs: object) -> Any:
+        return placements.run(func, args, kwargs)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalPlacements:
+    """The placements with which `local_map` runs a function of plain tensors on DTensors."""
+
+    outputs: tuple[Placements, ...]
+    inputs: tuple[Placements, ...] | None
+    gradients: tuple[Placements, ...] | None
+    mesh: DeviceMesh | Mesh | None
+    redistribute_inputs: bool
+
+    def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Call `func` on local tensors, and wrap its outputs; directly without a DTensor among the arguments."""
         flat, tree = pytree.tree_flatten(args)
         meshes = [arg.device_mesh for arg in flat if isinstance(arg, DTensor)]
         if not meshes:
             return func(*args, **kwargs)
-        mesh = as_mesh(meshes[0] if device_mesh is None else device_mesh)
-        varying = _varying(out_entries) if in_grad_placements is None else frozenset()
-        redistributed = _in_all_placements(flat, in_placements, redistribute_inputs)
-        local = _local_arguments(redistributed, in_grad_placements, varying, mesh)
+        mesh = as_mesh(meshes[0] if self.mesh is None else self.mesh)
+        varying = _varying(self.outputs) if self.gradients is None else frozenset()
+        redistributed = _in_all_placements(flat, self.inputs, self.redistribute_inputs)
+        local = _local_arguments(redistributed, self.gradients, varying, mesh)
         out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
-        _check_count("out_placements", out_entries, len(out), "outputs")
+        _check_count("out_placements", self.outputs, len(out), "outputs")
         uneven = any(_is_uneven(arg._spec) for arg in redistributed if isinstance(arg, DTensor))
         wrapped = [
             _wrap_output(x, i, entry, mesh, uneven, varying)
-            for i, (x, entry) in enumerate(zip(out, out_entries, strict=True))
+            for i, (x, entry) in enumerate(zip(out, self.outputs, strict=True))
         ]
         return pytree.tree_unflatten(wrapped, out_tree)
 
-    return run
+
+def _output_entries(out_placements: Placements | tuple[Placements, ...]) -> tuple[Any, ...]:
+    """The placements of each output, from those of one output or a tuple of those of several."""
+    several = isinstance(out_placements, tuple) and not any(isinstance(p, _PLACEMENTS) for p in out_placements)
+    return (*(out_placements or ()),) if several else (out_placements,)
 
 
 _PLACEMENTS = (Shard, Replicate, Partial)

@@ -116,7 +116,22 @@ class _Result:
     number: int
 
 
-class ForwardValues(TorchFunctionMode):
+class _Rewriting(TorchFunctionMode):
+    """Within the block, calls that have another form are made in it; all others by `_call`."""
+
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        again = _other_form(func, args, kwargs)
+        if again is None:
+            return self._call(func, args, kwargs)
+        with self:
+            return again()
+
+    def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        raise NotImplementedError
+
+
+class ForwardValues(_Rewriting):
     """Within the block, functions of tensors without data that return values on the host compute them from data.
 
     Each of `stand_ins` is a tensor without data, the tensor that it stands for, and the name of the input that it is
@@ -134,12 +149,7 @@ class ForwardValues(TorchFunctionMode):
             results = None if data.is_meta or isinstance(data, Wrapper) else [data.detach()]
             self._note([stand_in], Origin(None, ((), {}), frozenset(() if name is None else (name,)), results))
 
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        again = _other_form(func, args, kwargs)
-        if again is not None:
-            with self:
-                return again()
+    def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if any(x.is_meta for x in tensors_in((args, kwargs))):
             if func in QUESTIONS:
                 self.answers.append(self._answer(func, args, kwargs))
@@ -253,19 +263,14 @@ def _writes(func: Function, kwargs: Kwargs) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
-class Replies(TorchFunctionMode):
+class Replies(_Rewriting):
     """Within the block, functions of `QUESTIONS` return `answers`, in their order, for tensors without data."""
 
     def __init__(self, answers: Sequence[object] | None) -> None:
         super().__init__()
         self.rest: Iterator[object] | None = None if answers is None else iter(answers)
 
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        again = _other_form(func, args, kwargs)
-        if again is not None:
-            with self:
-                return again()
+    def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         is_counting = _is_counting(func, args, kwargs)
         tensors = tensors_in((args, kwargs))
         if not (is_counting or func in QUESTIONS) or not any(map(_has_no_data, tensors)):
