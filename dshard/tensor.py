@@ -80,8 +80,8 @@ class DTensor(Wrapper):
         return out.requires_grad_() if requires_grad else out
 
     @classmethod
-    def _wrap(cls, local: Tensor, spec: Spec, storage_offset: int | None = None) -> DTensor:
-        return as_dtensor(wrap(local, spec, storage_offset))
+    def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
+        return as_dtensor(wrap(local, spec))
 
     # -- layout and mesh
 

@@ -45,6 +45,7 @@ CAPTURED = ("fsdp", "megatron")
 """The plans of steps that are captured in a CUDA graph."""
 _WARM = 3
 """Steps before one is captured."""
+_HEADS = 4
 _MEASURING = 1.0  # seconds
 
 
@@ -141,9 +142,8 @@ def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
 class Block(nn.Module):
     """A transformer block: causal attention and a perceptron, each applied to its normalised input and added to it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -151,18 +151,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens -> tokens, [batch, tokens, width]."""
         y = self.norm1(x)
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(y).unflatten(-1, (_HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return out
 
 
-def model_of(place: Place, width: int, heads: int = 4, blocks: int = 2) -> nn.Sequential:
+def model_of(place: Place, width: int, blocks: int = 2) -> nn.Sequential:
     """A stack of blocks, the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(*(Block(width, heads) for _ in range(blocks))).to(place.device)
+        return nn.Sequential(*(Block(width) for _ in range(blocks))).to(place.device)
 
 
 def training_steps(place: Place) -> str:
@@ -214,8 +214,8 @@ def captured_under(place: Place, *plans: str) -> str:
         _step_of(other, x)()  # whose buffers must not be those of the graph
         batch.copy_(y)
         replay()
-        for (key, value), wanted in zip(model.named_parameters(), right.parameters(), strict=True):
-            _same(_global(value.detach()), wanted.detach(), f"{name}: {key} after a captured step", 1e-4)
+        for (key, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
+            _same(_global(value.detach()), expected.detach(), f"{name}: {key} after a captured step", 1e-4)
     how = "captured and replayed" if place.device == "cuda" else "not captured without CUDA, but the host never waits"
     return f"{', '.join(plans)}: {how}"
 
