@@ -220,11 +220,13 @@ def _new(
     _check_options("a factory", options, {"dtype", "requires_grad"})
     shape, layout = _shape_and_layout(size, device_mesh, placements)
     return _wrap_local(
-        _made(make, shape, layout, options.get("dtype")), layout, shape, options.get("requires_grad", False)
+        _make_local(make, shape, layout, options.get("dtype")), layout, shape, options.get("requires_grad", False)
     )
 
 
-def _made(make: Callable[..., Tensor], shape: tuple[int, ...], layout: Layout, dtype: torch.dtype | None) -> Tensor:
+def _make_local(
+    make: Callable[..., Tensor], shape: tuple[int, ...], layout: Layout, dtype: torch.dtype | None
+) -> Tensor:
     return comm.local_of(
         layout, lambda coordinate, device: make(layout.local_shape(shape, coordinate), dtype=dtype, device=device)
     )
@@ -248,7 +250,7 @@ def _random(
     with comm.plain():
         make((0,), dtype=dtype, generator=torch.Generator())
     values = layout.cotangent()
-    drawn = _wrap_local(_made(torch.empty, shape, values, dtype), values, shape)
+    drawn = _wrap_local(_make_local(torch.empty, shape, values, dtype), values, shape)
     random.filled(drawn, distribution, what, generator)
     return _wrap_local(drawn._local_tensor, layout, shape, options.get("requires_grad", False))
 

@@ -86,21 +86,21 @@ class LocalGraph:
     """The recorded local tensors of a distributed tensor, valid until the tensor is written.
 
     The gradient of `home` has the layout of the distributed tensor's gradient; `make` computes `home` at its first use.
-    `others` are local tensors whose gradients have other layouts, by spec. `made` says that operators on local tensors
-    made them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether autograd recorded an
-    operator on `home`.
+    `others` are local tensors whose gradients have other layouts, by spec. `is_local_result` says that operators on
+    local tensors made them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether autograd
+    recorded an operator on `home`.
     """
 
-    __slots__ = ("home", "made", "make", "others", "used", "version")
+    __slots__ = ("home", "is_local_result", "make", "others", "used", "version")
 
     def __init__(self, version: int, home: Tensor | None = None, make: Callable[[], Tensor] | None = None) -> None:
         self.version, self.home, self.make = version, home, make
-        self.made = home is not None or make is not None
+        self.is_local_result = home is not None or make is not None
         self.used = False
         self.others: dict[Spec, Tensor] = {}
 
     def at_home(self) -> Tensor:
-        """The local tensor `home` of a tensor that operators on local tensors `made`."""
+        """Return `home` of a tensor that is the result of operators on local tensors."""
         self.used = True
         if self.home is None:
             assert self.make is not None
@@ -118,13 +118,13 @@ def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
     if is_home:
         home = graph.home
         if home is None:
-            if graph.made:
+            if graph.is_local_result:
                 return graph.at_home()
             home = graph.home = to_local(x, grad)
         graph.used = True
         return home
     if grad not in graph.others:
-        graph.others[grad] = _with_gradient_layout(x, grad) if graph.made else to_local(x, grad)
+        graph.others[grad] = _with_gradient_layout(x, grad) if graph.is_local_result else to_local(x, grad)
     return graph.others[grad]
 
 
@@ -137,7 +137,7 @@ def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
 def local_graph_of(x: Wrapper) -> LocalGraph | None:
     """The local graph of `x` as the result of operators on local tensors, or None."""
     graph: LocalGraph | None = x._local_graph
-    return graph if graph is not None and graph.made and graph.version == x._version else None
+    return graph if graph is not None and graph.is_local_result and graph.version == x._version else None
 
 
 def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Wrapper:

@@ -38,7 +38,7 @@ def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
     return interned(layout)
 
 
-class Whole:
+class GatheredWeights:
     """The gathered local tensors of some stored weights, perhaps in flight; `versions` are those of the weights.
 
     The first use of one waits for all, on the stream that is current then; a use on another stream follows that.
@@ -111,11 +111,11 @@ class GatheredUse:
         self,
         stored: Sequence[Wrapper],
         moves: Sequence[LocalRedistribution],
-        begin: Callable[[], Whole],
+        begin: Callable[[], GatheredWeights],
         before: GatheredUse | None,
     ) -> None:
         self.stored, self.moves, self.begin, self.before = stored, moves, begin, before
-        self.whole: Whole | None = begin()
+        self.gathered: GatheredWeights | None = begin()
         self.after: ReferenceType[GatheredUse] | None = None
         self.reductions: Ends = []
         self.has_begun_before = self.saves_weights = False
@@ -125,8 +125,8 @@ class GatheredUse:
 
     def tensors(self) -> list[Wrapper]:
         """The gathered weights as distributed tensors, recorded by autograd."""
-        assert self.whole is not None
-        local = self.whole.local()
+        assert self.gathered is not None
+        local = self.gathered.local()
         needs = [i for i, x in enumerate(self.stored) if x.requires_grad and torch.is_grad_enabled()]
         out: list[Wrapper] = [wrap(x, move.spec) for x, move in zip(local, self.moves, strict=True)]
         if needs:
@@ -137,7 +137,7 @@ class GatheredUse:
 
     def free(self) -> None:
         """Drop the gathered weights: the backward pass gathers them again."""
-        self.whole = None
+        self.gathered = None
 
     def reduce(
         self, grads: Sequence[Wrapper], stored: Sequence[Wrapper], moves: Sequence[LocalRedistribution]
@@ -147,8 +147,8 @@ class GatheredUse:
         The weights that the backward pass needs next are unpacked first, as the buffers of a reduction take as much
         memory as the gradients.
         """
-        if self.before is not None and self.before.whole is not None:
-            self.before.whole.local()
+        if self.before is not None and self.before.gathered is not None:
+            self.before.gathered.local()
         specs = [_reduced(grad._spec, x) for grad, x in zip(grads, stored, strict=True)]
         reductions = [local_redistribution(spec, move.source_grad) for spec, move in zip(specs, moves, strict=True)]
         local, leaves = give_up_local(grads), tuple(map(id, stored))
@@ -176,7 +176,7 @@ class GatheredUse:
 
     def pack(self, x: Tensor) -> object:
         """The value that autograd saves for `x`."""
-        i = None if self.whole is None else self.whole.place(x)
+        i = None if self.gathered is None else self.gathered.place(x)
         if i is not None:
             self.saves_weights = True
             local = x._local_tensor if isinstance(x, Wrapper) else x
@@ -193,17 +193,17 @@ class GatheredUse:
             return unpacked
         if not isinstance(packed, Saved):
             return packed
-        is_first = self.whole is None or not self.has_begun_before
-        if self.whole is None:
+        is_first = self.gathered is None or not self.has_begun_before
+        if self.gathered is None:
             after = None if self.after is None else self.after()
             if after is not None:
                 after.free()  # its backward pass has ended
-            self.whole = self.begin()
-        local = self.whole.local()  # before the next gather begins, so that both do not share the network
+            self.gathered = self.begin()
+        local = self.gathered.local()  # before the next gather begins, so that both do not share the network
         if is_first:
             self.has_begun_before = True
-            if self.before is not None and self.before.saves_weights and self.before.whole is None:
-                self.before.whole = self.before.begin()
+            if self.before is not None and self.before.saves_weights and self.before.gathered is None:
+                self.before.gathered = self.before.begin()
         x: Tensor = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
         return x if packed.spec is None else wrap(x, packed.spec)
 
@@ -216,10 +216,10 @@ class GatherTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, use: GatheredUse, needs: list[int], *stored: Wrapper) -> tuple[Wrapper, ...]:
-        assert use.whole is not None
+        assert use.gathered is not None
         ctx.use, ctx.needs = use, needs
         ctx.set_materialize_grads(False)
-        local = use.whole.local()
+        local = use.gathered.local()
         return tuple(wrap(local[i].detach(), use.moves[i].spec) for i in needs)
 
     @staticmethod

@@ -348,20 +348,20 @@ def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
     return sorted(pendings, key=_NUMBER, reverse=True)
 
 
-def _cut(members: list[Pending]) -> Iterable[list[Pending]]:
+def _cut(pendings: list[Pending]) -> Iterable[list[Pending]]:
     """Cut the gradients of a lane, in order, into buckets of the size that takes the least time."""
-    lane = members[0].move.lane
+    lane = pendings[0].move.lane
     if lane is None:
-        return [members]
-    sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in members]
+        return [pendings]
+    sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in pendings]
     limit = bucket_bytes(sum(sizes), lane, planning_context().topology_of(lane.mesh))
-    buckets, held = [list[Pending]()], 0
-    for pending, size in zip(members, sizes, strict=True):
-        if held and held >= limit:
+    buckets, nbytes = [list[Pending]()], 0
+    for pending, size in zip(pendings, sizes, strict=True):
+        if nbytes and nbytes >= limit:
             buckets.append([])
-            held = 0
+            nbytes = 0
         buckets[-1].append(pending)
-        held += size
+        nbytes += size
     return buckets
 
 

@@ -51,10 +51,10 @@ def _show_topology(arguments: argparse.Namespace) -> int:
 
 
 def _measure_topology(arguments: argparse.Namespace) -> int:
-    wanted, mesh = arguments.ranks, arguments.mesh
-    if mesh is not None and wanted not in (None, mesh.size):
-        raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {wanted}: leave --ranks out")
-    ranks, device = ranks_and_device(arguments, wanted if mesh is None else mesh.size)
+    requested, mesh = arguments.ranks, arguments.mesh
+    if mesh is not None and requested not in (None, mesh.size):
+        raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, not {requested}: leave --ranks out")
+    ranks, device = ranks_and_device(arguments, requested if mesh is None else mesh.size)
     mesh = replace(mesh or Mesh((ranks,)), device_type=device)
     with report.measure_progress(visible=launch.is_reporting()) as progress:
         work = partial(calibrate.measure_world, mesh, arguments.seconds)

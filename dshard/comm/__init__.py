@@ -40,8 +40,8 @@ from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import Joined, Lane, begin_joined, joined_of, joined_received, lane_of
 from dshard.comm.peer_failure import (
-    is_heard,
-    is_told,
+    is_from_peer,
+    is_published,
     leave_word,
     mark_raised_by_all,
     publish_failure,
@@ -141,9 +141,9 @@ __all__ = [
     "group_rank",
     "init_device_mesh",
     "is_first_rank",
-    "is_heard",
+    "is_from_peer",
     "is_outside",
-    "is_told",
+    "is_published",
     "joined_of",
     "joined_received",
     "lane_of",

@@ -70,7 +70,7 @@ class Failed:
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     """Publish that this rank has raised `error`, and wait, up to a limit, until `ranks` have failed, too."""
     # dshard's own errors, and what torch refuses without data, are raised on all ranks before anything is sent
-    if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_told(error):
+    if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_published(error):
         return
     if _has_others():
         leave_word(error)
@@ -124,12 +124,12 @@ def mark_raised_by_all(error: Exception) -> None:
         error._raised_by_all = True  # type: ignore[attr-defined]
 
 
-def is_told(error: BaseException) -> bool:
+def is_published(error: BaseException) -> bool:
     """Whether this error has been published, or was raised because of a published one."""
-    return hasattr(error, "_told")
+    return hasattr(error, "_published")
 
 
-def is_heard(error: BaseException) -> bool:
+def is_from_peer(error: BaseException) -> bool:
     """Whether the error was raised because of another rank."""
     return isinstance(error, PeerError) or hasattr(error, "_failed")
 
@@ -144,7 +144,7 @@ def leave_word(error: BaseException) -> None:
     first: Failed = getattr(error, "_failed", None) or Failed(0, kind, str(error), rank)
     store_messages.put(key, Failed(this_world().failures, first.kind, first.text, first.rank))
     with contextlib.suppress(AttributeError):
-        error._told = True  # type: ignore[attr-defined]
+        error._published = True  # type: ignore[attr-defined]
     _LEFT[:] = [key]
 
 
@@ -252,7 +252,7 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
             _check_peers(here)
             seen = _peer_waits(here, seen)
     except Exception as error:
-        if not is_told(error):
+        if not is_published(error):
             leave_word(error)
         _GIVEN_UP.setdefault(group.process_group, str(error))
         disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
@@ -266,9 +266,9 @@ def _own_wait(group: Group, kind: str) -> Waiting:
     return Waiting(dist.get_rank(), group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
 
 
-def not_begun(error: Exception, group: Group, kind: str = "exchange in pairs") -> Exception:
+def not_begun(error: Exception, group: Group) -> Exception:
     """The error to raise if the backend refuses to begin point-to-point messages of the group."""
-    return _wait_error(error, _own_wait(group, kind), _GIVEN_UP.get(group.process_group))
+    return _wait_error(error, _own_wait(group, "exchange in pairs"), _GIVEN_UP.get(group.process_group))
 
 
 def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
@@ -308,7 +308,7 @@ def _wait_error(error: Exception, here: Waiting, given_up: str | None) -> Except
         peer_error = PeerError(
             f"{here.text}: {f'rank {silent} has ended or does not answer; ' if silent else ''}{error}"
         )
-    peer_error._told = True  # type: ignore[attr-defined]
+    peer_error._published = True  # type: ignore[attr-defined]
     return peer_error
 
 

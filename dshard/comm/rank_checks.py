@@ -16,7 +16,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from dshard.comm.peer_failure import is_heard, wait_for
+from dshard.comm.peer_failure import is_from_peer, wait_for
 from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import plain, unstack
@@ -197,7 +197,7 @@ def _gather_texts(text: str, group: Group, device: torch.device) -> dict[str, li
         wait_for(group.process_group._allgather_base(rows, mine, limit), group)
         rows = rows.view(-1, WIDTH).cpu()
     except RuntimeError as error:
-        if is_heard(error) and not isinstance(error, PeerError):
+        if is_from_peer(error) and not isinstance(error, PeerError):
             raise  # what an operator has raised on another rank
         others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
         raise MeshError(

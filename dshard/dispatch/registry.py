@@ -90,8 +90,8 @@ def register_rule(
     check_type(rule, str, f"the rule of {op}", "write it like 'm k, k n -> m n'", NotationError)
     operands, outputs = read_rule(rule)
     _check_rule(rule, reduce)
-    operands_given = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
-    linear = [as_int(operand, "linear: an operand", NotationError) for operand in operands_given]
+    operand_numbers = as_tuple(linear, "linear", "give the numbers of operands, such as (0,)", NotationError)
+    linear = [as_int(operand, "linear: an operand", NotationError) for operand in operand_numbers]
     n = len(operands.terms)
     unknown = [operand for operand in linear if operand < 0 or (operand >= n and operands.repeated is None)]
     if unknown:

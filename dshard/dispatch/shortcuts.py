@@ -186,15 +186,15 @@ def _operands_of(args: Args, kwargs: Kwargs, records: Sequence[CallRecord]) -> l
 
     None where one of them, or a result in between, is given gradients in another layout than its own.
     """
-    given = list(distributed_operands(args, kwargs))
-    gradients: dict[int, set[Layout]] = {id(x): set() for _, x in given}
+    operands = list(distributed_operands(args, kwargs))
+    gradients: dict[int, set[Layout]] = {id(x): set() for _, x in operands}
     for record in records:
         pairs: Any = zip(tensors_in(record.args), record.executable.gradients, strict=True)
         for x, gradient in pairs:
             gradients.setdefault(id(x), {x._spec.layout.cotangent()}).add(gradient)
     if any(len(layouts) != 1 for layouts in gradients.values()):
         return None
-    return [_operand(at, at, x, *gradients[id(x)]) for at, x in given]
+    return [_operand(at, at, x, *gradients[id(x)]) for at, x in operands]
 
 
 def _steps(args: Args, kwargs: Kwargs, records: Sequence[CallRecord], out: Wrapper) -> list[Step] | None:

@@ -75,12 +75,12 @@ def resharded(reshard: ReshardPlan) -> Moved:
 def exchanged(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[Moved]:
     """The collectives that an operator runs beside its plans; a ring holds two buffers, for any number of messages."""
     sizes = sorted((sent.nbytes for sent in exchanges if sent.collective == "permute"), reverse=True)
-    held, moves = sizes[:2], []
+    buffers, moves = sizes[:2], []
     for sent in exchanges:
         messages = prod(mesh.shape[mesh.axis(name)] for name in sent.axis.split(",")) - 1
         after = sent.nbytes
         if sent.collective == "permute":
-            messages, after = 1, held.pop() if held else 0
+            messages, after = 1, buffers.pop() if buffers else 0
         step = f"{sent.collective}  {sent.axis}  {human_bytes(sent.nbytes)}"
         moves.append(Moved(sent.seconds, sent.nbytes, messages, 0, after, (step,)))
     return moves

@@ -65,7 +65,7 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         zeros = [operands[0].new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
         empty = [depending_on(x, operands) for x in zeros]
         if mask is not None:
-            missing = [i for i, is_wanted in enumerate(mask) if not is_wanted][: len(mask) - len(empty)]
+            missing = [i for i, is_needed in enumerate(mask) if not is_needed][: len(mask) - len(empty)]
             rest = iter(empty)  # not all that is not wanted is left out
             return tuple([None if i in missing else next(rest) for i in range(len(mask))])
         return empty[0] if len(empty) == 1 else tuple(empty)

@@ -184,17 +184,17 @@ class Simulated(torch.autograd.Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         pairs = zip(grads, ctx.cotangents, strict=True)
         gradients = [redistribute(as_distributed(grad, layout), layout) for grad, layout in pairs]
-        wanted = [i for i, is_needed in enumerate(needed) if is_needed]
+        differentiated = [i for i, is_needed in enumerate(needed) if is_needed]
         results = Simulated.apply(  # type: ignore[no-untyped-call]
             lambda at: _pull_back(ctx.local_op(at), len(grads), needed),
-            [ctx.of_gradients[i] for i in wanted],
-            [tensors[i]._spec.layout for i in wanted],
+            [ctx.of_gradients[i] for i in differentiated],
+            [tensors[i]._spec.layout for i in differentiated],
             [*ctx.outs, *ctx.of_gradients],
             *gradients,
             *tensors,
         )
         out: list[Tensor | None] = [None] * len(tensors)
-        for i, grad in zip(wanted, results, strict=True):
+        for i, grad in zip(differentiated, results, strict=True):
             out[i] = grad
         return (None,) * 4 + tuple(out)
 
@@ -228,11 +228,11 @@ def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
                 for x, is_needed in zip(tensors[n:], needed, strict=True)
             ]
             pairs = [(out, grad) for out, grad in zip(local(*parts), tensors[:n], strict=True) if out.requires_grad]
-        wanted = [x for x, is_needed in zip(parts, needed, strict=True) if is_needed]
+        differentiated = [x for x, is_needed in zip(parts, needed, strict=True) if is_needed]
         if not pairs:
-            return tuple(map(torch.zeros_like, wanted))
+            return tuple(map(torch.zeros_like, differentiated))
         outs, grads = zip(*pairs, strict=True)
         options = {"create_graph": recorded, "allow_unused": True, "materialize_grads": True}
-        return torch.autograd.grad(outs, wanted, grads, **options)
+        return torch.autograd.grad(outs, differentiated, grads, **options)
 
     return pull

@@ -47,8 +47,8 @@ def convolution_backward(call: Call) -> Rule:
     """Batch, and channels or groups of them, may be sharded; a sharded batch leaves the weight's gradient partial."""
     x, weight, bias, out = _terms(call)
     gradients = zip((x, weight, bias), call.argument("output_mask"), strict=True)
-    wanted = ", ".join(term for term, is_wanted in gradients if is_wanted)
-    return _with_sizes(call, 1, call.rule(f"{out}, {x}, {weight} -> {wanted}", passes=linear(0)))
+    outputs = ", ".join(term for term, is_needed in gradients if is_needed)
+    return _with_sizes(call, 1, call.rule(f"{out}, {x}, {weight} -> {outputs}", passes=linear(0)))
 
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -75,7 +75,7 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
         if not grad.numel() or not x.numel() or not weight.numel():
             zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
             empty = [depending_on(t, (grad, x, weight)) for t in zeros]
-            return tuple(t if wanted else None for t, wanted in zip(empty, mask, strict=True))
+            return tuple(t if is_needed else None for t, is_needed in zip(empty, mask, strict=True))
         gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
         return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
 

@@ -63,11 +63,11 @@ def _of_features(call: Call) -> Statistic:
     p: float = call.argument("p")
 
     def powers(*args: object, **kwargs: object) -> Tensor:
-        part: Tensor = call.func(*args, **kwargs)
-        return part if p in (0, 1, inf) else part.pow(p)
+        term: Tensor = call.func(*args, **kwargs)
+        return term if p in (0, 1, inf) else term.pow(p)
 
-    def root(whole: Tensor) -> Tensor:
-        return whole if p in (0, 1, inf) else whole.pow(1 / p)
+    def root(total: Tensor) -> Tensor:
+        return total if p in (0, 1, inf) else total.pow(1 / p)
 
     return Statistic(powers, "max" if p == inf else "sum", root)
 

@@ -143,11 +143,11 @@ class IndexExchange:
         return run
 
 
-def _take(x: Tensor, dim: int, wanted: range, start: int) -> Tensor:
+def _take(x: Tensor, dim: int, needed: range, start: int) -> Tensor:
     """Select global indices from a local tensor that begins at `start`."""
-    up = wanted if wanted.step > 0 else wanted[::-1]
+    up = needed if needed.step > 0 else needed[::-1]
     selected = x[(slice(None),) * dim + (slice(up.start - start, up[-1] - start + 1, up.step),)]
-    return selected if wanted.step > 0 else selected.flip(dim)
+    return selected if needed.step > 0 else selected.flip(dim)
 
 
 def exchange_locals(exchange: IndexExchange, locals_: tuple[Tensor, ...], fill: float = 0) -> Tensor:
@@ -202,8 +202,8 @@ def cut(call: Call) -> AlternativePlan | None:
     if not split_axes(spec.layout, (dim,)) or not 0 < out.shape[dim] < spec.shape[dim]:
         return None
     start, end, step = (call.argument(name) for name in ("start", "end", "step"))
-    wanted = range(*slice(start, end, step).indices(spec.shape[dim]))
-    exchanged = _one_exchange(call, spec.layout, dim, (Move(0, wanted, 0),))
+    needed = range(*slice(start, end, step).indices(spec.shape[dim]))
+    exchanged = _one_exchange(call, spec.layout, dim, (Move(0, needed, 0),))
 
     def run(x: Any, *_: object, **__: object) -> Any:
         view = exchanged.run(x)

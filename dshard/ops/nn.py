@@ -42,8 +42,8 @@ def layer_norm_backward(call: Call) -> Rule:
     """Leading dims may be sharded, and leave the gradients of the parameters partial; the normalised dims may not."""
     normalized, ones = _normalized(call)
     gradients = zip((f"... {normalized}", normalized, normalized), call.argument("output_mask"), strict=True)
-    wanted = ", ".join(term for term, is_wanted in gradients if is_wanted)
-    text = f"... {normalized}, ... {normalized}, ... {ones}, ... {ones}, *{normalized} -> {wanted}"
+    outputs = ", ".join(term for term, is_needed in gradients if is_needed)
+    text = f"... {normalized}, ... {normalized}, ... {ones}, ... {ones}, *{normalized} -> {outputs}"
     return call.rule(text, passes=linear(0))
 
 

@@ -67,8 +67,8 @@ def _is_alike(form: OpOverload, func: OpOverload, options: Sequence[str] = ()) -
     """Whether `form` takes the arguments of `func` other than `out`, and then `options`."""
     taken = [(a.name, str(a.type)) for a in form._schema.arguments]
     names = [name for name, _ in taken[len(taken) - len(options) :]]
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
-    return names == list(options) and taken[: len(taken) - len(options)] == wanted
+    required = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    return names == list(options) and taken[: len(taken) - len(options)] == required
 
 
 def _check(func: OpOverload, out: Tensor, value: Tensor) -> None:

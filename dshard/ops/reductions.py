@@ -68,13 +68,13 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
         if call.argument("other") is not None:
             return pointwise(call)
         if 0 in call.shapes[0]:
-            _ask(call)
+            _check_no_elements(call)
         return reduction(call, op, passes=(op,)) if len(call.outs) == 1 else along(call)
 
     return rule
 
 
-def _ask(call: Call) -> None:
+def _check_no_elements(call: Call) -> None:
     """Let torch refuse a reduction of no elements, which it does not check on meta tensors."""
     call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype), *call.args[1:], **call.kwargs)
 
@@ -94,7 +94,7 @@ def truth(op: ReduceOp) -> Callable[[Call], Rule]:
 def both_extremes(call: Call) -> Rule:
     """Any dim may be sharded; one that is reduced leaves a partial min and a partial max."""
     if 0 in call.shapes[0]:
-        _ask(call)
+        _check_no_elements(call)
     return reduction(call, "min", "max")
 
 

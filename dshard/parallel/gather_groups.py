@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from dshard.autograd.gathered_weights import GatheredUse, Whole, gathered_layout, versions_of
+from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
 from dshard.compile.graph_functions import skip_frames
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.wrapper import Wrapper
@@ -56,7 +56,7 @@ class GatherGroup:
 
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
-        self.ahead: Whole | None = None
+        self.ahead: GatheredWeights | None = None
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
@@ -73,14 +73,14 @@ class GatherGroup:
         """Begin to gather the parameters, ahead of their use."""
         stored = self.stored()
         if self.ahead is None and self.plan.gathered and all(type(x) is DTensor for x in stored):
-            self.ahead = Whole(stored, self.moves(stored))
+            self.ahead = GatheredWeights(stored, self.moves(stored))
 
-    def whole(self, stored: list[Wrapper]) -> Whole:
+    def gathered(self, stored: list[Wrapper]) -> GatheredWeights:
         """The gathered parameters: the prefetched ones, unless the stored ones have been written to since."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and ahead.versions == versions_of(stored):
             return ahead
-        return Whole(stored, self.moves(stored))
+        return GatheredWeights(stored, self.moves(stored))
 
     def enter(self, module: nn.Module, args: object) -> None:
         """Put gathered weights into the modules; before their forward pass."""
@@ -99,7 +99,7 @@ class GatherGroup:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         recorded = torch.is_grad_enabled() and not self.keeps
         before = self.order.last() if recorded and not is_recomputed and self.order.last else None
-        use = GatheredUse(stored, self.moves(stored), partial(self.whole, stored), before)
+        use = GatheredUse(stored, self.moves(stored), partial(self.gathered, stored), before)
         self.running.append((use, stored, stack))
         weights = use.tensors()
         for weight, own in zip(weights, stored, strict=True):
@@ -121,7 +121,7 @@ class GatherGroup:
         if use is None:
             return
         if graph_task_id() >= 0:
-            self.ahead = use.whole  # the backward pass wants them next
+            self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
 

@@ -54,12 +54,12 @@ class ParallelizedModel(_Model):
         """
         boundary = boundary_of(self)
         mesh = boundary.plan.mesh
-        args, kwargs = map_tensors((args, kwargs), whole)
+        args, kwargs = map_tensors((args, kwargs), as_global)
         rows = None
         if boundary.inputs.per_data_rank:
-            args, kwargs = map_tensors(boundary.inputs((args, kwargs)), whole)
+            args, kwargs = map_tensors(boundary.inputs((args, kwargs)), as_global)
             rows = boundary.inputs.rows
-        with whole_batches(boundary), implicit_replication(), seeded_alike("generate", mesh, self.device):
+        with global_batches(boundary), implicit_replication(), seeded_alike("generate", mesh, self.device):
             out = super().generate(*args, **kwargs)
         if rows is None:
             return out
@@ -131,7 +131,7 @@ def _ranks_per_batch(boundary: Boundary) -> int:
 
 
 @contextmanager
-def whole_batches(boundary: Boundary) -> Iterator[None]:
+def global_batches(boundary: Boundary) -> Iterator[None]:
     """Within the block the model takes whole batches and returns plain tensors."""
     before, plan = (boundary.inputs, boundary.outputs), boundary.plan
     boundary.inputs, boundary.outputs = Inputs(plan, False), Outputs(plan, "plain")
@@ -147,7 +147,7 @@ def _own_part(x: Tensor, rows: Rows, first: int) -> Tensor:
     return x[first * each : (first + rows.own) * each] if each and not rest else x
 
 
-def whole(x: object) -> Any:
+def as_global(x: object) -> Any:
     """A distributed tensor as a plain global tensor on every rank; any other value unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -163,7 +163,7 @@ def gathered(model: nn.Module, state: dict[str, object], kept: bool) -> dict[str
     for name, value in state.items():
         key = parameters.get(name, name)
         if key not in by_parameter:
-            tensor = whole(value)
+            tensor = as_global(value)
             tensor = tensor.detach().cpu().contiguous() if isinstance(tensor, Tensor) else tensor
             by_parameter[key] = tensor if kept else None
         if kept:

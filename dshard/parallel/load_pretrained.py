@@ -58,7 +58,7 @@ def from_pretrained(
             "init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         )
     library = import_module("transformers")
-    made_of, loads = _class_of(model_class, name, library, options), list[_Load]()
+    original_class, loads = _class_of(model_class, name, library, options), list[_Load]()
 
     class Loading(ParallelizedModel):
         """The class while it is loaded, in which transformers asks how the model is laid out."""
@@ -78,9 +78,9 @@ def from_pretrained(
                 super().initialize_weights(*args, **kwargs)
 
     config = library.distributed.DistributedConfig(tp_size=as_mesh(mesh).size)
-    loading: Any = newly_derived(Loading, made_of)
+    loading: Any = newly_derived(Loading, original_class)
     model = loading.from_pretrained(name, distributed_config=config, **options)
-    model.__class__ = made_of
+    model.__class__ = original_class
     _adopt_tensors(model)
     _move_as_planned(model, loads[0])
     return parallelize(model, mesh, loads[0].plan, inputs=inputs, outputs=outputs)

@@ -124,13 +124,13 @@ class _Graph:
 
     def beside(self, node: Node, leading: set[Node], leaves: Iterable[Node]) -> set[Node]:
         """The leaves that a node reaches without passing another node of `leading`."""
-        wanted, reached, seen = set(leaves), set(), set()
+        needed, reached, seen = set(leaves), set(), set()
         stack = [after for after in self.following[node] if after not in leading]
         while stack:
             after = stack.pop()
             if after not in seen:
                 seen.add(after)
                 stack += self.following[after]
-                if after in wanted:
+                if after in needed:
                     reached.add(after)
         return reached

@@ -47,23 +47,23 @@ def in_one_order(program: Program) -> tuple[tuple[Action, ...], ...]:
 
 def _actions(program: Program, stage: int, order: Sequence[Send]) -> Iterator[Action]:
     """The actions of a stage, with its messages in `order`."""
-    messages = deque(_seen_at(stage, message) for message in order if stage in (message.edge.src, message.edge.dst))
-    asked: set[Send | Receive] = set()
+    messages = deque(_at_stage(stage, message) for message in order if stage in (message.edge.src, message.edge.dst))
+    posted: set[Send | Receive] = set()
     for action in program.actions(stage):
         match action:
             case Send():
                 yield from _until({action}, messages)
             case Receive():
-                asked.add(action)
+                posted.add(action)
             case compute:
                 needed = {Receive(edge, compute.microbatch) for edge in program.takes(compute, stage)}
                 yield from _until(needed, messages)
                 yield compute
-        while messages and messages[0] in asked:
+        while messages and messages[0] in posted:
             yield messages.popleft()
 
 
-def _seen_at(stage: int, message: Send) -> Send | Receive:
+def _at_stage(stage: int, message: Send) -> Send | Receive:
     return message if message.edge.src == stage else Receive(message.edge, message.microbatch)
 
 

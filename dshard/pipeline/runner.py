@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
-from dshard.comm import break_off, device_of, is_heard, is_told, leave_word, peek, put, runtime_of, share
+from dshard.comm import break_off, device_of, is_from_peer, is_published, leave_word, peek, put, runtime_of, share
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
 from dshard.errors import DShardError, PipelineError, ScheduleError
@@ -251,10 +251,10 @@ class Runner:
             self.failed = first_failure or f"{here}: {type(error).__name__}: {str(error)[:300]}"
             if first_failure is None:
                 put(f"{self._name}/failed", self.failed)
-            if not is_told(error):
+            if not is_published(error):
                 leave_word(error)
             self._abort()
-            if not is_heard(error) and (isinstance(error, DShardError) or not isinstance(error, RuntimeError)):
+            if not is_from_peer(error) and (isinstance(error, DShardError) or not isinstance(error, RuntimeError)):
                 raise
             raise PipelineError(_failure(here, action, self._stages, self.number, error, first_failure)) from error
 

@@ -63,6 +63,6 @@ class Chain:
         return self.start + (index + hop) * self.seconds / self.chunks
 
 
-def whole_span(region: Region) -> range:
+def flat_range(region: Region) -> range:
     """The range of all elements of a region, flattened."""
     return range(numel(region))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from dshard.layout import Region
 from dshard.placements import chunk_of
-from dshard.reshard.chain import Form, whole_span
+from dshard.reshard.chain import Form, flat_range
 from dshard.reshard.host_network import HostNetwork
 from dshard.reshard.tasks import Task
 
@@ -52,14 +52,14 @@ def drafts(task: Task, form: Form, network: HostNetwork, number: int) -> list[Dr
     """The drafts of a task's chains in one form; the `number` of the task spreads equal choices over ranks."""
     if len(task.holders) > 1:
         heads = tuple(_reductions(task, network))
-        return [Draft(task.region, whole_span(task.region), heads, task.receivers, "reduce")]
+        return [Draft(task.region, flat_range(task.region), heads, task.receivers, "reduce")]
     holders = dict(network.by_host(task.holders[0]))
     chains, far = [], []
     for host, ranks in network.by_host(task.receivers):
         if host in holders:
             local_heads = tuple((rank,) for rank in holders[host][:MAX_HEADS])
             near: Form = "send" if len(ranks) == 1 else "broadcast"
-            chains.append(Draft(task.region, whole_span(task.region), local_heads, ranks, near))
+            chains.append(Draft(task.region, flat_range(task.region), local_heads, ranks, near))
         else:
             far.append(ranks)
     if far:
@@ -70,7 +70,7 @@ def drafts(task: Task, form: Form, network: HostNetwork, number: int) -> list[Dr
 def _far(
     task: Task, form: Form, network: HostNetwork, hosts: list[tuple[int, ...]], heads: tuple[tuple[int, ...], ...]
 ) -> Iterator[Draft]:
-    region, span = task.region, whole_span(task.region)
+    region, span = task.region, flat_range(task.region)
     everyone = tuple(rank for ranks in hosts for rank in ranks)
     match form:
         case "send":

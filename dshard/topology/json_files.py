@@ -93,7 +93,7 @@ _DEVICE_OPTIONS = ("dispatch", "in_place", "memory", "alone")
 
 def _device(path: str, value: object) -> Device:
     fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), _DEVICE_OPTIONS)
-    return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, given: inf if given is None else given)
+    return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, value: inf if value is None else value)
 
 
 def _measured(path: str, value: object) -> Measured:

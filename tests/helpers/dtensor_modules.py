@@ -22,7 +22,7 @@ def modules_with_functions(lib: Library) -> None:
             for key, value in module.named_parameters():
                 module.register_parameter(key, nn.Parameter(lib.distribute_tensor(value, mesh, [lib.Shard(0)])))
 
-    def given(module: nn.Module, inputs: Any, mesh: Any) -> Any:
+    def distributed_input(module: nn.Module, inputs: Any, mesh: Any) -> Any:
         return lib.DTensor.from_local(inputs[0], mesh, [lib.Replicate()])
 
     def gives(module: nn.Module, outputs: Any, mesh: Any) -> Any:
@@ -30,7 +30,7 @@ def modules_with_functions(lib: Library) -> None:
 
     torch.manual_seed(0)
     alone = nn.Linear(4, 8)
-    model = lib.distribute_module(copy.deepcopy(alone), line(lib), partition, given, gives)
+    model = lib.distribute_module(copy.deepcopy(alone), line(lib), partition, distributed_input, gives)
     assert model.weight.placements == (lib.Shard(0),)
     assert_close(model(drawn(3, 4)), alone(drawn(3, 4)))
 

@@ -140,12 +140,12 @@ def on_plain(sample: Sample, gradients: Sequence[bool]) -> list[Any]:
 
 def differences(outputs: Sequence[Any], expected: Sequence[Any]) -> list[str]:
     """Describe differences of outputs from those of plain torch; all must be on CUDA."""
-    found = []
+    differing = []
     if [form(x) for x in outputs] != [form(x) for x in expected]:
-        found.append(f"{[form(x) for x in outputs]} and not {[form(x) for x in expected]}")
+        differing.append(f"{[form(x) for x in outputs]} and not {[form(x) for x in expected]}")
     locals_of = [out.to_local() for out in outputs if isinstance(out, DTensor)]
-    found += [f"a local tensor on {local.device}" for local in locals_of if local.device.type != "cuda"]
-    return found
+    differing += [f"a local tensor on {local.device}" for local in locals_of if local.device.type != "cuda"]
+    return differing
 
 
 def summary(seen: Sequence[Seen]) -> tuple[int, int]:
@@ -184,6 +184,11 @@ if __name__ == "__main__":
     samples = sweep(*sys.argv[1:])
     counted, passed = summary(samples)
     failures = {seen.name: seen.failures for seen in samples if seen.failures or not (seen.torch or seen.draws)}
-    told = {"samples": len(samples), "draws": sum(seen.draws for seen in samples), "counted": counted, "passed": passed}
+    counts = {
+        "samples": len(samples),
+        "draws": sum(seen.draws for seen in samples),
+        "counted": counted,
+        "passed": passed,
+    }
     not_by_torch = {seen.name: seen.torch for seen in samples if seen.torch}
-    print(json.dumps({**told, "not_by_torch": not_by_torch, "failures": failures}))
+    print(json.dumps({**counts, "not_by_torch": not_by_torch, "failures": failures}))

@@ -89,8 +89,8 @@ def checkpoints(path: Path, mode: FakeCuda) -> list[str]:
         state = loaded(path)
     places = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors_of(state)}
     wrong = [f"{name} on {x.device}" for name, x in places.items() if x.device.type != "cuda"]
-    made = saving.on_cpu + loading.on_cpu
-    wrong += [f"a CPU tensor of {name}, {count} times" for name, count in made.items() if name not in COPIES]
+    copies = saving.on_cpu + loading.on_cpu
+    wrong += [f"a CPU tensor of {name}, {count} times" for name, count in copies.items() if name not in COPIES]
     return wrong + ([] if state["step"] == 1 else ["the step was not read"])
 
 

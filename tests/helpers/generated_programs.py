@@ -78,11 +78,11 @@ class Result:
     line: str = ""
 
     def tensors(self) -> Names:
-        found = {name: x for name, x in self.names.items() if x is None or isinstance(x, Tensor)}
+        values = {name: x for name, x in self.names.items() if x is None or isinstance(x, Tensor)}
         grads = {
-            f"{name}.grad": x.grad for name, x in found.items() if x is not None and is_leaf(x) and x.requires_grad
+            f"{name}.grad": x.grad for name, x in values.items() if x is not None and is_leaf(x) and x.requires_grad
         }
-        return found | grads
+        return values | grads
 
 
 def is_leaf(x: Tensor) -> bool:
@@ -171,7 +171,7 @@ def run(lines: tuple[str, ...], names: Names) -> Result:
 def is_documented(text: str) -> bool:
     """Whether the docs describe the refusal with this text."""
     docs = " ".join((Path(__file__).parents[2] / "docs" / "semantics.md").read_text().split())
-    return any(part in text and told_there in docs for part, told_there in DOCUMENTED.items())
+    return any(part in text and documented in docs for part, documented in DOCUMENTED.items())
 
 
 # -- comparing
@@ -183,12 +183,12 @@ def compare(program: Program, mesh: Mesh, at: tuple[int, ...] | None) -> tuple[s
         expected = run(program.lines, one_device())
     first = ("", "")
     for number in range(program.runs):
-        found = run(program.lines, on_ranks(mesh))
-        if expected.error is not None or found.error is not None:
-            word, text = compare_errors(expected, found)
+        actual = run(program.lines, on_ranks(mesh))
+        if expected.error is not None or actual.error is not None:
+            word, text = compare_errors(expected, actual)
         else:
             with plain():
-                word, text = compare_tensors(program, expected.tensors(), found.tensors(), at)
+                word, text = compare_tensors(program, expected.tensors(), actual.tensors(), at)
         if word not in ("equal", "raised"):
             text = f"in run {number + 1} of {program.runs}: {text}"
         if word not in ("equal", "raised", "wrong"):
@@ -198,24 +198,25 @@ def compare(program: Program, mesh: Mesh, at: tuple[int, ...] | None) -> tuple[s
     return first
 
 
-def compare_errors(expected: Result, found: Result) -> tuple[str, str]:
-    if found.error is None:
-        return "not raised", f"{expected.line!r} should raise {told(expected.error)}"
-    if expected.error is None and "does not require grad" in str(found.error) and has_constant_gradients(expected):
+def compare_errors(expected: Result, actual: Result) -> tuple[str, str]:
+    if actual.error is None:
+        return "not raised", f"{expected.line!r} should raise {error_text(expected.error)}"
+    if expected.error is None and "does not require grad" in str(actual.error) and has_constant_gradients(expected):
         return "equal", ""
-    if expected.error is None and isinstance(found.error, IndexError) and " with size 0" in str(found.error):
+    if expected.error is None and isinstance(actual.error, IndexError) and " with size 0" in str(actual.error):
         return (
             "raised",
             "IndexError",
         )  # an index into an empty dim, at which torch does not look where nothing is written
     if expected.error is None:
-        word = "refused" if isinstance(found.error, DShardError) else "raised only here"
-        return word, f"{found.line!r}: {told(found.error)}"
-    if found.line == expected.line and isinstance(found.error, IndexError) and "setStorage" in str(expected.error):
+        word = "refused" if isinstance(actual.error, DShardError) else "raised only here"
+        return word, f"{actual.line!r}: {error_text(actual.error)}"
+    if actual.line == expected.line and isinstance(actual.error, IndexError) and "setStorage" in str(expected.error):
         return "raised", "IndexError"  # an index into an empty dim, which torch finds by the memory that it lacks
-    if not isinstance(found.error, type(expected.error)) or found.line != expected.line:
-        text = f"{expected.line!r} should raise {told(expected.error)}; {found.line!r} raised {told(found.error)}"
-        return "refused" if isinstance(found.error, DShardError) else "raised otherwise", text
+    if not isinstance(actual.error, type(expected.error)) or actual.line != expected.line:
+        should, did = error_text(expected.error), error_text(actual.error)
+        text = f"{expected.line!r} should raise {should}; {actual.line!r} raised {did}"
+        return "refused" if isinstance(actual.error, DShardError) else "raised otherwise", text
     return "raised", type(expected.error).__name__
 
 
@@ -225,16 +226,16 @@ def has_constant_gradients(expected: Result) -> bool:
     return bool(second) and not any(x is not None and (x.abs() > ROUNDING).any() for x in second)
 
 
-def told(error: BaseException | None) -> str:
+def error_text(error: BaseException | None) -> str:
     text = f"{type(error).__name__}: {error}"
     return text if len(text) < 600 else text[:300] + " ... " + text[-300:]
 
 
-def compare_tensors(program: Program, expected: Names, found: Names, at: tuple[int, ...] | None) -> tuple[str, str]:
+def compare_tensors(program: Program, expected: Names, actual: Names, at: tuple[int, ...] | None) -> tuple[str, str]:
     shifted: Names | None = None
     wrong = []
     for name, want in expected.items():
-        have = found.get(name, "nothing of this name")
+        have = actual.get(name, "nothing of this name")
         if want is None or not isinstance(have, DTensor):
             zeros = name.startswith("h_") and is_zero(want) and is_zero(have)
             if want is not have and not zeros:
@@ -324,8 +325,8 @@ class Drawing:
 
     def pick(self) -> tuple[str, Tensor]:
         """Draw a tensor, preferably one of the last."""
-        found = list(self.tensors().items())
-        return self.random.choice(found[-3:] if self.chance(0.6) else found)
+        tensors = list(self.tensors().items())
+        return self.random.choice(tensors[-3:] if self.chance(0.6) else tensors)
 
     def pick_for(self, x: Tensor) -> tuple[str, Tensor] | None:
         """Draw a tensor that broadcasts with `x`."""
@@ -783,9 +784,9 @@ def trained_on(d: Drawing, leaves: Sequence[str]) -> None:
 
 def differentiated(d: Drawing) -> None:
     """Add the end of a program: gradients of first or second order."""
-    found = {name: x for name, x in d.tensors().items() if x.requires_grad}
-    leaves = [name for name, x in found.items() if is_leaf(x)]
-    ends = [name for name, x in found.items() if not is_leaf(x)]
+    tensors = {name: x for name, x in d.tensors().items() if x.requires_grad}
+    leaves = [name for name, x in tensors.items() if is_leaf(x)]
+    ends = [name for name, x in tensors.items() if not is_leaf(x)]
     if not ends:
         return
     of = sorted({ends[-1], *d.random.sample(ends, min(len(ends), d.below(3)))})
@@ -872,7 +873,7 @@ def on_this_rank(programs: Sequence[Program] | range, path: str) -> None:
             try:
                 word, text = compare(program, mesh, at)
             except Exception as error:
-                word, text = "raised only here", f"comparing: {told(error)}"
+                word, text = "raised only here", f"comparing: {error_text(error)}"
             alike = agreed(word)
             faulthandler.cancel_dump_traceback_later()
             file.write(json.dumps([each if isinstance(each, int) else number, word, text]) + "\n")
@@ -922,8 +923,8 @@ def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 10
             ranks = [[json.loads(line) for line in text_of(f"{path}.{r}").splitlines()] for r in range(pool.n_ranks)]
             stacks = [text_of(f"{path}.{r}.stack") for r in range(pool.n_ranks)]
         complete = min(map(len, ranks))
-        for found in zip(*(rank[:complete] for rank in ranks), strict=True):
-            yield combined(found)
+        for of_ranks in zip(*(rank[:complete] for rank in ranks), strict=True):
+            yield combined(of_ranks)
         if complete < len(some) and failure:
             number = some[complete] if isinstance(some, range) else complete
             places = [place_in(stack) for stack in stacks]
@@ -937,22 +938,22 @@ def outcomes(pool: RankPool, programs: Sequence[Program] | range, each: int = 10
 def place_in(stack: str) -> str:
     """Return the lines at which a rank hung, from its stack, innermost first."""
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\w+)', stack.rpartition("Thread ")[2])
-    found = [
+    lines = [
         f"{Path(file).name}:{line} {name}" for file, line, name in frames if "dshard" in file or file == "<program>"
     ]
-    return " < ".join(found[:4])
+    return " < ".join(lines[:4])
 
 
 def text_of(path: str) -> str:
     return Path(path).read_text() if os.path.exists(path) else ""
 
 
-def combined(found: Sequence[tuple[int, str, str]]) -> tuple[int, str, str]:
+def combined(of_ranks: Sequence[tuple[int, str, str]]) -> tuple[int, str, str]:
     """Combine the outcomes of all ranks into one: the worst, or that ranks differ."""
-    number = found[0][0]
-    words = [word for _, word, _ in found]
+    number = of_ranks[0][0]
+    words = [word for _, word, _ in of_ranks]
     worst = max(words, key=WORDS.index)
-    text = next(text for _, word, text in found if word == worst)
+    text = next(text for _, word, text in of_ranks if word == worst)
     if len(set(words)) > 1 and set(words) != {"equal", "wrong"}:
         return number, "ranks differ", f"{words}: {text}"
     return number, worst, text
@@ -965,7 +966,7 @@ def simulated_outcome(program: Program) -> tuple[str, str]:
         try:
             return compare(program, mesh, None)
         except Exception as error:
-            return "raised only here", f"comparing: {told(error)}"
+            return "raised only here", f"comparing: {error_text(error)}"
 
 
 # -- shrinking
@@ -974,17 +975,17 @@ def simulated_outcome(program: Program) -> tuple[str, str]:
 def shorter(program: Program) -> Iterator[Program]:
     """Yield programs with fewer or simpler lines that end on one device as this one does."""
     expected = run(program.lines, one_device())
-    found = set()
+    yielded = set()
     for i, line in enumerate(program.lines):
         for lines in (without(program.lines, i), *plainer(program.lines, i, line)):
             ended = run(lines, one_device())
             if (
-                lines in found
+                lines in yielded
                 or isinstance(ended.error, NameError | SyntaxError)
                 or type(ended.error) is not type(expected.error)
             ):
                 continue
-            found.add(lines)
+            yielded.add(lines)
             yield replace(program, lines=lines)
     if program.runs > 1:
         yield replace(program, runs=1)

@@ -27,14 +27,14 @@ def bandwidths(topology: Topology, shape: tuple[int, ...], ranks: tuple[int, ...
 def crossings(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[Layer, int]]:
     """Return for each layer the most groups that leave one of its units, counted pair by pair of ranks."""
     groups = {tuple(sorted(mesh.group(axes, at))) for at in mesh.coordinates()}
-    found = []
+    most = []
     for i, layer in enumerate(topology.layers):
         leaving: Counter[tuple[int, ...]] = Counter()
         for group in groups:
             paths = {place(topology, rank)[: i + 1] for rank in group}
             leaving.update(path for path in paths if any(p != path and p[:-1] == path[:-1] for p in paths))
-        found.append((layer, max(leaving.values(), default=0)))
-    return found
+        most.append((layer, max(leaving.values(), default=0)))
+    return most
 
 
 def place(topology: Topology, rank: int) -> tuple[int, ...]:

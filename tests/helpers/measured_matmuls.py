@@ -56,11 +56,11 @@ def measure(
         a, b = distribute(x, layout_x).requires_grad_(), distribute(w, layout_w).requires_grad_()
         with trace() as forward:
             y = matmul(a, b, strategy=strategy, saved=saved)
-        given = distribute(grad, y.layout.cotangent())
+        cotangent = distribute(grad, y.layout.cotangent())
         with trace() as backward:
-            y.backward(given)
-        found: list[DTensor] = [a, b, y, a.grad, b.grad]
-        wholes = [whole(t.detach()) for t in found]
+            y.backward(cotangent)
+        results: list[DTensor] = [a, b, y, a.grad, b.grad]
+        wholes = [whole(t.detach()) for t in results]
     expected = [x, w, x @ w, grad @ w.mT, x.mT @ grad]
     error = max((mine - right).abs().max().item() for mine, right in zip(wholes, expected, strict=True))
-    return Measured(tuple(str(t.layout) for t in found), error, forward, backward)
+    return Measured(tuple(str(t.layout) for t in results), error, forward, backward)

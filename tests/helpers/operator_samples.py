@@ -334,7 +334,7 @@ def tagged() -> list[Any]:
     return [f for f in overloads if torch.Tag.pointwise in f.tags and not any(a.is_out for a in f._schema.arguments)]
 
 
-def made_up(func: Any) -> tuple[Any, ...] | None:
+def accepted_arguments(func: Any) -> tuple[Any, ...] | None:
     """Find arguments that the operator accepts: numbers in (0, 1), whole numbers or booleans; None without any."""
     for tensor, scalar in ((chances, 0.5), (lambda *shape: ids(3, *shape), 2), (truths, True)):
         shapes = iter([(5, 3), *(((5, 3), (5, 3)) if func._schema.is_mutable else ((3,), (5, 1)))])

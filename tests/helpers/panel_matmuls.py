@@ -21,8 +21,8 @@ sizes = st.tuples(*(st.integers(0, 9) for _ in range(3)))
 
 
 def reals(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    made = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
-    return made.to(dtype)
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return values.to(dtype)
 
 
 def placed(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> list[DTensor]:

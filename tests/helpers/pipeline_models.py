@@ -107,15 +107,15 @@ def parts(model: str, n_stages: int) -> list[Part]:
     x = ("x",)
     match model, n_stages:
         case "u", 2:
-            found = [(DownTwice(), x, ("x", "a", "b")), (UpTwice(), ("x", "a", "b"), x)]
+            stages = [(DownTwice(), x, ("x", "a", "b")), (UpTwice(), ("x", "a", "b"), x)]
         case "u", 4:
             up = ("x", "a")
-            found = [(Down(2, 4), x, up), (Down(4, 4), x, ("x", "b")), (Up(4, 4), ("x", "b"), x), (Up(4, 2), up, x)]
+            stages = [(Down(2, 4), x, up), (Down(4, 4), x, ("x", "b")), (Up(4, 4), ("x", "b"), x), (Up(4, 2), up, x)]
         case "gpt", 2:
-            found = [(nn.Sequential(Embed(), Block()), x, x), (nn.Sequential(Block(), Head()), x, x)]
+            stages = [(nn.Sequential(Embed(), Block()), x, x), (nn.Sequential(Block(), Head()), x, x)]
         case _:
-            found = [(Embed(), x, x), (Block(), x, x), (Block(), x, x), (Head(), x, x)]
-    return [(module.double(), takes, gives) for module, takes, gives in found]
+            stages = [(Embed(), x, x), (Block(), x, x), (Block(), x, x), (Head(), x, x)]
+    return [(module.double(), takes, gives) for module, takes, gives in stages]
 
 
 def batch(model: str) -> tuple[Tensor, Tensor]:
@@ -132,14 +132,14 @@ LOSS = {"u": F.mse_loss, "gpt": cross_entropy}
 @functools.cache
 def expected(model: str, n_stages: int) -> tuple[float, list[dict[str, Tensor]]]:
     """Return the loss and the gradients of each stage on one device."""
-    found, values = parts(model, n_stages), {}
+    stages, values = parts(model, n_stages), {}
     values["x"], target = batch(model)
-    for module, takes, gives in found:
+    for module, takes, gives in stages:
         out = module(*(values[name] for name in takes))
         values.update(zip(gives, out if isinstance(out, tuple) else (out,), strict=True))
     loss = LOSS[model](values["x"], target)
     loss.backward()
-    return loss.item(), [{n: p.grad for n, p in module.named_parameters()} for module, _, _ in found]
+    return loss.item(), [{n: p.grad for n, p in module.named_parameters()} for module, _, _ in stages]
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ def placements_of(where: Where) -> list[Replicate | Shard]:
 def staged(model: str, wheres: Sequence[Where]) -> list[Stage]:
     """The stages of a model on this rank."""
     meshes = [mesh_of(where.ranks, where.shape) for where in wheres]  # every rank makes all of them
-    found = []
+    stages = []
     for mesh, where, (module, takes, gives) in zip(meshes, wheres, parts(model, len(wheres)), strict=True):
         here = mesh.get_coordinate() is not None
         placements = dict.fromkeys([*takes, "target"], placements_of(where))
-        found.append(Stage(lay_out(module, where) if here else None, mesh, takes, gives, placements))
-    return found
+        stages.append(Stage(lay_out(module, where) if here else None, mesh, takes, gives, placements))
+    return stages
 
 
 def errors(pipeline: Pipeline, model: str) -> tuple[float, float]:
@@ -194,9 +194,9 @@ def errors(pipeline: Pipeline, model: str) -> tuple[float, float]:
     for parameter in pipeline.parameters():
         parameter.grad = None
     loss, gradients = expected(model, len(pipeline.stages))
-    found = pipeline.step(*batch(model))
+    loss_of_pipeline = pipeline.step(*batch(model))
     wrong = [
         (parameter.grad.full_tensor() - gradients[pipeline.number][name]).abs().max().item()
         for name, parameter in pipeline.module.named_parameters()
     ]
-    return abs(found.item() - loss), max(wrong)
+    return abs(loss_of_pipeline.item() - loss), max(wrong)

@@ -16,7 +16,7 @@ SHAPE = (5, 7, 6)
 
 def sampled_layouts() -> list[Layout]:
     """Return all layouts on one axis, and equally many of other meshes, with nested shards in both orders."""
-    found: list[Layout] = []
+    sampled: list[Layout] = []
     for mesh in MESHES:
         every = []
         for chosen in product([Replicate(), *map(Shard, range(len(SHAPE)))], repeat=mesh.ndim):
@@ -24,8 +24,8 @@ def sampled_layouts() -> list[Layout]:
             turned = tuple((dim, plain.axes_of(dim)[::-1]) for dim in plain.sharded_dims())
             every += {plain, Layout(mesh, chosen, turned)}
         every.sort(key=str)
-        found += every if len(every) <= 7 else Random(0).sample(every, 7)
-    return found
+        sampled += every if len(every) <= 7 else Random(0).sample(every, 7)
+    return sampled
 
 
 LAYOUTS = sampled_layouts()

@@ -28,21 +28,21 @@ def rows(*shape: int) -> Tensor:
 
 def layouts(mesh: Mesh, ndim: int, *ops: ReduceOp) -> list[Layout]:
     """List the layouts with every dim sharded, replicated or partial on every axis, with one reduction in each."""
-    found: dict[Layout, None] = {}
+    distinct: dict[Layout, None] = {}
     for op in ops or (None,):
         one = [Replicate(), *map(Shard, range(ndim)), *([Partial(op)] if op else [])]
-        found |= {Layout(mesh, placements): None for placements in product(one, repeat=mesh.ndim)}
-    return list(found)
+        distinct |= {Layout(mesh, placements): None for placements in product(one, repeat=mesh.ndim)}
+    return list(distinct)
 
 
 def choices(inputs: Tensors, mesh: Mesh, ops: Sequence[ReduceOp], seed: str) -> list[list[Layout]]:
     """Layouts of all operands, shuffled: each of the one that has most, the others drawn."""
     draw = Random(f"{seed}{ops}")
     ordered = [op for op in ops if op not in ("max", "min")]
-    found = [layouts(mesh, x.ndim, *(ordered if x.is_complex() else ops)) for x in inputs]
-    for options in found:
+    shuffled = [layouts(mesh, x.ndim, *(ordered if x.is_complex() else ops)) for x in inputs]
+    for options in shuffled:
         draw.shuffle(options)
-    return [[options[i % len(options)] for options in found] for i in range(max(map(len, found)))]
+    return [[options[i % len(options)] for options in shuffled] for i in range(max(map(len, shuffled)))]
 
 
 def assert_same_as_single_device(
@@ -84,9 +84,9 @@ def on_one_device(function: Function, inputs: Tensors) -> tuple[list[Any], list[
 
 def backward(outputs: Sequence[DTensor], cotangents: Sequence[Tensor]) -> None:
     """Run the backward pass from these gradients of the outputs."""
-    given = [distribute(x, out.layout.cotangent()) for x, out in zip(cotangents, outputs, strict=True)]
-    if given:
-        torch.autograd.backward(outputs, given)
+    incoming = [distribute(x, out.layout.cotangent()) for x, out in zip(cotangents, outputs, strict=True)]
+    if incoming:
+        torch.autograd.backward(outputs, incoming)
 
 
 def requires_grad(out: Any) -> bool:
@@ -97,12 +97,12 @@ def as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
-def assert_same(found: Any, expected: Any, rtol: float) -> None:
+def assert_same(actual: Any, expected: Any, rtol: float) -> None:
     """Assert that a tensor has the expected value, shape and dtype, or that another value is equal."""
     if isinstance(expected, Tensor):
-        assert isinstance(found, DTensor)
-        torch.testing.assert_close(whole(found.detach()), expected, rtol=rtol, atol=rtol, equal_nan=True)
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(whole(actual.detach()), expected, rtol=rtol, atol=rtol, equal_nan=True)
     elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=rtol)
+        assert actual == pytest.approx(expected, rel=rtol)
     else:
-        assert found == expected
+        assert actual == expected

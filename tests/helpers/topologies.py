@@ -53,10 +53,10 @@ def devices(draw: DrawFn) -> Device:
 
 @st.composite
 def topologies(draw: DrawFn, *, max_layers: int = 3) -> Topology:
-    found = draw(st.lists(layers(), min_size=1, max_size=max_layers))
+    drawn = draw(st.lists(layers(), min_size=1, max_size=max_layers))
     backend = draw(st.sampled_from(["gloo", "nccl", "xla"]))
     ways = draw(st.sampled_from(ALGORITHMS)) if backend == "nccl" else ()
-    return Topology(draw(NAMES), tuple(found), draw(devices()), backend, (), draw(st.text(max_size=20)), ways)
+    return Topology(draw(NAMES), tuple(drawn), draw(devices()), backend, (), draw(st.text(max_size=20)), ways)
 
 
 @st.composite

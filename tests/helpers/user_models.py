@@ -84,8 +84,8 @@ def beams(lay_out: LayOut) -> Iterator[Any]:
     lay_out(model, ids)
     yield from trained(model, lambda: F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
     with torch.no_grad():
-        first, told = model(ids)[:, -1].log_softmax(-1).topk(beam, -1)
-        histories = torch.cat([ids.repeat_interleave(beam, 0), told.reshape(-1, 1)], 1)
+        first, words_of_beams = model(ids)[:, -1].log_softmax(-1).topk(beam, -1)
+        histories = torch.cat([ids.repeat_interleave(beam, 0), words_of_beams.reshape(-1, 1)], 1)
         scores = first
         for _ in range(3):
             step = model(histories)[:, -1].log_softmax(-1).view(2, beam, words)

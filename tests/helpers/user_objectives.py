@@ -30,11 +30,11 @@ def adversaries(lay_out: LayOut) -> Iterator[Any]:
         judges.zero_grad()
         judged.backward()
         judges.step()
-        made = F.binary_cross_entropy_with_logits(critic(generator(noise)), torch.ones(8, 1))
+        deceived = F.binary_cross_entropy_with_logits(critic(generator(noise)), torch.ones(8, 1))
         makes.zero_grad()
-        made.backward()
+        deceived.backward()
         makes.step()
-        yield judged, penalty, made
+        yield judged, penalty, deceived
 
 
 def distilled(lay_out: LayOut) -> Iterator[Any]:
@@ -46,14 +46,14 @@ def distilled(lay_out: LayOut) -> Iterator[Any]:
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
     for _ in range(3):
         with torch.no_grad():
-            wanted = teacher(x)
-        found = student(x)
-        soft = F.kl_div((found / 2).log_softmax(-1), (wanted / 2).softmax(-1), reduction="batchmean") * 4
-        loss = 0.5 * soft + 0.3 * F.cross_entropy(found, y) + 0.2 * F.mse_loss(found, wanted)
+            of_teacher = teacher(x)
+        of_student = student(x)
+        soft = F.kl_div((of_student / 2).log_softmax(-1), (of_teacher / 2).softmax(-1), reduction="batchmean") * 4
+        loss = 0.5 * soft + 0.3 * F.cross_entropy(of_student, y) + 0.2 * F.mse_loss(of_student, of_teacher)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        yield loss, (found.argmax(1) == wanted.argmax(1)).double().mean()
+        yield loss, (of_student.argmax(1) == of_teacher.argmax(1)).double().mean()
 
 
 class TwoTowers(nn.Module):

@@ -18,8 +18,8 @@ def rows(*shape: int) -> Tensor:
     return torch.arange(1, prod(shape) + 1, dtype=torch.float64).sin().reshape(shape)
 
 
-def assert_same(found: Any, expected: Tensor | None) -> None:
+def assert_same(actual: Any, expected: Tensor | None) -> None:
     if expected is None:
-        assert found is None
+        assert actual is None
     else:
-        torch.testing.assert_close(whole(found), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole(actual), expected, rtol=1e-12, atol=1e-12)

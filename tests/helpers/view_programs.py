@@ -121,10 +121,10 @@ def draw_view(shape: Shape, draw: Random) -> tuple[str, Function, Shape]:
         if make is None:
             continue
         try:
-            found = make(torch.empty(shape, device="meta"))
+            view = make(torch.empty(shape, device="meta"))
         except (RuntimeError, IndexError, ValueError):
             continue
-        return text, make, tuple(found.shape)
+        return text, make, tuple(view.shape)
 
 
 Drawn: TypeAlias = tuple[str, Function | None]
@@ -282,19 +282,19 @@ PLAIN: tuple[Program, ...] = tuple(
 """Writes that a reader can tell what they do."""
 
 
-def outcome(made: Program, x: Any, y: Any, full: Function) -> list[Tensor | None] | str:
+def outcome(drawn: Program, x: Any, y: Any, full: Function) -> list[Tensor | None] | str:
     """Run a program; return its values and the gradients of x and y, or the error as text."""
     try:
-        total, *values = made.run(x, y)
+        total, *values = drawn.run(x, y)
         total.backward()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return [full(v) for v in (total, *values, x.grad, y.grad)]
 
 
-def leaves_of(made: Program) -> tuple[Tensor, Tensor]:
+def leaves_of(drawn: Program) -> tuple[Tensor, Tensor]:
     """Return the leaves x and y of a program."""
-    x = torch.arange(1.0, prod(made.shape) + 1, dtype=torch.float64).cos().view(made.shape).clone()
+    x = torch.arange(1.0, prod(drawn.shape) + 1, dtype=torch.float64).cos().view(drawn.shape).clone()
     return x, torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)
 
 

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from dshard import DShardError, Mesh, init_device_mesh, parallelize, plan_model, trace
-from dshard.autograd.gathered_weights import Whole
+from dshard.autograd.gathered_weights import GatheredWeights
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
 from dshard.testing import RankPool, simulated, whole
@@ -230,14 +230,14 @@ def whole_after() -> list[int]:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
     model, ids = Net(), torch.arange(8).view(8, 1)
     parallelize(model, mesh, "fsdp", ids)
-    seen: WeakSet[Whole] = WeakSet()
-    make, counts = Whole.__init__, []
+    seen: WeakSet[GatheredWeights] = WeakSet()
+    make, counts = GatheredWeights.__init__, []
 
-    def watched(self: Whole, *args: Any) -> None:
+    def watched(self: GatheredWeights, *args: Any) -> None:
         seen.add(self)
         make(self, *args)
 
-    with patch.object(Whole, "__init__", watched):
+    with patch.object(GatheredWeights, "__init__", watched):
         for recorded in (False, True):
             with torch.set_grad_enabled(recorded):
                 model(ids)

@@ -110,8 +110,8 @@ def _choose_matmul(
             specs = (*map(_cut_spec, specs, cut.operands), *specs[2:])
         else:
             cut = None
-    asked_where = constraints.result is not None or constraints.reduced is not None
-    layout = strategy.ends[0] if asked_where else strategy.outputs[0]
+    has_result_layout = constraints.result is not None or constraints.reduced is not None
+    layout = strategy.ends[0] if has_result_layout else strategy.outputs[0]
     out_spec = contiguous_spec(layout, shape, out.dtype, specs[0].device)
     return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, constraints, cut, options.streamed())
 

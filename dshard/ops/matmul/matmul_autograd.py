@@ -62,7 +62,7 @@ class Multiply(torch.autograd.Function):
         plain = not torch.is_grad_enabled()
         if plain:
             a, b = (a if moved_a is None else moved_a), (b if moved_b is None else moved_b)
-        need_a, need_b, *need_bias = map(partial(wanted_gradients, ctx), range(len(matmul.specs)))
+        need_a, need_b, *need_bias = map(partial(needs_gradient, ctx), range(len(matmul.specs)))
         gradients: list[Tensor | None] = [None] * len(matmul.specs)
         if any(need_bias):
             dims = len(matmul.out.shape) - 1
@@ -88,7 +88,7 @@ class Multiply(torch.autograd.Function):
 _record = unchecked_apply(Multiply)
 
 
-def wanted_gradients(ctx: Context, i: int) -> bool:
+def needs_gradient(ctx: Context, i: int) -> bool:
     """Whether the running backward pass needs the gradient of tensor `i` of a matmul.
 
     `torch.autograd.grad` of some tensors runs only the nodes that lead to them.

@@ -29,11 +29,11 @@ class Distribution:
 
     per_block: int
     values: Callable[[Tensor], Tensor]
-    made: tuple[str, tuple[object, ...]] = ("", ())
+    constructor: tuple[str, tuple[object, ...]] = ("", ())
 
     def __str__(self) -> str:
         """The distribution as text, which `named` parses."""
-        name, arguments = self.made
+        name, arguments = self.constructor
         return json.dumps([name, *(str(a) if isinstance(a, torch.dtype) else a for a in arguments)])
 
 
@@ -41,15 +41,15 @@ MAKERS: dict[str, Callable[..., Distribution]] = {}
 """The constructors of distributions, by name."""
 
 
-def _noted(make: Callable[_P, Distribution]) -> Callable[_P, Distribution]:
+def _constructor(make: Callable[_P, Distribution]) -> Callable[_P, Distribution]:
     """Record the constructor's arguments in the distribution that it returns."""
 
     @wraps(make)
-    def noted(*args: _P.args, **kwargs: _P.kwargs) -> Distribution:
-        return replace(make(*args, **kwargs), made=(make.__name__, (*args, *kwargs.values())))
+    def construct(*args: _P.args, **kwargs: _P.kwargs) -> Distribution:
+        return replace(make(*args, **kwargs), constructor=(make.__name__, (*args, *kwargs.values())))
 
-    MAKERS[make.__name__] = noted
-    return noted
+    MAKERS[make.__name__] = construct
+    return construct
 
 
 def named(text: str) -> Distribution:
@@ -62,7 +62,7 @@ def named(text: str) -> Distribution:
     return MAKERS[name](*(getattr(torch, a[6:]) if isinstance(a, str) else a for a in arguments))
 
 
-@_noted
+@_constructor
 def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribution:
     """Multiples of 2^-bits in [0, 1), with the bits of `dtype`; scaled to [low, high)."""
     bits = BITS[dtype]
@@ -74,7 +74,7 @@ def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribu
     return Distribution(2 if bits == 53 else 4, values)
 
 
-@_noted
+@_constructor
 def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribution:
     """The normal distribution. Box, Muller: A note on the generation of random normal deviates (1958)."""
     double = dtype == torch.float64
@@ -97,14 +97,14 @@ def _box_muller(chance: Tensor, angle: Tensor) -> Tensor:
     return torch.stack([cosine.mul_(radius), sine.mul_(radius)], 1).flatten(0, 1)
 
 
-@_noted
+@_constructor
 def bernoulli(p: float) -> Distribution:
     """True with probability `p`, to within 2^-32."""
     threshold = round(p * WORD)
     return Distribution(4, lambda words: words < threshold)
 
 
-@_noted
+@_constructor
 def integers(low: int, count: int) -> Distribution:
     """Whole numbers from `low` to `low + count - 1`, by one word where `count` is small beside 2^32, else by two."""
     if count <= 1 << 28:
@@ -123,13 +123,13 @@ def integers(low: int, count: int) -> Distribution:
     return Distribution(2, values)
 
 
-@_noted
+@_constructor
 def exponential(rate: float) -> Distribution:
     """-log(u) / rate."""
     return Distribution(2, lambda words: log_(_opens(words)).mul_(-1.0 / rate))
 
 
-@_noted
+@_constructor
 def geometric(p: float) -> Distribution:
     """How often one tries until success: ceil(log(u) / log(1 - p))."""
 
@@ -137,7 +137,7 @@ def geometric(p: float) -> Distribution:
     return Distribution(2, lambda words: log_(_opens(words)).mul_(-scale).ceil_().clamp_(min=1.0))
 
 
-@_noted
+@_constructor
 def cauchy(median: float, sigma: float) -> Distribution:
     """median + sigma tan(angle)."""
 
@@ -149,7 +149,7 @@ def cauchy(median: float, sigma: float) -> Distribution:
     return Distribution(2, values)
 
 
-@_noted
+@_constructor
 def log_normal(mean: float, std: float) -> Distribution:
     """The exponential of a normal value."""
     wide = normal(torch.float64, mean, std)

@@ -1,4 +1,4 @@
-"""explain, trace and strict tell one story: what is explained runs, and strict refuses what nobody asked for."""
+"""explain, trace and strict agree: explained collectives run, and strict refuses the implicit ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.explained_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from helpers.operator_samples import SAMPLES
 from helpers.pipeline_models import LOSS, Where, errors, staged
-from helpers.told_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from hypothesis import settings
 from torch import Tensor
 
@@ -45,8 +45,8 @@ Sent = tuple[str, str, str, int]
 pytestmark = [pytest.mark.filterwarnings("ignore"), *([pytest.mark.thorough] if THOROUGH else [])]
 
 
-class Story(NamedTuple):
-    """What trace records of a call, of that what nobody asked for, what explain says of it, and what strict does."""
+class Reports(NamedTuple):
+    """Collectives of a call that trace records, the implicit ones, those that explain plans; and strict's outcome."""
 
     sent: list[Sent]
     implicit: list[Sent]
@@ -55,28 +55,32 @@ class Story(NamedTuple):
     strictly: str
 
     def disagreements(self) -> Iterator[str]:
-        """Where they tell different stories."""
+        """Yield the differences between the three reports."""
         if self.sent != self.planned:
             yield f"explain says {self.planned}, trace {self.sent}"
         if any(op == "?" for op, *_ in self.sent):
             yield f"no operator: {self.sent}"
         if self.strictly != ("refused before any of it" if self.implicit else "ran"):
             yield f"strict: {self.strictly}, though nobody asked for {self.implicit}"
-        for found in self.operators:
-            if not _adds_up(found):
-                yield f"{found.op} runs {found.collectives}, but {found.chosen} was chosen"
+        for explanation in self.operators:
+            if not _adds_up(explanation):
+                yield f"{explanation.op} runs {explanation.collectives}, but {explanation.chosen} was chosen"
 
 
-def _adds_up(found: Explanation) -> bool:
-    """Whether the chosen candidate has the bytes of what runs; more only where it completes what is left partial."""
-    nbytes = sum(sent.nbytes for sent in found.collectives)
-    has_partial = bool(found.rule) and "P(" in found.chosen.placements.rpartition("->")[2]
-    fits = nbytes <= found.chosen.bytes_moved if has_partial else nbytes == found.chosen.bytes_moved
-    return fits and found.chosen in found.candidates and len(found.collectives) <= len(found.chosen.steps)
+def _adds_up(explanation: Explanation) -> bool:
+    """Whether the chosen candidate has the bytes of the collectives that run; more only if it leaves a partial."""
+    nbytes = sum(sent.nbytes for sent in explanation.collectives)
+    has_partial = bool(explanation.rule) and "P(" in explanation.chosen.placements.rpartition("->")[2]
+    fits = nbytes <= explanation.chosen.bytes_moved if has_partial else nbytes == explanation.chosen.bytes_moved
+    return (
+        fits
+        and explanation.chosen in explanation.candidates
+        and len(explanation.collectives) <= len(explanation.chosen.steps)
+    )
 
 
-def story(function: Callable[..., Any], make: Make) -> Story:
-    """A call traced, explained and made strictly; `make` gives its arguments anew each time."""
+def reports_of(function: Callable[..., Any], make: Make) -> Reports:
+    """Trace and explain a call, and make it under strict; `make` gives its arguments anew each time."""
 
     def call(run: Callable[..., Any]) -> Any:
         torch.manual_seed(0)
@@ -88,8 +92,10 @@ def story(function: Callable[..., Any], make: Make) -> Story:
     operators = call(explain).operators
     sent = [(e.op, e.collective, e.axis, e.nbytes) for e in t.events]
     implicit = [one for one, event in zip(sent, t.events, strict=True) if not event.asked]
-    planned = [(found.op, c.collective, c.axis, c.nbytes) for found in operators for c in found.collectives]
-    return Story(sent, implicit, planned, operators, call(_strictly))
+    planned = [
+        (explanation.op, c.collective, c.axis, c.nbytes) for explanation in operators for c in explanation.collectives
+    ]
+    return Reports(sent, implicit, planned, operators, call(_strictly))
 
 
 def _strictly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -103,13 +109,15 @@ def _strictly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return "ran"
 
 
-def laid(sample: tuple[Any, ...], layouts: Sequence[Layout]) -> Make:
-    """The arguments of a sample, its tensors laid out."""
-    given = (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
+def arguments_in(sample: tuple[Any, ...], layouts: Sequence[Layout]) -> Make:
+    """Return a function that makes the arguments of a sample, with its tensors in these layouts."""
+    arguments = (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
 
     def make() -> Any:
         rest = iter(layouts)
-        return replace_leaves(given, lambda leaf: distribute(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf)
+        return replace_leaves(
+            arguments, lambda leaf: distribute(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf
+        )
 
     return make
 
@@ -119,9 +127,9 @@ def test_a_program_is_explained_traced_and_refused_alike(name: str) -> None:
     at = list(PROGRAMS).index(name)
     with simulated(MESH):
         for layout in LAYOUTS if THOROUGH else LAYOUTS[at % len(LAYOUTS) :][:1]:
-            told = story(PROGRAMS[name], laid((torch.rand(SHAPE),), [layout]))
+            reports = reports_of(PROGRAMS[name], arguments_in((torch.rand(SHAPE),), [layout]))
 
-            assert not list(told.disagreements()), layout
+            assert not list(reports.disagreements()), layout
 
 
 @pytest.mark.parametrize("family", sorted({name.partition(":")[0] for name in SAMPLES}))
@@ -134,8 +142,8 @@ def test_every_operator_is_explained_traced_and_refused_alike(family: str) -> No
                 function, sample = SAMPLES[name]
                 for _ in range(10 if THOROUGH else 1):
                     tensors = [leaf for leaf in leaves(list(sample)) if isinstance(leaf, Tensor)]
-                    make = laid(sample, [draw.choice(layouts_of(x, mesh)) for x in tensors])
-                    wrong += [f"{name}, {make()}: {each}" for each in story(function, make).disagreements()]
+                    make = arguments_in(sample, [draw.choice(layouts_of(x, mesh)) for x in tensors])
+                    wrong += [f"{name}, {make()}: {each}" for each in reports_of(function, make).disagreements()]
 
     assert not wrong
 
@@ -199,25 +207,25 @@ class TestAlternatives:
         mesh = Mesh((4,), ("x",))
         x = distribute_tensor(torch.empty(64, 4096, device="meta"), mesh, [Shard(0)])
         with use_topology(BYTES):
-            (found,) = explain(function, x).operators
+            (explanation,) = explain(function, x).operators
 
-        assert (found.chosen.name, [sent.collective for sent in found.collectives]) == (name, kinds)
-        assert len(found.candidates) > 1
-        assert found.rule
-        assert found.why.startswith("in place of the rule, whose cheapest candidate, ")
-        assert f"*  {name}" in str(found)
+        assert (explanation.chosen.name, [sent.collective for sent in explanation.collectives]) == (name, kinds)
+        assert len(explanation.candidates) > 1
+        assert explanation.rule
+        assert explanation.why.startswith("in place of the rule, whose cheapest candidate, ")
+        assert f"*  {name}" in str(explanation)
 
     def test_tensors_are_concatenated_in_the_cheapest_of_their_layouts(self) -> None:
         mesh, along_x, along_y = Mesh((2, 2), ("x", "y")), [Shard(0), Shard(1)], [Shard(1), Shard(0)]
         layouts = {100: along_x, 80: along_y, 81: along_y}  # the largest is less than the others together
         tensors = [distribute_tensor(torch.empty(n, 64, device="meta"), mesh, p) for n, p in layouts.items()]
 
-        (found,) = explain(torch.cat, tensors).operators
+        (explanation,) = explain(torch.cat, tensors).operators
 
-        assert [each.name for each in found.candidates].count("index exchange") == 2
-        assert found.chosen.name == "index exchange"
-        assert found.chosen.placements.endswith("-> x:S(1) y:S(0)")
-        assert [sent.collective for sent in found.collectives] == ["all_to_all", "all_to_all"]
+        assert [each.name for each in explanation.candidates].count("index exchange") == 2
+        assert explanation.chosen.name == "index exchange"
+        assert explanation.chosen.placements.endswith("-> x:S(1) y:S(0)")
+        assert [sent.collective for sent in explanation.collectives] == ["all_to_all", "all_to_all"]
 
     @pytest.mark.parametrize("topology", [None, BYTES], ids=["latency counts", "bytes count"])
     def test_each_is_listed_with_its_price_and_the_cheapest_candidate_runs(self, topology: Topology | None) -> None:
@@ -228,12 +236,14 @@ class TestAlternatives:
             for function, values in along_split_dims():
                 for dim in range(values.dim()):
                     x = distribute(values, Layout(mesh, (Shard(dim),)))
-                    for found in explain(function, x).operators:
-                        name = found.op.replace("aten.", "aten::").partition(".")[0]
+                    for explanation in explain(function, x).operators:
+                        name = explanation.op.replace("aten.", "aten::").partition(".")[0]
                         others = {other.name for other in rows[name].alternatives} if name in rows else set()
-                        shown = {each.name for each in found.candidates} & others
+                        shown = {each.name for each in explanation.candidates} & others
                         listed |= {(name, each) for each in shown}
-                        assert not shown or found.chosen.seconds == min(each.seconds for each in found.candidates)
+                        assert not shown or explanation.chosen.seconds == min(
+                            each.seconds for each in explanation.candidates
+                        )
 
         every = {(name, other.name) for name, row in rows.items() for other in row.alternatives}
         missing = ", ".join(f"{name} ({other})" for name, other in sorted(every - listed))
@@ -251,28 +261,28 @@ class TestAlternatives:
             layout = Layout(mesh, placements)
             with simulated(mesh), use_topology(BYTES):
                 for function, values in along_split_dims():
-                    given = laid((values.to(dtype),), [layout])
-                    told = story(function, given)
-                    chosen = [op.chosen for op in told.operators]
+                    arguments = arguments_in((values.to(dtype),), [layout])
+                    reports = reports_of(function, arguments)
+                    chosen = [op.chosen for op in reports.operators]
 
-                    assert not list(told.disagreements()), (layout, told.operators)
-                    if len(chosen) == 1 and told.operators[0].why.startswith("in place of the rule"):
-                        outputs = [x._spec.layout for x in leaves(function(*given()[0])) if isinstance(x, Tensor)]
+                    assert not list(reports.disagreements()), (layout, reports.operators)
+                    if len(chosen) == 1 and reports.operators[0].why.startswith("in place of the rule"):
+                        outputs = [x._spec.layout for x in leaves(function(*arguments()[0])) if isinstance(x, Tensor)]
                         assert chosen[0].placements.rpartition(" -> ")[2] == ", ".join(map(str, outputs))
 
     def test_an_operator_that_needs_a_layout_is_not_said_to_have_no_rule(self) -> None:
         with simulated(MESH):
             x = distribute(torch.rand(SHAPE), Layout(MESH, (Partial(), Shard(1))))
-            found = explain(lambda: x.relu()).operators[0]
+            explanation = explain(lambda: x.relu()).operators[0]
 
-        assert found.why == "the operator needs it so"
+        assert explanation.why == "the operator needs it so"
 
     def test_strict_names_what_would_be_sent(self) -> None:
         with simulated(MESH), strict():
             x = distribute(torch.rand(SHAPE), Layout(MESH, (Shard(0), Shard(1))))
             with pytest.raises(
                 LayoutError,
-                match=r"^aten.roll.default at .*test_told.py:\d+ would send all_to_all over dp, which strict",
+                match=r"^aten.roll.default at .*test_explain_trace_strict.py:\d+ would send all_to_all over dp, which",
             ):
                 x.roll(1, 0)
 
@@ -294,18 +304,20 @@ def test_norms_of_tensors_on_several_meshes_are_traced() -> None:
     assert [(event.op, event.axis) for event in t.events] == [("aten._foreach_norm.Scalar", name) for name in "ab"]
 
 
-def on_a_rank(names: Sequence[str]) -> dict[str, Story]:
-    """The story of each program on one of its layouts, as this rank tells it."""
-    mesh, found = bind(init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)), {}
+def on_a_rank(names: Sequence[str]) -> dict[str, Reports]:
+    """Return this rank's reports of each program, on one of its layouts."""
+    mesh, reports = bind(init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)), {}
     warnings.simplefilter("ignore")
     for i, name in enumerate(names):
         layout = Layout(mesh, LAYOUTS[i % len(LAYOUTS)].placements)
-        found[name] = story(PROGRAMS[name], laid((torch.full(SHAPE, 0.5),), [layout]))._replace(operators=())
-    return found
+        reports[name] = reports_of(PROGRAMS[name], arguments_in((torch.full(SHAPE, 0.5),), [layout]))._replace(
+            operators=()
+        )
+    return reports
 
 
 @pytest.mark.ranks
-def test_ranks_tell_it_too(ranks: RankPool) -> None:
+def test_reports_agree_on_real_ranks(ranks: RankPool) -> None:
     names = [name for name in PROGRAMS if name != "to another mesh"]
     every = ranks.run(on_a_rank, names if THOROUGH else names[::4], timeout=600.0)
 

@@ -1,4 +1,4 @@
-"""Programs that `explain`, `trace` and `strict` tell of, and the layouts of what they are given."""
+"""Programs on which `explain`, `trace` and `strict` are compared, and the layouts of their inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS = tuple(
 
 
 def on_mesh(like: DTensor, values: list[Any]) -> Any:
-    """Indices, the same on all ranks."""
+    """Return indices as a replicated tensor on the mesh of `like`."""
     return distribute_tensor(torch.tensor(values), like.device_mesh, src_data_rank=None)
 
 
@@ -57,15 +57,15 @@ def backward(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
 
 
 def completed(x: DTensor) -> DTensor:
-    """`x`, whole on the mesh axes where it was partial."""
+    """Return `x`, replicated on the mesh axes where it was partial."""
     return x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
 
 
 def parameter(x: Tensor) -> nn.Parameter:
-    """A parameter like `x`, with a gradient; replicated where that is partial."""
-    found = nn.Parameter(completed(x).detach())
-    found.grad = found.detach().clone()
-    return found
+    """Return a parameter like `x` with a gradient, replicated where `x` is partial."""
+    copy = nn.Parameter(completed(x).detach())
+    copy.grad = copy.detach().clone()
+    return copy
 
 
 def clipped(foreach: bool | None, norm_type: float = 2.0) -> Callable[[Tensor], None]:
