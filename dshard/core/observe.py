@@ -49,8 +49,8 @@ class Decision:
     `rule` and `strategy` are None for an operator that only redistributes or has no rule. `plans` redistribute the
     operands, `bias` a matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further
     collectives. `why` says what needs the communication; `ASKED` or `Members`: the user. `alternatives` are the
-    alternatives to the rule that apply; a chosen one has all of its communication here, and decisions made while it
-    runs repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
+    alternatives to the rule that apply. A chosen one, or a `composed` operator, has all of its communication here, and
+    decisions made while it runs repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
     """
 
     op: str
@@ -68,6 +68,7 @@ class Decision:
     why: str | Members = NEEDED
     bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
+    composed: bool = False
 
     @property
     def explicit(self) -> bool:
@@ -88,6 +89,11 @@ class Decision:
     def is_alternative(self) -> bool:
         """Whether an alternative to the rule was chosen."""
         return self.strategy is not None and bool(self.strategy.name)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether decisions made while it runs repeat its own."""
+        return self.composed or self.is_alternative
 
     def moves(self) -> tuple[tuple[Plan, int], ...]:
         """The plans that have steps, each with the bytes of one element."""

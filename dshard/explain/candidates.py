@@ -114,7 +114,7 @@ def candidate(
         redistributed(plan(layout, end, shape, itemsize, topology), itemsize)
         for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
-    return combined(
+    priced = combined(
         strategy.name or name_of(strategy.rows, mesh.names),
         str(strategy),
         moves,
@@ -122,6 +122,7 @@ def candidate(
         matmul_bytes_bound(rule, operands) or attention_bytes_bound(rule, operands, outputs),
         stored_once((*(o.layout for o in operands), *strategy.ends)),
     )
+    return replace(priced, peak_bytes=priced.peak_bytes + strategy.held) if strategy.held else priced
 
 
 def combined(

@@ -38,7 +38,7 @@ def explain(function: Function, *args: object, **kwargs: object) -> Report:
         if len(running) == 1:
             mesh = decision.operands[0].layout.mesh
             calls.append(_Call(decision, planning_context().why_topology(mesh), user_line()))
-        elif any(outer.is_alternative for outer in running[:-1]):
+        elif any(outer.is_repeated for outer in running[:-1]):
             return  # it runs the plans of the decision around it, as below
         elif not decision.explicit or running[-2].explicit:
             calls[-1].within.append(decision)

@@ -25,6 +25,38 @@ PREPARING, PRODUCT = 2, 2
 weights, one multiplies the result and its gradient."""
 STANDING_IN = 11
 """Operators that make a substitute for the result in a backward pass which does not hold it."""
+HELD = "held"
+"""In place of a backend: blocks are computed by single operators, which hold their scores in memory."""
+HELD_OPERATORS, HELD_PASSES = 12, 12.0
+"""Operators of a block whose scores are held in memory, and how often they read or write each of its scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The keys that queries may see: for each block of `block` queries a range, as first key and end."""
+
+    block: int
+    keys: tuple[tuple[int, int], ...]
+
+    def of(self, queries: range) -> range:
+        """The keys from the first to the last that some of these queries may see."""
+        blocks = self.keys[queries.start // self.block : -(-queries.stop // self.block)] if queries else ()
+        seen = [(first, stop) for first, stop in blocks if first < stop]
+        return range(min(first for first, _ in seen), max(stop for _, stop in seen)) if seen else range(0)
+
+    def part(self, queries: range, keys: range) -> tuple[range, range]:
+        """The queries from the first to the last that may see some of these keys, and the keys that they may see.
+
+        >>> Reach(2, ((0, 2), (0, 4), (2, 6))).part(range(1, 6), range(1, 2))
+        (range(1, 4), range(1, 2))
+        """
+        first, end = queries.start // self.block, -(-queries.stop // self.block) if queries else 0
+        seeing = [i for i in range(first, end) if max(self.keys[i][0], keys.start) < min(self.keys[i][1], keys.stop)]
+        if not seeing:
+            return range(0), range(0)
+        rows = range(max(queries.start, seeing[0] * self.block), min(queries.stop, (seeing[-1] + 1) * self.block))
+        seen = self.of(rows)
+        return rows, range(max(seen.start, keys.start), min(seen.stop, keys.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +94,19 @@ class Block:
         return sum(len(tile) * min(columns, -(-tile.stop // TILE_KEYS) * TILE_KEYS) for tile in tiles)
 
 
-def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool) -> tuple[Block, ...]:
+def visible_blocks(
+    queries: Sequence[range], keys: Sequence[range], causal: bool, reach: Reach | None = None
+) -> tuple[Block, ...]:
     """The blocks that a rank with queries and keys at these positions, in order, computes.
+
+    Without a causal mask `reach` may say which keys queries see.
 
     >>> for block in visible_blocks([range(4, 8)], [range(6)], causal=True):
     ...     print(block)
     Block(queries=range(0, 4), keys=range(0, 4), diagonal=False)
     Block(queries=range(0, 4), keys=range(4, 6), diagonal=True)
     """
-    if not causal:
+    if not causal and reach is None:
         rows, columns = (sum(map(len, ranges)) for ranges in (queries, keys))
         return (Block(range(rows), range(columns)),) if rows and columns else ()
     blocks: list[Block] = []
@@ -78,7 +114,7 @@ def visible_blocks(queries: Sequence[range], keys: Sequence[range], causal: bool
     for q in queries:
         column = 0
         for k in keys:
-            blocks += _causal_blocks(q, k, row, column)
+            blocks += _causal_blocks(q, k, row, column) if reach is None else _reached_blocks(q, k, row, column, reach)
             column += len(k)
         row += len(q)
     joined: list[Block] = []
@@ -110,8 +146,10 @@ def visible_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool)
 def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
     """The number of pairs that kernels compute for blocks: on CPUs, where gloo sends, all pairs of their tiles.
 
-    Tiles of GPUs are so small that they are not counted.
+    Tiles of GPUs are so small that they are not counted. For the backend "held" it is all pairs of the blocks.
     """
+    if backend == HELD:
+        return sum([len(block.queries) * len(block.keys) for block in blocks])
     return sum([block.tiled_pairs if backend == "gloo" else block.pairs for block in blocks])
 
 
@@ -189,3 +227,11 @@ def _causal_blocks(queries: range, keys: range, row: int, column: int) -> Iterat
         first = row + shared - queries.start
         start = column + rest.start - keys.start
         yield Block(range(first, row + len(queries)), range(start, start + len(rest)), diagonal=True)
+
+
+def _reached_blocks(queries: range, keys: range, row: int, column: int, reach: Reach) -> Iterator[Block]:
+    """The block of two ranges of positions, whose first are at these local indices, that queries reach."""
+    rows, columns = reach.part(queries, keys)
+    if rows and columns:
+        row, column = row + rows.start - queries.start, column + columns.start - keys.start
+        yield Block(range(row, row + len(rows)), range(column, column + len(columns)))

@@ -68,13 +68,15 @@ ATTENTIONS: dict[str, NamedAttention] = {
 }
 
 
-def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", causal: bool = False) -> Rule:
+def attention_rule(
+    shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", causal: bool = False, held: int = 0
+) -> Rule:
     """`scaled_dot_product_attention` of query, key, value and perhaps a mask that is broadcast to the scores.
 
     A causal mask has absolute positions: each rank's kernel knows where its queries begin. With grouped queries, the
     heads of the query are the key heads times the group that shares one, and sharded with the key heads; if every rank
     has "every head" of the keys, the heads of the query are sharded alone. If keys are "split", loop k is one of the
-    loops, and leaves a partial sum.
+    loops, and leaves a partial sum. `held` are the bytes of each score, if scores are held in memory.
 
     >>> print(attention_rule([(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)], False))
     b h q [d], b h [k] [d], b h [k] [e] -> b h q [e]
@@ -94,7 +96,7 @@ def attention_rule(shapes: Sequence[Shape], gqa: bool, keys: Keys = "whole", cau
     ]
     rule = parse_rule(f"{', '.join(terms)} -> {_term(shapes[0], heads, 'q [e]')}", shapes, loops=True)
     sizes = (("g", shapes[0][-3] // shapes[1][-3]),) if grouped and keys != "every head" else ()
-    return replace(rule, sizes=sizes, apart=("d", "e"), triangle=("q", "k") if causal else None)
+    return replace(rule, sizes=sizes, apart=("d", "e"), triangle=("q", "k") if causal else None, held=held)
 
 
 def is_grouped(shapes: Sequence[Shape], gqa: bool) -> bool:

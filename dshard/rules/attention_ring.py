@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from dshard.caches import cached
-from dshard.rules.attention_blocks import Block, Work, visible_blocks, work_of
+from dshard.rules.attention_blocks import Block, Reach, Work, visible_blocks, work_of
 
 Positions = tuple[range, ...]
 
@@ -135,9 +135,15 @@ class RingPlan:
 
 @cached("rings of attention", 4096)
 def ring_plan(
-    shape: tuple[int, ...], queries: tuple[Positions, ...], keys: tuple[Positions, ...], causal: bool
+    shape: tuple[int, ...],
+    queries: tuple[Positions, ...],
+    keys: tuple[Positions, ...],
+    causal: bool,
+    reach: Reach | None = None,
 ) -> RingPlan:
     """The plan of a ring for the initial positions of each rank's queries and keys.
+
+    Without a causal mask `reach` may say which keys queries see.
 
     >>> plan = ring_plan((2, 2), ((range(1),),) * 4, ((range(1),),) * 4, False)
     >>> plan.owners
@@ -147,7 +153,7 @@ def ring_plan(
     owners = tuple(tuple(_owner(shape, index, step) for index in range(n)) for step in range(n))
     holders = tuple(tuple(sorted(range(n), key=step.__getitem__)) for step in owners)
     blocks = tuple(
-        tuple(visible_blocks(queries[index], keys[owner], causal) for index, owner in enumerate(step))
+        tuple(visible_blocks(queries[index], keys[owner], causal, reach) for index, owner in enumerate(step))
         for step in owners
     )
     pairs = tuple(tuple(sum([block.pairs for block in each]) for each in step) for step in blocks)

@@ -32,7 +32,9 @@ class Rule:
     layout of `unread` operands matters: they are not redistributed. `sizes` are the sizes of factors that are alone in
     no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is one
     matmul over all factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count
-    only pairs in which the index of the second is at most that of the first.
+    only pairs in which the index of the second is at most that of the first. If `held` is not 0, a tensor of all
+    factors but those `apart`, with elements of so many bytes, is held between the matmuls, and a triangle is computed
+    as a whole.
     """
 
     inputs: tuple[Term, ...]
@@ -45,6 +47,7 @@ class Rule:
     loops: bool = False
     apart: tuple[str, ...] = ()
     triangle: tuple[str, str] | None = None
+    held: int = 0
 
     def reduce_of(self, output: int) -> ReduceOp:
         """The reduction with which a sharded factor that output `i` lacks leaves it partial."""

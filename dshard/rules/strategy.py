@@ -45,7 +45,8 @@ class Strategy:
     itself. `gradients` are the layouts of the operands' gradients from the local backward pass of an operator that is
     linear in its reduction.
 
-    An alternative to the rule has a `name`, and sends `exchanges` while it runs, which are part of `gather`.
+    An alternative to the rule has a `name`, and sends `exchanges` while it runs, which are part of `gather`. `held` are
+    the bytes of a tensor that each rank holds while it computes.
     """
 
     inputs: tuple[Layout, ...]
@@ -61,6 +62,7 @@ class Strategy:
     moves: int = 0
     name: str = ""
     exchanges: tuple[PlannedCollective, ...] = ()
+    held: int = 0
 
     @property
     def seconds(self) -> float:

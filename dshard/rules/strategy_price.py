@@ -13,7 +13,16 @@ from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
-from dshard.rules.attention_blocks import ADDED, PREPARING, PRODUCT, Work, visible_blocks, work_of
+from dshard.rules.attention_blocks import (
+    ADDED,
+    HELD_OPERATORS,
+    HELD_PASSES,
+    PREPARING,
+    PRODUCT,
+    Work,
+    visible_blocks,
+    work_of,
+)
 from dshard.rules.expand import Expansion, Operand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
@@ -184,26 +193,41 @@ class Price:
             reduce,
             backward,
             moves,
+            held=self.held(expansion) if self.rule.held else 0,
         )
 
     def local_work(self, expansion: Expansion) -> tuple[float, float]:
         """Seconds of the local work, and of the backward pass's: as much again for each gradient."""
-        nbytes = sum(
+        nbytes: float = sum(
             layout.local_numel(operand.shape) * operand.itemsize
             for operand, layout in zip(self.operands, expansion.inputs, strict=True)
         )
         for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
             nbytes += layout.local_numel(shape) * itemsize
-        local = {
-            factor: -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
-            for factor, size in self.sizes.items()
-        }
+        local = self.local_sizes(expansion)
         matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
+        if self.rule.held:
+            nbytes += HELD_PASSES * self.held(expansion)
+            seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
+            seconds += (HELD_OPERATORS - 1) * self.topology.launch
+            return seconds, seconds * sum(self.constraints.gradients)
         if self.rule.triangle is not None:
             sides = local.pop(self.rule.triangle[0]), local.pop(self.rule.triangle[1])
             return self._triangle(expansion, sides, 2.0 * matmuls * prod(local.values()), nbytes)
         seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
         return seconds, seconds * sum(self.constraints.gradients)
+
+    def local_sizes(self, expansion: Expansion) -> dict[str, int]:
+        """The size of each factor on the rank with the most."""
+        return {
+            factor: -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
+            for factor, size in self.sizes.items()
+        }
+
+    def held(self, expansion: Expansion) -> int:
+        """Bytes of the tensor that a rank holds between matmuls."""
+        sizes = self.local_sizes(expansion)
+        return self.rule.held * prod(size for factor, size in sizes.items() if factor not in self.rule.apart)
 
     def _triangle(
         self, expansion: Expansion, sides: tuple[int, int], flops: float, nbytes: float

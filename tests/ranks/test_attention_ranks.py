@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from dshard import Layout, Shard, explain, init_device_mesh, trace, use_strategy
+from dshard import Layout, Replicate, Shard, explain, init_device_mesh, manual_seed, trace, use_strategy
 from dshard.comm import bind
 from dshard.comm.workspace import WORKSPACE
+from dshard.functional import flex_attention as dshard_flex_attention
 from dshard.testing import RankPool, distribute, whole
 
 LOOPS = ["batch", "ulysses", "context", "ring", "balanced ring", "split-keys", None]
@@ -156,9 +158,45 @@ def test_torchs_flex_attention_of_distributed_tensors_is_dshards(ranks: RankPool
         assert "with return_aux, or return_lse: it gives the result alone" in messages[0]
 
 
+def held() -> list[tuple[str, float, list[tuple[str, int]], list[tuple[str, int]]]]:
+    """Of each call that holds scores: as of `forced`; one device is a mesh that shards nothing."""
+    mesh = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))
+    split, alone = Layout(mesh, (Shard(2),)), Layout(mesh, (Replicate(),))
+    given, found = [x[:, :, :7] for x in operands(4, 2)], []
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (j - i) / (h + 1)
+
+    def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (i - j < 3)
+
+    mask = create_block_mask(window, None, None, 7, 7, "cpu", BLOCK_SIZE=2)
+    calls: dict[str, Any] = {
+        "flex_attention": lambda q, k, v: dshard_flex_attention(q, k, v, alibi, mask, enable_gqa=True),
+        "dropout": partial(F.scaled_dot_product_attention, dropout_p=0.4, is_causal=True, enable_gqa=True),
+    }
+    for name, loops in product(calls, ["ring", "balanced ring", "context", None]):
+        results = []
+        for layout, asked in ((alone, None), (split, loops), (split, loops)):  # cold and warm
+            manual_seed(5)
+            laid = [distribute(x, layout).requires_grad_() for x in given]
+            with use_strategy(attention=asked):
+                with trace() as sent:
+                    out = calls[name](*laid)
+                out.square().sum().backward()
+                report = explain(calls[name], *laid)
+            results.append([whole(x.detach()) for x in (out, *(x.grad for x in laid))])
+        far = max((x - y).abs().max().item() for each in results for x, y in zip(each, results[0], strict=True))
+        received = [(event.collective, event.nbytes) for event in sent.events]
+        planned = [(each.collective, each.nbytes) for call in report.operators for each in call.collectives]
+        found.append((f"{name} {loops}", far, received, planned))
+    return found
+
+
 @pytest.mark.ranks
-def test_loops_are_what_one_device_computes_and_send_what_is_planned(ranks: RankPool) -> None:
-    for of_ranks in zip(*ranks.run(forced), strict=True):
+@pytest.mark.parametrize("calls", [forced, held])
+def test_loops_are_what_one_device_computes_and_send_what_is_planned(ranks: RankPool, calls: Any) -> None:
+    for of_ranks in zip(*ranks.run(calls), strict=True):
         name, _, _, planned = of_ranks[0]
         assert max(far for _, far, _, _ in of_ranks) < 1e-11, name
         busiest = [max(each) for each in zip(*(received for _, _, received, _ in of_ranks), strict=True)]

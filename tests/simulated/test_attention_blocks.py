@@ -9,12 +9,13 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.counted_memory import allocated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard import Mesh, Shard, Topology, distribute_tensor, use_strategy, use_topology
-from dshard.core.observe import Allocations, Decision, OperatorMode, observing
+from dshard.core.observe import Allocations, Decision, observing
 from dshard.ops.attention import block_kernels
 from dshard.ops.attention.block_kernels import (
     BlockResult,
@@ -23,7 +24,7 @@ from dshard.ops.attention.block_kernels import (
     accumulate_gradients,
 )
 from dshard.ops.attention.local_attention import Options, of_queries
-from dshard.rules.attention_blocks import Block, computed_pairs, visible_blocks, visible_pairs
+from dshard.rules.attention_blocks import Block, Reach, computed_pairs, visible_blocks, visible_pairs
 
 
 def ranges_of(draw: Random, size: int) -> list[range]:
@@ -53,6 +54,27 @@ def test_blocks_are_the_pairs_that_see_each_other(causal: bool) -> None:
         right = [[int(k <= q or not causal) for k in indices(keys)] for q in indices(queries)]
         assert found.tolist() == right
         assert visible_pairs(queries, keys, causal) == found.sum()
+
+
+def test_blocks_of_a_mask_are_those_of_the_keys_that_queries_reach() -> None:
+    draw = Random(0)
+    for _ in range(300):
+        queries, keys, size = ranges_of(draw, 9), ranges_of(draw, 9), draw.choice([1, 2, 4, 16])
+        ends = [sorted((draw.randrange(10), draw.randrange(10))) for _ in range(-(-9 // size))]
+        reach = Reach(size, tuple((first, stop) for first, stop in ends))
+        found = torch.zeros(len(indices(queries)), len(indices(keys)), dtype=torch.int)
+        for block in visible_blocks(queries, keys, False, reach):
+            found[block.queries.start : block.queries.stop, block.keys.start : block.keys.stop] += 1
+            assert not block.diagonal
+            assert block.pairs
+        for i, q in enumerate(indices(queries)):
+            for j, k in enumerate(indices(keys)):
+                assert found[i, j] <= 1
+                assert found[i, j] or k not in reach.of(range(q, q + 1))
+        if len(queries) == len(keys) == 1 and size == 1:
+            (rows,), (columns,) = queries, keys
+            reached = [q for q in rows if any(k in reach.of(range(q, q + 1)) for k in columns)]
+            assert bool(reached) == bool(found.any())  # what nobody reaches is no block
 
 
 @pytest.mark.parametrize(
@@ -123,18 +145,6 @@ def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, i
             accumulate_gradients(there, RowGradients(grad, (grad * out).sum(-1), lse), panel)
     for mine, gradient in zip(totals, expected, strict=True):
         torch.testing.assert_close(mine, gradient)
-
-
-def allocated(memory: Allocations) -> OperatorMode:
-    """A mode that counts what operators allocate in it."""
-
-    def counted(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        out = func(*args, **kwargs)  # type: ignore[operator]
-        memory.add([x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)])
-        memory.most = max(memory.most, memory.alive())
-        return out
-
-    return OperatorMode(counted)
 
 
 def test_blocks_hold_no_scores() -> None:

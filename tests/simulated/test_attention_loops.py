@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.attention_cases import MESHES, as_near, drawn, layouts_drawn, leaf, loops_drawn, with_gradients
 from helpers.default_cases import THOROUGH
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard import (
-    DTensor,
     Layout,
     Mesh,
     Placement,
@@ -30,50 +29,12 @@ from dshard import (
 )
 from dshard.core.observe import Decision, observing
 from dshard.ops.attention.attention_choice import ABOUT, MERGING
-from dshard.rules.attention_loops import ATTENTIONS, LOOPS, RINGS
 from dshard.testing import distribute, simulated, whole
-from dshard.testing.choices import layouts_of
-
-MESHES = [Mesh((2,), ("x",)), Mesh((3,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 1, 2), ("x", "y", "z"))]
-
-
-def drawn(draw: Random, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """Query, key, value and perhaps a mask, of any sizes, and the options of a call."""
-    generator = torch.Generator().manual_seed(draw.randrange(1000))
-
-    def reals(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
-
-    heads, groups = draw.choice([1, 2, 3, 4]), draw.choice([1, 1, 2, 4])
-    queries, keys = draw.choice([0, 1, 3, 4, 4, 5]), draw.choice([0, 1, 2, 4, 4, 7])
-    batch = draw.choice([1, 2, 3])
-    lead = draw.choice([(), (batch,)]) if groups == 1 else (batch,)
-    given = [
-        reals(*lead, heads * groups, queries, 4),
-        reals(*lead, heads, keys, 4),
-        reals(*lead, heads, keys, draw.choice([4, 6])),
-    ]
-    options: dict[str, Any] = {"scale": draw.choice([None, 0.3]), "enable_gqa": groups > 1}
-    kind = draw.choice(["none", "causal", "bool", "float"])
-    if kind == "causal":
-        options["is_causal"] = True
-    elif kind != "none":
-        shape = draw.choice([(queries, keys), (1, queries, keys), (*lead, heads * groups, queries, keys)])
-        mask = reals(*shape)
-        given.append(mask if kind == "float" else mask > -0.5)
-    return given, options
 
 
 def run(given: list[Any], options: dict[str, Any], grad: Any) -> list[Any]:
     q, k, v, *mask = given
-    out = F.scaled_dot_product_attention(q, k, v, *mask, **options)
-    if grad is None:
-        return [out]
-    leaves = [x for x in given if x.is_floating_point()]
-    found = torch.autograd.grad(
-        out, leaves, grad if not isinstance(out, DTensor) else laid(grad, out), allow_unused=True
-    )
-    return [out, *(torch.zeros_like(x) if each is None else each for x, each in zip(leaves, found, strict=True))]
+    return with_gradients(F.scaled_dot_product_attention(q, k, v, *mask, **options), given, grad)
 
 
 def of_one_size(given: list[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -84,18 +45,6 @@ def of_one_size(given: list[Any], options: dict[str, Any]) -> tuple[list[Any], d
     q, k, v, *mask = given
     padded = [F.pad(x, (0, v.shape[-1] - x.shape[-1])) for x in (q, k)]
     return [*padded, v, *mask], options | {"scale": options["scale"] or q.shape[-1] ** -0.5}
-
-
-def laid(grad: Tensor, out: DTensor) -> Any:
-    return distribute(grad, out.layout.cotangent())
-
-
-def loops_drawn(draw: Random, mesh: Mesh) -> Any:
-    """Loops, one for each mesh axis, or the name of some, or None for the choice."""
-    kind = draw.random()
-    if kind < 0.2:
-        return None
-    return draw.choice(list(ATTENTIONS)) if kind < 0.4 else tuple(draw.choice((*LOOPS, *RINGS)) for _ in mesh.shape)
 
 
 def differences(seed: int) -> list[str]:
@@ -113,7 +62,7 @@ def differences(seed: int) -> list[str]:
     )
     alone = [x[..., : exactly.shape[-1]] for x, exactly in zip(alone, right, strict=True)]
     largest = max((x.abs().max().item() for x in right if x.numel()), default=0.0)
-    layouts = [draw.choice([one for one in layouts_of(x, mesh) if not one.partial_axes()]) for x in given]
+    layouts = layouts_drawn(draw, given, mesh)
     for loops in [*(loops_drawn(draw, mesh) for _ in range(20)), None]:
         with suppress(StrategyError), simulated(mesh), use_strategy(attention=loops):
             text = f"seed {seed}: {mesh} {loops} {options} {[tuple(x.shape) for x in given]} {list(map(str, layouts))}"
@@ -126,22 +75,6 @@ def differences(seed: int) -> list[str]:
                         wrong.append(f"{how}, {'result' if not i else 'gradient ' + str(i)}: {text}")
             return wrong
     raise AssertionError("the choice is never refused")
-
-
-def leaf(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.is_floating_point())
-
-
-def as_near(mine: Tensor, right: Tensor, alone: Tensor, largest: float) -> bool:
-    """Whether a result is the exact one, or in half precision at most twice as far from it as that of one device.
-
-    There differences of almost equal terms, such as the gradient of a query that sees one key, are rounded as the
-    terms are, which are as large as the `largest` result or gradient.
-    """
-    if mine.dtype == torch.float64:
-        return torch.allclose(mine, right, atol=1e-11)
-    far, may_be = ((x - right).abs().max().item() if right.numel() else 0.0 for x in (mine, alone))
-    return far <= 2 * may_be + largest * torch.finfo(mine.dtype).eps
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 51))])
@@ -324,16 +257,12 @@ def test_rings_that_cannot_be_say_so() -> None:
         ):
             F.scaled_dot_product_attention(x, x, x)
     x, mask = (without_data(Mesh((2,), ("x",)), shape, Replicate()) for shape in ((2, 2, 8, 4), (8, 8)))
-    with (
-        pytest.raises(StrategyError, match=r"attention='ring' with dropout: .*hold none; use 'context'"),
-        use_strategy(attention="ring"),
-    ):
-        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-    with (
-        pytest.raises(StrategyError, match=r"'balanced ring' with attn_mask: .*; use 'ring'"),
-        use_strategy(attention="balanced ring"),
-    ):
-        F.scaled_dot_product_attention(x, x, x, mask)
+    for dropout in (0.0, 0.5):
+        with (
+            pytest.raises(StrategyError, match=r"'balanced ring' with attn_mask: .*; use 'ring'"),
+            use_strategy(attention="balanced ring"),
+        ):
+            F.scaled_dot_product_attention(x, x, x, mask, dropout)
 
 
 def test_half_precision_is_as_near_as_on_one_device() -> None:

@@ -20,15 +20,20 @@ from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Among, Choice, chosen
+from dshard.ops.attention.attention_choice import Choice, Kind, chosen
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.partial_attention import PartialAttention
 from dshard.ops.attention.repeated_heads import RepeatedKeyHeads, repeated
+from dshard.ops.attention.score_functions import Dropout, ScoreFunctions
 from dshard.ops.composite import SavingExecutable, run_chosen
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
+from dshard.ops.random import Draw, draw_for, dropped_again
 from dshard.rules.attention_loops import RequestedLoops
+
+_ALL: frozenset[Kind] = frozenset({"split keys", "own key heads", "rings"})
+_IN_GRAPH, _NONE = _ALL - {"rings"}, frozenset[Kind]()
 
 
 def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -43,13 +48,11 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
     options, requested = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    among: Among = "all"
+    kinds = _IN_GRAPH if any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors) else _ALL
     if dropout:
-        among = "with dropout"
-    elif any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors):
-        among = "in a graph"
-    make = partial(_executable, tensors, options, dropout, requested, needed, among)
-    return run_chosen(("attention", causal, scale, gqa, dropout, requested, needed, among), make, tensors)
+        kinds -= {"own key heads"}
+    make = partial(_executable, tensors, options, dropout, requested, needed, kinds)
+    return run_chosen(("attention", causal, scale, gqa, dropout, requested, needed, kinds), make, tensors)
 
 
 def _executable(
@@ -58,7 +61,7 @@ def _executable(
     dropout: float,
     requested: RequestedLoops,
     needed: tuple[bool, ...],
-    among: Among,
+    kinds: frozenset[Kind],
 ) -> Executable | ComposedExecutable:
     """The executable of the cheapest candidate of attention on operands like these."""
     mesh = common_mesh("attention", list(tensors))
@@ -67,31 +70,34 @@ def _executable(
     attend = whole(options)
     with torch.no_grad(), for_shapes():
         out = attend(*(spec.meta() for spec in specs))
-    choice = chosen(specs, out, options, requested, needed, among)
-    if dropout:
-        run = partial(attention_with_dropout, choice.strategy, choice.end, options, dropout)
-        return ComposedExecutable(None, run)
-    if choice.how.keys == "split" or choice.how.ring.axes:
-        return PartialAttention(choice, specs, out, options, partial(_recorded, options, needed))
+    choice = chosen(specs, out, options, requested, needed, kinds, held=dropout > 0)
+    result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
+    is_split = choice.how.keys == "split" or bool(choice.how.ring.axes)
+    if dropout and ("rings" not in kinds or not is_split):
+        run = partial(attention_with_dropout, choice.strategy, choice.end, options, partial(F.dropout, p=dropout))
+        return ComposedExecutable(replace(choice.decision, composed=True), run)
+    if is_split:
+        functions = ScoreFunctions(None, partial(_recorded, options, needed))
+        make = partial(_with_dropout, options, dropout, needed, specs) if dropout else lambda: functions
+        return PartialAttention(choice, specs, result, options, make)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     if choice.how.local is None:
-        return _of_whole_keys(choice, specs, out, options, positions)
-    return _of_own_key_heads(choice, specs, out, options, positions)
+        return _of_whole_keys(choice, specs, result, options, positions)
+    return _of_own_key_heads(choice, specs, result, options, positions)
 
 
 def _of_whole_keys(
-    choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, positions: Sequence[int]
+    choice: Choice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
 ) -> Executable:
     """Attention of ranks that have all keys of their queries."""
-    result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
     kernel, gradients = partial(_kernel, choice, specs, options), choice.strategy.gradients
-    saves_copies = choice.how.keys == "every head" or choice.strategy.outputs[0].leaves_empty(tuple(out.shape))
+    saves_copies = choice.how.keys == "every head" or choice.strategy.outputs[0].leaves_empty(result.shape)
     make = SavingExecutable if saves_copies else Executable
     return make(choice.decision, kernel, [result], positions, wrap_as(result), gradients=gradients)
 
 
 def _of_own_key_heads(
-    choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, positions: Sequence[int]
+    choice: Choice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
 ) -> RepeatedKeyHeads:
     """Attention of ranks that receive only the key heads of their queries."""
     strategy, times = choice.how.local, choice.how.repeats
@@ -103,13 +109,34 @@ def _of_own_key_heads(
         choice.decision, operands=tuple(map(operand_of, inner)), strategy=strategy, plans=plans, exchanges=()
     )
     within = replace(choice, decision=decision, strategy=strategy)
-    return RepeatedKeyHeads(choice.decision, strategy, times, _of_whole_keys(within, inner, out, options, positions))
+    return RepeatedKeyHeads(choice.decision, strategy, times, _of_whole_keys(within, inner, result, options, positions))
+
+
+def _with_dropout(options: Options, dropout: float, needed: tuple[bool, ...], specs: Sequence[Spec]) -> ScoreFunctions:
+    """Dropout of the weights of a call, by its own draw."""
+    query, key = specs[:2]
+    draw = draw_for(query.layout.mesh, "dropout")
+    held = Dropout(dropout, draw, (*query.shape[:-1], key.shape[-2])).held
+    return ScoreFunctions(held, partial(_recorded_dropout, options, needed, dropout, draw))
 
 
 def _recorded(options: Options, needed: tuple[bool, ...], tensors: Sequence[Tensor]) -> Any:
     """Attention in which ranks have all keys of their queries, with differentiable gradients."""
-    make = partial(_executable, tensors, options, 0.0, None, needed, "whole keys")
-    return run_chosen(("attention", *astuple(options), "whole keys", needed), make, tensors)
+    make = partial(_executable, tensors, options, 0.0, None, needed, _NONE)
+    return run_chosen(("attention", *astuple(options), 0.0, None, needed, _NONE), make, tensors)
+
+
+def _recorded_dropout(
+    options: Options, needed: tuple[bool, ...], dropout: float, draw: Draw, tensors: Sequence[Wrapper]
+) -> Any:
+    """Attention in which ranks have all keys of their queries, and repeat a draw."""
+    out: Any = None
+    specs = [t._spec for t in tensors]
+    with torch.no_grad(), for_shapes():
+        out = whole(options)(*(spec.meta() for spec in specs))
+    choice = chosen(specs, out, options, None, needed, _NONE, held=True)
+    drop = partial(dropped_again, p=dropout, repeated=draw)
+    return attention_with_dropout(choice.strategy, choice.end, options, drop, tensors, {})
 
 
 def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:

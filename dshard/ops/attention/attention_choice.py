@@ -10,18 +10,20 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from dshard.comm import sum_dtype
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.spec import Spec
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
-from dshard.ops.attention.key_windows import KeyWindows, Reach
+from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.repeated_heads import repeated, repeats
 from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
+from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import (
     Keys,
     RequestedLoops,
@@ -41,8 +43,8 @@ from dshard.rules.strategy_choice import cheapest, choose, strategies_within
 from dshard.rules.strategy_price import returned_layout
 from dshard.topology import Topology
 
-Among: TypeAlias = Literal["all", "in a graph", "with dropout", "whole keys"]
-"""The candidates: all; those without rings; and those of them in which every rank has all keys of its queries."""
+Kind: TypeAlias = Literal["split keys", "own key heads", "rings"]
+"""The kinds of candidates beside those in which a rank computes with the whole keys of its heads, or of every head."""
 
 
 ABOUT = 1 / 16
@@ -81,19 +83,21 @@ def chosen(
     options: Options,
     requested: RequestedLoops,
     needed: tuple[bool, ...],
-    among: Among = "all",
+    kinds: frozenset[Kind],
     reach: Reach | None = None,
+    held: bool = False,
 ) -> Choice:
     """The cheapest candidate for operands of these specs, of which those `needed` get a gradient.
 
-    `reach` says which keys queries may see, where that is known.
+    Candidates are of these `kinds`, beside those with whole keys. `reach` says which keys queries may see, where that
+    is known. `held` says whether the scores are held in memory.
 
     Raises:
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    call = _Candidates(specs, out, options, requested, needed, among, reach)
-    candidates = call.all(among)
+    call = _Candidates(specs, out, options, requested, needed, kinds, reach, held)
+    candidates = call.all()
     if not candidates:
         raise StrategyError(_impossible(requested, specs))
     base, *others = candidates
@@ -125,29 +129,34 @@ class _Candidates:
         options: Options,
         requested: RequestedLoops,
         needed: tuple[bool, ...],
-        among: Among,
+        kinds: frozenset[Kind],
         reach: Reach | None,
+        held: bool,
     ) -> None:
-        self.specs, self.options, self.reach = specs, options, reach
+        self.specs, self.options, self.kinds, self.reach = specs, options, kinds, reach
+        self.held = sum_dtype(specs[0].dtype).itemsize if held else 0
         shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
         self.topology = planning_context().topology_of(layouts[0].mesh)
-        kinds: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
-        self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal) for keys in kinds}
+        forms: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
+        self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal, self.held) for keys in forms}
         ways, self.balanced = ways_of(requested, self.rules["split"], layouts)
         if len(shapes[0]) < 3 or shapes[0][-3] == 1:
             ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
         self.rings = [(allowed, ring) for allowed, ring in ways if ring]
         self.allowed = tuple(allowed for allowed, ring in ways if not ring)
-        if ways and not self.allowed:
-            _refuse_ring(requested, among)
+        if ways and not self.allowed and "rings" not in kinds:
+            raise CompileError(
+                f"attention={requested!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
+                "does not need; use 'context' or 'ulysses' there"
+            )
         self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
         self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
 
-    def all(self, among: Among) -> dict[Strategy, How]:
+    def all(self) -> dict[Strategy, How]:
         """The candidates, with how each runs; those of the rule itself first."""
         rows: dict[Keys, tuple[Allowed, ...]] = {
             "whole": self.allowed,
-            "split": () if among == "whole keys" else with_row(self.allowed, "k"),
+            "split": with_row(self.allowed, "k") if "split keys" in self.kinds else (),
             "every head": with_row(self.allowed, "h"),
         }
         candidates: dict[Strategy, How] = {}
@@ -155,12 +164,12 @@ class _Candidates:
             strategy = self._cheapest(rule, self.operands, rows[keys])
             if strategy is not None:
                 candidates[_named(strategy, keys, self.specs, self.outputs[0][0], self.topology)] = How(keys)
-        if among in ("all", "in a graph") and "every head" in self.rules:
+        if "own key heads" in self.kinds and "every head" in self.rules:
             candidates |= self._repeated(rows["every head"])
-        if among == "all":
+        if "rings" in self.kinds:
             candidates |= self._rings()
         if self.reach is not None:
-            candidates |= self._windows(self.reach)
+            candidates |= self._windows()
         return candidates
 
     def fewest_bytes(self, best: Strategy, candidates: dict[Strategy, How]) -> tuple[Strategy, How]:
@@ -215,24 +224,25 @@ class _Candidates:
             candidates[strategy] = How("whole", repeats=times, local=local)
         return candidates
 
-    def _windows(self, reach: Reach) -> dict[Strategy, How]:
+    def _windows(self) -> dict[Strategy, How]:
         """Those in which ranks receive the keys that their queries reach."""
         stored = [spec.layout.placements for spec in self.specs[1:3]]
         shape = self.specs[0].layout.mesh.shape
         axes = tuple(axis for axis, n in enumerate(shape) if n > 1 and all(p[axis] == Shard(2) for p in stored))
         ways = [rows for rows in self.allowed if all(rows[axis] is None or "q" in (rows[axis] or ()) for axis in axes)]
-        pairs = [window_strategy(self._call, with_queries(rows, axes), axes, reach) for rows in ways if axes]
+        pairs = [window_strategy(self._call, with_queries(rows, axes), axes) for rows in ways if axes]
         return {each[0]: How("whole", windows=each[1]) for each in pairs if each is not None}
 
     @property
     def _call(self) -> RingCall:
-        return RingCall(self.rules["whole"], self.specs, self.outputs, self.options, self.constraints, self.topology)
+        rule, constraints = self.rules["whole"], self.constraints
+        return RingCall(rule, self.specs, self.outputs, self.options, constraints, self.topology, self.reach)
 
     def _rings(self) -> dict[Strategy, How]:
         """Those in which keys and values go round."""
         candidates: dict[Strategy, How] = {}
         for rows, axes in self.rings:
-            for is_balanced in _forms(self.balanced, self.specs, self.options):
+            for is_balanced in _forms(self.balanced, self._call):
                 ring = Ring(axes, is_balanced)
                 strategy = ring_strategy(self._call, rows, ring)
                 if strategy is not None:
@@ -240,41 +250,19 @@ class _Candidates:
         return candidates
 
 
-def _refuse_ring(requested: RequestedLoops, among: Among) -> None:
-    """Refuse a ring where there is none.
-
-    Raises:
-        CompileError: in a compiled region.
-        StrategyError: with dropout.
-    """
-    match among:
-        case "in a graph":
-            raise CompileError(
-                f"attention={requested!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
-                "does not need; use 'context' or 'ulysses' there"
-            )
-        case "with dropout":
-            raise StrategyError(
-                f"attention={requested!r} with dropout: it needs whole scores, whose weights are dropped by their "
-                "place, and the kernels of a ring hold none; use 'context' or 'ulysses'"
-            )
-        case "all" | "whole keys":
-            pass
-
-
-def _forms(balanced: bool | None, specs: Sequence[Spec], options: Options) -> tuple[bool, ...]:
-    """Whether halves are swapped: nothing is gained by it without a causal mask.
+def _forms(balanced: bool | None, call: RingCall) -> tuple[bool, ...]:
+    """Whether halves are swapped: nothing is gained by it where queries see all keys.
 
     Raises:
         StrategyError: a balanced ring with a mask, whose rows lie as those of the queries.
     """
-    if balanced and len(specs) > 3:
+    if balanced and len(call.specs) > 3:
         raise StrategyError(
             "attention='balanced ring' with attn_mask: halves are swapped where is_causal says what is seen; use 'ring'"
         )
     if balanced is not None:
         return (balanced,)
-    return (False, True) if options.causal else (False,)
+    return (False, True) if call.options.causal or call.reach is not None else (False,)
 
 
 def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, topology: Topology) -> Strategy:

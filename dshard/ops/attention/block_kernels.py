@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import HALF, sum_dtype
+from dshard.ops.attention.held_scores import Held, Operands, attend_held, held_gradients
 from dshard.rules.attention_blocks import Block, join_of, reach
 
 _aten = torch.ops.aten
@@ -34,17 +35,7 @@ class Panel(NamedTuple):
     mask: Tensor | None
     blocks: Sequence[Block]
     scale: float
-
-
-class _Operands(NamedTuple):
-    """The operands of a kernel for one block: equally many query and key heads, and an additive mask."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    scale: float
-    diagonal: bool
+    held: Held | None = None
 
 
 _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -57,8 +48,8 @@ class _Kernel(NamedTuple):
     the last dim, and the log-sum-exp.
     """
 
-    forward: Callable[[_Operands], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, _Operands, Tensor, Tensor], _Gradients]
+    forward: Callable[[Operands], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Operands, Tensor, Tensor], _Gradients]
     takes_result: bool
 
 
@@ -154,7 +145,7 @@ def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator
         grad = _span(rows.grad, -2, block.queries)
         grad = grad.reshape(*lead, grad.shape[-1])
         if of_mask:
-            yield block, _gradients_by_operators(grad, operands, delta, lse)
+            yield block, held_gradients(grad, operands, delta, lse)
         elif kernel.takes_result:
             out = _span(rows.out, -2, block.queries).reshape(grad.shape)
             yield block, kernel.backward(grad, operands, out, lse)
@@ -195,7 +186,7 @@ def _span(x: Tensor, dim: int, indices: range) -> Tensor:
     return x if x.shape[dim] in (1, len(indices)) else x.narrow(dim, indices.start, len(indices))
 
 
-def _operands(panel: Panel, block: Block) -> _Operands:
+def _operands(panel: Panel, block: Block) -> Operands:
     q = _span(panel.q, -2, block.queries)
     k, v = (_span(x, -2, block.keys) for x in (panel.k, panel.v))
     mask = panel.mask
@@ -208,7 +199,22 @@ def _operands(panel: Panel, block: Block) -> _Operands:
             mask = mask.expand(batch, heads, -1, -1).reshape(batch * key_heads, groups, *mask.shape[2:])
         q = q.reshape(batch * key_heads, groups, *q.shape[2:])
         k, v = (x.reshape(batch * key_heads, 1, *x.shape[2:]).expand(-1, groups, -1, -1) for x in (k, v))
-    return _Operands(q, k, v, mask, panel.scale, block.diagonal)
+    modify, drop = (None, None) if panel.held is None else (_on_block(each, panel, block) for each in panel.held)
+    return Operands(q, k, v, mask, panel.scale, block.diagonal, modify, drop)
+
+
+def _on_block(
+    function: Callable[[Tensor, range, range], Tensor] | None, panel: Panel, block: Block
+) -> Callable[[Tensor], Tensor] | None:
+    """A function of a block's scores with the dims of the panel, as one of scores with those of a kernel."""
+    if function is None:
+        return None
+
+    def on_block(scores: Tensor) -> Tensor:
+        out = function(scores.reshape(*panel.q.shape[:2], *scores.shape[2:]), block.queries, block.keys)
+        return out.reshape(scores.shape)
+
+    return on_block
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -218,7 +224,7 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -inf)
 
 
-def _attended(operands: _Operands) -> tuple[Tensor, Tensor]:
+def _attended(operands: Operands) -> tuple[Tensor, Tensor]:
     """Attention to a block, and the log-sum-exp of its rows; zeros for a row whose keys are all masked."""
     out, lse = _kernel_of(operands).forward(operands)
     if operands.mask is None:
@@ -234,10 +240,11 @@ def _blind(mask: Tensor) -> Tensor:
 # -- the kernels
 
 
-def _kernel_of(operands: _Operands) -> _Kernel:
+def _kernel_of(operands: Operands) -> _Kernel:
     """The device's kernel that holds no scores, or the one of single operators."""
     q, k, v, mask = operands[:4]
-    if not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
+    is_held = operands.modify is not None or operands.drop is not None
+    if is_held or not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
         return _OPERATORS
     if q.device.type in ("cpu", "meta"):
         return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
@@ -249,7 +256,7 @@ def _kernel_of(operands: _Operands) -> _Kernel:
     return _EFFICIENT_ON_CUDA if fits else _OPERATORS
 
 
-def _of_one_size(operands: _Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def _of_one_size(operands: Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with zeros appended to the last dim, until it is a `multiple` of one size."""
     size = -(-max(operands.q.shape[-1], operands.v.shape[-1]) // multiple) * multiple
     q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in operands[:3])
@@ -260,31 +267,31 @@ def _to_size(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
-def _cut(gradients: Sequence[Tensor], operands: _Operands) -> _Gradients:
+def _cut(gradients: Sequence[Tensor], operands: Operands) -> _Gradients:
     q, k, v = (_span(g, -1, range(x.shape[-1])) for g, x in zip(gradients, operands[:3], strict=True))
     return q, k, v
 
 
-def _flash_on_cpu(o: _Operands) -> tuple[Tensor, Tensor]:
+def _flash_on_cpu(o: Operands) -> tuple[Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(*_of_one_size(o), 0.0, o.diagonal, attn_mask=o.mask, scale=o.scale)
     return _span(out, -1, range(o.v.shape[-1])), lse
 
 
-def _flash_on_cpu_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
+def _flash_on_cpu_backward(grad: Tensor, o: Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o)
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     return _cut(kernel(grad, q, k, v, out, lse, 0.0, o.diagonal, attn_mask=o.mask, scale=o.scale), o)
 
 
-def _flash_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
+def _flash_on_cuda(o: Operands) -> tuple[Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_flash_attention
     out, lse, *_ = kernel(*_of_one_size(o, 8), 0.0, o.diagonal, scale=o.scale)
     return _span(out, -1, range(o.v.shape[-1])), lse
 
 
-def _flash_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
+def _flash_on_cuda_backward(grad: Tensor, o: Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     kernel, none = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
@@ -293,13 +300,13 @@ def _flash_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor
     return _cut(gradients, o)
 
 
-def _efficient_on_cuda(o: _Operands) -> tuple[Tensor, Tensor]:
+def _efficient_on_cuda(o: Operands) -> tuple[Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_efficient_attention
     out, lse, *_ = kernel(*_of_one_size(o, 8), None, True, 0.0, o.diagonal, scale=o.scale)
     return _span(out, -1, range(o.v.shape[-1])), _span(lse, -1, range(o.q.shape[-2]))
 
 
-def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Tensor) -> _Gradients:
+def _efficient_on_cuda_backward(grad: Tensor, o: Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)  # the kernel reads rows in blocks of 32
@@ -309,45 +316,11 @@ def _efficient_on_cuda_backward(grad: Tensor, o: _Operands, out: Tensor, lse: Te
     return _cut(gradients[:3], o)
 
 
-def _scores(o: _Operands) -> Tensor:
-    dtype = sum_dtype(o.q.dtype)
-    scores = (o.q.to(dtype) * o.scale) @ o.k.to(dtype).transpose(-2, -1)
-    if o.mask is not None:
-        scores = scores + o.mask
-    if o.diagonal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -inf)
-    return scores
-
-
-def _forward_by_operators(o: _Operands) -> tuple[Tensor, Tensor]:
-    scores = _scores(o)
-    most = scores.amax(-1, keepdim=True)
-    weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    lse = (total.log() + most.masked_fill(empty, 0.0)).masked_fill(empty, -inf)
-    return (weights / total) @ o.v.to(scores.dtype), lse.squeeze(-1)
-
-
-def _gradients_by_operators(
-    grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value, and of the scores."""
-    dtype = lse.dtype
-    q, k, v, grad = (x.to(dtype) for x in (*o[:3], grad))
-    weights = (_scores(o) - lse.unsqueeze(-1)).exp()
-    scores = weights * (grad @ v.transpose(-2, -1) - delta.unsqueeze(-1))
-    turned = scores.transpose(-2, -1)
-    return scores @ k * o.scale, turned @ q * o.scale, weights.transpose(-2, -1) @ grad, scores
-
-
-def _backward_by_operators(grad: Tensor, o: _Operands, delta: Tensor, lse: Tensor) -> _Gradients:
-    return _gradients_by_operators(grad, o, delta, lse)[:3]
+def _backward_by_operators(grad: Tensor, o: Operands, delta: Tensor, lse: Tensor) -> _Gradients:
+    return held_gradients(grad, o, delta, lse)[:3]
 
 
 _FLASH_ON_CPU = _Kernel(_flash_on_cpu, _flash_on_cpu_backward, True)
 _FLASH_ON_CUDA = _Kernel(_flash_on_cuda, _flash_on_cuda_backward, True)
 _EFFICIENT_ON_CUDA = _Kernel(_efficient_on_cuda, _efficient_on_cuda_backward, True)
-_OPERATORS = _Kernel(_forward_by_operators, _backward_by_operators, False)
+_OPERATORS = _Kernel(attend_held, _backward_by_operators, False)

@@ -1,17 +1,16 @@
 """Attention with dropout: operators on tensors in the layouts of its loops, which then communicate nothing.
 
 torch's kernels would draw another mask on each rank. Here the mask is drawn as for any dropout, the same on every mesh,
-for the scores of a rank's loops.
+for the scores of a rank's loops. Rings, and loop k outside of graphs, draw it for blocks of the scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
@@ -29,11 +28,16 @@ from dshard.rules.strategy import Strategy, completed_layout
 
 
 def attention_with_dropout(
-    strategy: Strategy, end: Layout, options: Options, dropout: float, tensors: Sequence[Wrapper], kwargs: Kwargs
+    strategy: Strategy,
+    end: Layout,
+    options: Options,
+    drop: Callable[[Tensor], Tensor],
+    tensors: Sequence[Wrapper],
+    kwargs: Kwargs,
 ) -> Wrapper:
     """Attention of query, key, value and perhaps a mask, by the loops of a strategy; its result in the layout `end`.
 
-    A query that sees no key at all gets zeros.
+    `drop` drops weights. A query that sees no key at all gets zeros.
     """
     operands: list[Tensor] = [
         redistribute(x, layout, "attention") for x, layout in zip(tensors, strategy.inputs, strict=True)
@@ -52,12 +56,12 @@ def attention_with_dropout(
         scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
     if scores._spec.layout.axes_of(scores.dim() - 1):
         weights, total = _exponentials(scores)
-        out = _product("q k, k e -> q e", F.dropout(weights, dropout), value, loops) / total
+        out = _product("q k, k e -> q e", drop(weights), value, loops) / total
         return redistribute(out, end, "attention")
     weights = scores.softmax(-1)
     if masks:
         weights = weights.masked_fill((scores == -inf).all(-1, keepdim=True), 0.0)
-    return redistribute(_product("q k, k e -> q e", F.dropout(weights, dropout), value, loops), end, "attention")
+    return redistribute(_product("q k, k e -> q e", drop(weights), value, loops), end, "attention")
 
 
 def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:

@@ -1,7 +1,8 @@
 """dshard's and torch's `flex_attention` by loops b, h and q: functions that modify scores get global indices.
 
 On CPUs the scores are held in memory, as in torch's own function there, which has no gradients. On other devices a rank
-calls torch's function, with `score_mod` and the block mask for its range of the scores.
+calls torch's function, with `score_mod` and the block mask for its range of the scores. Around a ring the scores of a
+panel are held.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,16 +30,17 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Choice, chosen
-from dshard.ops.attention.key_windows import KeyWindows, Reach, WindowAttention
+from dshard.ops.attention.attention_choice import Choice, Kind, chosen
+from dshard.ops.attention.key_windows import KeyWindows, WindowAttention
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
+from dshard.ops.attention.partial_attention import PartialAttention
+from dshard.ops.attention.score_functions import Modify, ScoreFunctions, modified, modified_at
 from dshard.ops.composite import SavingExecutable, run_chosen, run_recorded
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
+from dshard.rules.attention_blocks import Reach
+from dshard.rules.attention_loops import RequestedLoops
 from dshard.torch_private import no_torch_function
-
-Modify: TypeAlias = Callable[..., Tensor]
-"""A `score_mod` or `mask_mod`: a function of the score, for the former, and the indices of batch, head, query, key."""
 
 
 def flex_attention(
@@ -54,9 +56,9 @@ def flex_attention(
     """Compute torch's `flex_attention` of plain or distributed tensors (batch, heads, length, features).
 
     Batch, heads and queries may be split in any way: `score_mod`, and the `mask_mod` of `block_mask`, are given global
-    indices on every rank. Tensors that they use must be plain, equal on all ranks, and get no gradient. On CPUs they
-    are given all indices at once, which broadcast, so they must be made of operators on tensors. Keys that are split
-    are brought to the heads, or gathered.
+    indices on every rank. Tensors that they use must be plain, equal on all ranks, and get no gradient. On CPUs, and
+    around a ring, they are given all indices at once, which broadcast, so they must be made of operators on tensors.
+    Keys that are split are brought to the heads, gathered, or go round a ring.
 
     Raises:
         LayoutError: other options than these for distributed tensors.
@@ -75,7 +77,7 @@ def flex_attention(
         executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
         recorded = is_recorded(tensors)
         run: Function
-        if isinstance(executable, WindowAttention):
+        if isinstance(executable, ComposedExecutable):
             run = lambda *operands: executable(operands, {})  # noqa: E731
         else:
             run = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
@@ -111,32 +113,73 @@ def _with_tensors(function: Function, tensors: Sequence[Tensor], *args: Tensor) 
 
 def _executable(
     tensors: Sequence[Tensor], score_mod: Modify | None, mask: BlockMask | None, options: Options
-) -> Executable | WindowAttention:
+) -> Executable | ComposedExecutable:
     """The executable of this call, planned once for operands like these, with the functions of this call."""
-    requested = current_options().attention
-    needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     mesh = common_mesh("flex_attention", list(tensors))
     specs = [spec_like(x, mesh) for x in tensors]
-    reach = _reach(mask, (specs[0].shape[2], specs[1].shape[2])) if all(map(_is_eager, tensors)) else None
+    is_eager = all(map(_is_eager, tensors))
+    reach = _reach(mask, (specs[0].shape[2], specs[1].shape[2])) if is_eager else None
+    choice, result, decision = _chosen(tensors, specs, options, current_options().attention, is_eager, reach)
+    if choice.how.ring.axes:
+        recorded = partial(_recorded, score_mod, mask, options)
+        functions = ScoreFunctions(partial(modified_at, score_mod, mask), recorded)
+        return PartialAttention(choice, specs, result, options, lambda: functions, reach)
+    scores_of = partial(RankScores, score_mod, mask, options)
+    positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
+    local = _of_whole_keys(choice, decision, specs, result, scores_of, positions)
+    if choice.how.windows is None:
+        return local
+    return WindowAttention(choice.decision, choice.strategy, choice.how.windows, local)
+
+
+def _recorded(score_mod: Modify | None, mask: BlockMask | None, options: Options, tensors: Sequence[Wrapper]) -> Any:
+    """Attention in which ranks have all keys of their queries, with differentiable gradients."""
+    specs = [x._spec for x in tensors]
+    choice, result, decision = _chosen(tensors, specs, options, None, False, None)
+    scores_of = partial(RankScores, score_mod, mask, options)
+    return run_recorded(_of_whole_keys(choice, decision, specs, result, scores_of, range(3)), *tensors)
+
+
+def _chosen(
+    tensors: Sequence[Tensor],
+    specs: Sequence[Spec],
+    options: Options,
+    requested: RequestedLoops,
+    rings: bool,
+    reach: Reach | None,
+) -> tuple[Choice, Spec, Decision]:
+    """The choice for operands like these, planned once, the spec of the result, and the decision of what ranks compute.
+
+    The candidates have rings, or not.
+    """
+    needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
+    kinds: frozenset[Kind] = frozenset({"rings"} if rings else ())
 
     def plan() -> ComposedExecutable:
         same_dtype("flex_attention", [x.dtype for x in tensors])
         with torch.no_grad(), for_shapes():
             out = whole(options)(*(spec.meta() for spec in specs))
-        choice = chosen(specs, out, options, requested, needed, "whole keys", reach)
+        choice = chosen(specs, out, options, requested, needed, kinds, reach, held=True)
         result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
         decision = choice.decision if choice.how.windows is None else _of_windows(choice, specs, choice.how.windows)
         return ComposedExecutable(None, lambda tensors, _: (choice, result, decision))
 
-    key = ("flex_attention", options.scale, options.gqa, requested, needed, reach)
-    choice, result, decision = run_chosen(key, plan, tensors)
-    kernel = partial(_kernel, choice, specs, partial(RankScores, score_mod, mask, options))
-    positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
+    key = ("flex_attention", options.scale, options.gqa, requested, needed, kinds, reach)
+    return run_chosen(key, plan, tensors)  # type: ignore[no-any-return]
+
+
+def _of_whole_keys(
+    choice: Choice,
+    decision: Decision,
+    specs: Sequence[Spec],
+    result: Spec,
+    scores_of: Callable[[Sequence[range], range], RankScores],
+    positions: Sequence[int],
+) -> Executable:
+    """Attention of ranks that have all keys of their queries, or their windows of them."""
+    kernel = partial(_kernel, choice, specs, scores_of)
     make = SavingExecutable if choice.how.keys == "every head" else Executable
-    local = make(decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
-    if choice.how.windows is None:
-        return local
-    return WindowAttention(choice.decision, choice.strategy, choice.how.windows, local)
+    return make(decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
 
 
 def _is_eager(x: Tensor) -> bool:
@@ -230,15 +273,8 @@ class RankScores:
         if q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scale = q.shape[-1] ** -0.5 if self.options.scale is None else self.options.scale
-        scores = (q * scale) @ k.transpose(-2, -1)
-        indices = [
-            torch.arange(each.start, each.stop, device=q.device).view([-1 if i == dim else 1 for i in range(4)])
-            for dim, each in enumerate((*self.ranges, self.keys))
-        ]
-        if self.score_mod is not None:
-            scores = self.score_mod(scores, *indices)
-        if self.mask is not None:
-            scores = scores.masked_fill(self.mask.mask_mod(*indices).logical_not(), -inf)
+        indices = [[each] for each in (*self.ranges, self.keys)]
+        scores = modified((q * scale) @ k.transpose(-2, -1), self.score_mod, self.mask, indices)
         blind = (scores == -inf).all(-1, keepdim=True)
         weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         return weights.to(v.dtype) @ v

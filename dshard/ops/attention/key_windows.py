@@ -25,21 +25,8 @@ from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.composite import run_recorded
+from dshard.rules.attention_blocks import Reach
 from dshard.rules.strategy import Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The keys that queries may see: for each block of `block` queries a range, as first key and end."""
-
-    block: int
-    keys: tuple[tuple[int, int], ...]
-
-    def of(self, queries: range) -> range:
-        """The keys from the first to the last that some of these queries may see."""
-        blocks = self.keys[queries.start // self.block : -(-queries.stop // self.block)] if queries else ()
-        seen = [(first, stop) for first, stop in blocks if first < stop]
-        return range(min(first for first, _ in seen), max(stop for _, stop in seen)) if seen else range(0)
 
 
 @dataclass(frozen=True, slots=True)

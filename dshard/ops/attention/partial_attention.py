@@ -17,55 +17,61 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.comm import Session, run_program
+from dshard.comm import run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout, Shape
-from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
+from dshard.ops.attention.score_functions import ScoreFunctions
 from dshard.ops.composite import Saved
 from dshard.placements import Replicate, Shard
+from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import axes_of_row
-
-Recorded = Callable[[Sequence[Any]], Any]
 
 
 class PartialAttention(ComposedExecutable):
     """Attention of keys on several ranks: its decision is complete, and what runs within repeats it.
 
-    `recorded` is attention by other loops, by which gradients are computed that are differentiated themselves.
+    `functions` are made for each call. `reach` says which keys queries may see, where that is known.
     """
 
     def __init__(
-        self, choice: Choice, specs: Sequence[Spec], out: Tensor, options: Options, recorded: Recorded
+        self,
+        choice: Choice,
+        specs: Sequence[Spec],
+        out: Spec,
+        options: Options,
+        functions: Callable[[], ScoreFunctions],
+        reach: Reach | None = None,
     ) -> None:
         super().__init__(choice.decision, self._run)
-        self.specs, self.recorded, self.dtype, self.end = specs, recorded, out.dtype, choice.end
+        self.specs, self.functions, self.dtype, self.end = specs, functions, out.dtype, choice.end
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.axes = axes_of_row(choice.strategy.rows, "k")
-        self.shape = tuple(out.shape)
-        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.how.ring)
+        self.shape = out.shape
+        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.how.ring, reach)
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
+        functions = self.functions()
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
         if is_recorded(tensors):
-            out = _Attention.apply(self, *moved)  # type: ignore[no-untyped-call]
+            out = _Attention.apply(self, functions, *moved)  # type: ignore[no-untyped-call]
             return Saved.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
-        return redistribute(self.forward(moved)[0], self.end)
+        return redistribute(self.forward(functions, moved)[0], self.end)
 
     @property
     def computed(self) -> Layout:
         """The layout in which the result is computed: that of the queries."""
         return self.layouts[0]
 
-    def forward(self, tensors: Sequence[Wrapper]) -> tuple[Wrapper, Tensor]:
+    def forward(self, functions: ScoreFunctions, tensors: Sequence[Wrapper]) -> tuple[Wrapper, Tensor]:
         """The result, and the log-sum-exp of its rows."""
         mesh, (q, *_) = self.computed.mesh, self.specs
-        out, lse = run_program(mesh, self.ring.forward, [t._local_tensor for t in tensors])
+        out, lse = run_program(mesh, partial(self.ring.forward, functions), [t._local_tensor for t in tensors])
         if not self.axes:
             local = out.to(self.dtype)
             return wrap(local, self._spec(self.shape, self.dtype)), wrap(lse, self._spec(self.shape[:-1], lse.dtype))
@@ -86,7 +92,9 @@ class PartialAttention(ComposedExecutable):
         merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
         return merged, (most + total.log()).squeeze(0)
 
-    def backward(self, grad: Tensor, tensors: Sequence[Wrapper], needed: Sequence[bool]) -> list[Wrapper | None]:
+    def backward(
+        self, functions: ScoreFunctions, grad: Tensor, tensors: Sequence[Wrapper], needed: Sequence[bool]
+    ) -> list[Wrapper | None]:
         """The gradients of the operands in their layouts, None where they are not needed.
 
         `tensors` are the operands, the result and the log-sum-exp.
@@ -95,7 +103,7 @@ class PartialAttention(ComposedExecutable):
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
         delta: Any = (grad.to(lse._spec.dtype) * out).sum(-1)
         given = redistribute(grad, self.computed), redistribute(delta, self.computed), lse, *operands
-        program = partial(_backward, self.ring, tuple(needed))
+        program = partial(self.ring.backward, functions, tuple(needed))
         local = run_program(self.computed.mesh, program, [t._local_tensor for t in given])
         return [
             wrap(x, _spec(layout, spec.shape, spec.dtype, spec)) if is_needed else None
@@ -110,31 +118,25 @@ class _Attention(torch.autograd.Function):
     """The autograd node of attention of keys on several ranks; the gradient has the layout of its result."""
 
     @staticmethod
-    def forward(ctx: Context, attention: PartialAttention, *tensors: Wrapper) -> Wrapper:
-        out, lse = attention.forward(tensors)
-        ctx.attention = attention
+    def forward(ctx: Context, attention: PartialAttention, functions: ScoreFunctions, *tensors: Wrapper) -> Wrapper:
+        out, lse = attention.forward(functions, tensors)
+        ctx.attention, ctx.functions = attention, functions
         ctx.save_for_backward(*tensors, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention: PartialAttention = ctx.attention
-        needed, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
+        needed, tensors = ctx.needs_input_grad[2:], ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return (None, *attention.backward(grad, tensors, needed))
+            return (None, None, *attention.backward(ctx.functions, grad, tensors, needed))
         operands = tensors[:-2]
         wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one whose gradients have gradients on any device
-            out = redistribute(attention.recorded(operands), tensors[-2]._spec.layout)
+            out = redistribute(ctx.functions.recorded(operands), tensors[-2]._spec.layout)
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
         gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return (None, *(next(gradients) if is_needed else None for is_needed in needed))
-
-
-def _backward(
-    ring: RingAttention, needed: tuple[bool, ...], at: Coordinate, space: Session, tensors: Sequence[Tensor]
-) -> Any:
-    return ring.backward(at, space, tensors, needed)
+        return (None, None, *(next(gradients) if is_needed else None for is_needed in needed))
 
 
 def _spec(layout: Layout, shape: Shape, dtype: torch.dtype, like: Spec) -> Spec:

@@ -20,8 +20,11 @@ from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchan
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, add_gradients, block_gradients
+from dshard.ops.attention.held_scores import Held
 from dshard.ops.attention.local_attention import Options, four_dims
-from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved, ring_plan, swapped
+from dshard.ops.attention.score_functions import Indices, ScoreFunctions
+from dshard.rules.attention_blocks import Reach
+from dshard.rules.attention_ring import Messages, Positions, Ring, RingPlan, halved, ring_plan, swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,14 @@ class RingAttention:
     """Attention of operands in these layouts around a ring; without axes, of the local operands of each rank.
 
     `layouts` and `shapes` are those of query, key, value and perhaps mask. Queries, keys and values are sharded over
-    the axes of the ring.
+    the axes of the ring. `reach` says which keys queries may see, where that is known and no causal mask says it.
     """
 
     layouts: tuple[Layout, ...]
     shapes: tuple[Shape, ...]
     options: Options
     ring: Ring
+    reach: Reach | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -53,13 +57,20 @@ class RingAttention:
         peers = layout.mesh.peers(self.axes, at)
         return tuple(layout.dim_range(len(shape) - 2, shape[-2], peer) for peer in peers)
 
+    def ranges(self, operand: int, at: Coordinate) -> tuple[Positions, ...]:
+        """The rows of an operand with which each rank in the ring of the rank at `at` computes, in order."""
+        initial = self.positions(operand, at)
+        return swapped(initial) if self.ring.balanced else tuple((each,) for each in initial)
+
     def plan(self, at: Coordinate) -> RingPlan:
         """The plan of the ring of the rank at `at`."""
         return _plan(self, at)
 
-    def forward(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+    def forward(
+        self, functions: ScoreFunctions, at: Coordinate, space: Session, tensors: Sequence[Tensor]
+    ) -> Program[tuple[Tensor, ...]]:
         """The program of one rank, from local operands to the wide local result and the log-sum-exp of its rows."""
-        rank = _Rank(self, at, space)
+        rank = _Rank(self, functions, at, space)
         q, k, v = yield from rank.swapped(tuple(map(four_dims, tensors[:3])), (0, 1, 2))
         mask = rank.mask_of(tensors)
         result = BlockResult(q, v)
@@ -77,14 +88,19 @@ class RingAttention:
         return out.reshape(shape), lse.reshape(shape[:-1]).contiguous()
 
     def backward(
-        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], needed: Sequence[bool]
+        self,
+        functions: ScoreFunctions,
+        needed: Sequence[bool],
+        at: Coordinate,
+        space: Session,
+        tensors: Sequence[Tensor],
     ) -> Program[tuple[Tensor, ...]]:
         """The program of one rank that returns the local gradients of all operands, empty ones if not `needed`.
 
         `tensors` are the gradient of the result, its product with the result summed over the last dim, the log-sum-exp,
         and the operands.
         """
-        rank, operands = _Rank(self, at, space), tensors[3:]
+        rank, operands = _Rank(self, functions, at, space), tensors[3:]
         q, k, v, grad = yield from rank.swapped(tuple(map(four_dims, (*operands[:3], tensors[0]))), (0, 1, 2, 0))
         statistics = tuple(four_dims(x.unsqueeze(-1)) for x in tensors[1:3])
         delta, lse = (x.squeeze(-1) for x in (yield from rank.swapped(statistics, (0, 0))))
@@ -114,18 +130,17 @@ class RingAttention:
 
 @cached("plans of rings of attention", 4096)
 def _plan(attention: RingAttention, at: Coordinate) -> RingPlan:
-    queries, keys = (attention.positions(i, at) for i in (0, 1))
-    of_ranks = [swapped(each) if attention.ring.balanced else tuple((one,) for one in each) for each in (queries, keys)]
     mesh = attention.layouts[0].mesh
     shape = tuple(mesh.shape[axis] for axis in attention.ring.axes)
-    return ring_plan(shape, of_ranks[0], of_ranks[1], attention.options.causal)
+    queries, keys = (attention.ranges(i, at) for i in (0, 1))
+    return ring_plan(shape, queries, keys, attention.options.causal, attention.reach)
 
 
 class _Rank:
     """The rank at a coordinate in one pass around the ring."""
 
-    def __init__(self, attention: RingAttention, at: Coordinate, space: Session) -> None:
-        self.attention, self.at, self.space = attention, at, space
+    def __init__(self, attention: RingAttention, functions: ScoreFunctions, at: Coordinate, space: Session) -> None:
+        self.attention, self.held_at, self.at, self.space = attention, functions.held, at, space
         self.mesh = attention.layouts[0].mesh
         self.plan = attention.plan(at)
         self.peers = self.mesh.peers(attention.axes, at)
@@ -139,7 +154,16 @@ class _Rank:
     def panel(self, step: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
         """The computation of this rank in a step."""
         part = None if mask is None else self.columns(mask, step)
-        return Panel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale)
+        return Panel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale, self.held(step))
+
+    def held(self, step: int) -> Held | None:
+        """What is done to this rank's scores in a step."""
+        if self.held_at is None:
+            return None
+        attention, owner = self.attention, self.plan.owners[step][self.index]
+        lead = attention.layouts[0].region(attention.shapes[0], self.at)[:-2]
+        queries, keys = attention.ranges(0, self.at)[self.index], attention.ranges(1, self.at)[owner]
+        return self.held_at(Indices(tuple(lead), queries, keys))
 
     def mask_of(self, operands: Sequence[Tensor]) -> Tensor | None:
         """The local mask, with four dims."""

@@ -20,11 +20,11 @@ from dshard.cost import (
 )
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.key_windows import KeyWindows, Reach
+from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
-from dshard.rules.attention_blocks import ADDED, PREPARING, STANDING_IN, Work
+from dshard.rules.attention_blocks import ADDED, HELD, HELD_OPERATORS, HELD_PASSES, PREPARING, STANDING_IN, Reach, Work
 from dshard.rules.attention_ring import Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
@@ -47,6 +47,7 @@ class RingCall:
     options: Options
     constraints: Constraints
     topology: Topology
+    reach: Reach | None
 
 
 def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
@@ -68,10 +69,9 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     return best
 
 
-def window_strategy(
-    call: RingCall, rows: Allowed, axes: tuple[int, ...], reach: Reach
-) -> tuple[Strategy, KeyWindows] | None:
+def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tuple[Strategy, KeyWindows] | None:
     """The cheapest strategy in which ranks receive their windows of the keys along these mesh axes, if there is one."""
+    assert call.reach is not None
     operands, topology = tuple(map(operand_of, call.specs)), call.topology
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
@@ -82,7 +82,7 @@ def window_strategy(
             continue
         mesh = keys.mesh
         names, lengths = tuple(mesh.names[axis] for axis in axes), tuple(spec.shape[2] for spec in call.specs[:2])
-        windows = KeyWindows(queries, keys, names, (lengths[0], lengths[1]), reach)
+        windows = KeyWindows(queries, keys, names, (lengths[0], lengths[1]), call.reach)
         shapes = [keys.local_shape(spec.shape, (0,) * mesh.ndim) for spec in call.specs[1:3]]
         key = sum(prod(shape[:2]) * shape[3] for shape in shapes) * call.specs[1].itemsize
         sent, returned = (
@@ -102,6 +102,7 @@ def window_strategy(
             gather=base.gather + sent.seconds + copied,
             compute=compute,
             backward=backward,
+            held=base.held * windows.longest // max(1, lengths[1]),
         )
         by_windows.append((strategy, windows))
     return min(by_windows, key=lambda pair: pair[0].seconds, default=None)
@@ -124,7 +125,8 @@ class _Price:
 
     def __init__(self, call: RingCall, strategy: Strategy, ring: Ring) -> None:
         self.call, self.base, self.ring = call, strategy, ring
-        self.attention = RingAttention(strategy.inputs, tuple(spec.shape for spec in call.specs), call.options, ring)
+        shapes = tuple(spec.shape for spec in call.specs)
+        self.attention = RingAttention(strategy.inputs, shapes, call.options, ring, call.reach)
         self.mesh = strategy.inputs[0].mesh
         self.dtype = call.specs[0].dtype
         others = [range(1) if axis in ring.axes else range(n) for axis, n in enumerate(self.mesh.shape)]
@@ -165,6 +167,7 @@ class _Price:
             exchanges=exchanges,
             gather=base.gather + forward - compute,
             compute=compute,
+            held=self._held(),
         )
         gradients = sum(self.call.constraints.gradients)
         if not gradients:
@@ -189,15 +192,17 @@ class _Price:
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
-        wide = sum_dtype(self.dtype).itemsize
-        narrow = wide > self.dtype.itemsize
+        wide, held = sum_dtype(self.dtype).itemsize, self.call.rule.held
+        narrow, backend = wide > self.dtype.itemsize, HELD if held else device.backend
 
         host = STEP * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
 
         def seconds(work: Work) -> float:
             if not work.pairs:
                 return host
-            kernels = work_seconds(self.flops * work.pairs, nbytes, device)
+            scores = HELD_PASSES * held * self.heads * work.pairs
+            kernels = work_seconds(self.flops * work.pairs, nbytes + scores, device)
+            kernels += (HELD_OPERATORS - 1) * device.launch * work.blocks if held else 0.0
             operators, elements = work.operators - 1, work.rows * self.result
             if times:
                 operators = work.blocks * (1 + times) - times
@@ -206,13 +211,18 @@ class _Price:
             return host + kernels * max(1, times) + beside
 
         works = [
-            [_together(list(map(seconds, step)), device) for step in plan.works(device.backend, narrow)]
-            for plan in self.plans
+            [_together(list(map(seconds, step)), device) for step in plan.works(backend, narrow)] for plan in self.plans
         ]
         busiest = max(sum(of_rank) for steps_of in works for of_rank in zip(*steps_of, strict=True))
         sends = [sum(each.seconds for each in sent) for sent in steps]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in steps]
         return busiest, max(plan.seconds(each, sends, lost) for plan, each in zip(self.plans, works, strict=True))
+
+    def _held(self) -> int:
+        """Bytes of the scores that a rank holds at once: those of its largest block, where they are held."""
+        blocks = (block for plan in self.plans for step in plan.blocks for of_rank in step for block in of_rank)
+        most = max((len(block.queries) * len(block.keys) for block in blocks), default=0)
+        return self.call.rule.held * self.heads * most
 
     def _hop(
         self,

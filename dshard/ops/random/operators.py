@@ -56,14 +56,19 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
     return call_draw
 
 
-def filled(x: Wrapper, make: Make, what: object, generator: Generator | None = None) -> Wrapper:
-    """Overwrite the distributed tensor `x` with random values; if it is partial, so that its reduction gives them."""
+def filled(
+    x: Wrapper, make: Make, what: object, generator: Generator | None = None, repeated: Draw | None = None
+) -> Wrapper:
+    """Overwrite the distributed tensor `x` with random values; if it is partial, so that its reduction gives them.
+
+    They are those of the next draw, or of a `repeated` one.
+    """
     spec = x._spec
     layout = completed_layout(spec.layout)
-    later = traced(x._local_tensor)
+    later = traced(x._local_tensor) and repeated is None
     if later and generator is not None:
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
-    call_draw = None if later else draw_for(layout.mesh, what, generator)
+    call_draw = None if later else repeated or draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
     simulated = type(x._local_tensor) is LocalTensor  # whose mode would look at each of the many operators
 
@@ -204,7 +209,19 @@ def native_dropout(x: Tensor, p: float, train: bool | None = None) -> tuple[Tens
     if train is False:
         return x.clone(), mask.fill_(True)
     mask = filled(mask, lambda _: distributions.bernoulli(1.0 - p), "dropout")
-    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+    return x * mask * kept_factor(p), mask
+
+
+def dropped_again(x: Any, p: float, repeated: Draw) -> Any:
+    """Dropout of a distributed tensor by a `repeated` draw."""
+    mask = aten.empty_like.default(x, dtype=torch.bool)
+    mask = filled(mask, lambda _: distributions.bernoulli(1.0 - p), "dropout", repeated=repeated)
+    return x * mask * kept_factor(p)
+
+
+def kept_factor(p: float) -> float:
+    """The factor of the elements that dropout leaves."""
+    return 0.0 if p == 1 else 1.0 / (1.0 - p)
 
 
 def rrelu(
