@@ -100,7 +100,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlternativePlan:
-    """How an alternative runs one call: the layouts of operands and outputs, and what is sent between them.
+    """The plan of an alternative for one call: layouts of operands and outputs, and the collectives between them.
 
     `run` takes the arguments of the call, with each tensor in its layout of `inputs`. It redistributes as `plans` say,
     each with the bytes of an element, and sends `exchanges`. Both are priced, and shown as what will run.

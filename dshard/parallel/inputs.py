@@ -71,7 +71,7 @@ class Inputs:
     def _exchange(
         self, inputs: object, names: Callable[[], Sequence[tuple[Tensor, str]]], compares: bool
     ) -> tuple[Rows, set[int]]:
-        """How many rows each rank gives, and the ids of the tensors that have them as first dim on all ranks.
+        """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks.
 
         Raises:
             LayoutError: ranks that must have the same inputs differ.

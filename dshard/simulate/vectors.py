@@ -16,8 +16,10 @@ from dshard.simulate.queues import Event, Phase
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """So many features for each stage: where they are stored and used, where the gradient arises, and whether the
-    backward pass uses them once more."""
+    """A parameter vector of each stage: its layouts when stored and used, and the layout in which its gradient arises.
+
+    `again` says that the backward pass uses it, too.
+    """
 
     name: str
     shape: Shape

@@ -1,4 +1,4 @@
-"""Recorded calls that send nothing: by torch alone on the local parts, with what autograd promises of the whole."""
+"""Calls that send nothing are recorded by torch on local tensors, and keep what autograd promises."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def exponential(rate: float) -> Distribution:
 
 @_constructor
 def geometric(p: float) -> Distribution:
-    """How often one tries until success: ceil(log(u) / log(1 - p))."""
+    """The number of trials until the first success: ceil(log(u) / log(1 - p))."""
 
     scale = -1.0 / log1p(-p) if p < 1 else 0.0
     return Distribution(2, lambda words: log_(_opens(words)).mul_(-scale).ceil_().clamp_(min=1.0))

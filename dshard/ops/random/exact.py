@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a floating-point dtype is stored, and how many terms of a power series it can tell apart."""
+    """The storage format of a floating-point dtype, and the numbers of power series terms that it can distinguish."""
 
     bits: torch.dtype
     mantissa: int

@@ -1,4 +1,4 @@
-"""What a parallelized module takes and gives: rows of each data rank, plain outputs, gradients of plain tensors."""
+"""Inputs and outputs of a parallelized module: rows of each data rank, plain outputs, gradients of plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of a call is short, as docs/design/0012 describes it: few files, and warm few frames."""
+"""Calls pass through few files, and warm ones through few frames, as docs/design/0012 describes."""
 
 from __future__ import annotations
 

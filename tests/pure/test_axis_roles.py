@@ -1,4 +1,4 @@
-"""Redistributions alike but for the names of mesh axes: one plan, renamed, that is as good as one searched for."""
+"""Redistributions equal up to the names of mesh axes share one plan, as good as a plan searched for each."""
 
 from __future__ import annotations
 

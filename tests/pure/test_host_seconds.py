@@ -1,4 +1,4 @@
-"""What the host takes for a distributed operator: counted alike by calibration, recorded steps and closed forms."""
+"""The host's time for distributed operators, counted equally by calibration, recorded steps and closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators along a dim that is split equal one device, and send summaries instead of gathering it."""
+"""Operators along a sharded dim equal one device, and send summaries instead of gathering it."""
 
 from __future__ import annotations
 

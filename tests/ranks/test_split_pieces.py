@@ -1,4 +1,4 @@
-"""Pieces of a split dim: the values and gradients of one device, each piece laid out like the whole, little sent."""
+"""Pieces of a sharded dim have the values, gradients and layout of the whole, and little is sent."""
 
 from __future__ import annotations
 
