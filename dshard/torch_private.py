@@ -212,7 +212,7 @@ sequence_number: Callable[[], int] = _needed(
     "torch.autograd._get_sequence_nr", "names of modules in traces of backward passes"
 )
 will_execute_node: Callable[[Any], bool] = _needed(
-    "torch._C._will_engine_execute_node", "leaving out matmuls of gradients that nobody needs"
+    "torch._C._will_engine_execute_node", "leaving out matmuls of gradients that are not needed"
 )
 autograd_engine: Any = _needed(
     "torch.autograd.Variable._execution_engine", "telling other ranks that a backward pass has failed"

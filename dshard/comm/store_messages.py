@@ -29,7 +29,7 @@ def fetch(key: str, seconds: float, unless: str) -> Any:
         if store.check([unless]):
             raise RuntimeError("another rank has failed")
         if time.monotonic() - begin > seconds:
-            raise RuntimeError(f"nobody has told what is to come after {seconds:g} s")
+            raise RuntimeError(f"the sender has not described the next value within {seconds:g} s")
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE)
     return pickle.loads(store.get(key))

@@ -114,7 +114,7 @@ def _check_data_of_trainer(boundary: Boundary) -> None:
             "parallelize(..., inputs='per-data-rank')"
         )
     raise LayoutError(
-        f"the Trainer gives each rank of a CPU rows of its own, and {boundary.plan.strategy!r} on ({mesh}) wants the "
+        f"the Trainer gives each rank of a CPU rows of its own, and {boundary.plan.strategy!r} on ({mesh}) needs the "
         f"same ones on {shared} ranks each: use 'data' or 'fsdp', or write the loop, with a sampler of "
         "dshard.data_ranks(model)"
     )

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "dtypes disagree": (
         lambda: matmul(on(GRID, 4, 6), on(GRID, 6, 3, dtype=torch.float32), strategy="summa"),
         DtypeError,
-        r"operands of dtype float64 and float32; a product wants one dtype, so convert with .to\(dtype\)",
+        r"operands of dtype float64 and float32; a matmul takes one dtype, so convert with .to\(dtype\)",
     ),
     "whole numbers with real ones": (
         lambda: matmul(on(GRID, 4, 6, dtype=torch.int64), on(GRID, 6, 3)),

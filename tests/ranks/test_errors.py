@@ -96,7 +96,7 @@ def test_operands_on_different_meshes():
 @pytest.mark.parametrize("product", [torch.mm, torch.matmul, F.linear])
 def test_dtypes_that_disagree_are_refused(product):
     with pytest.raises(
-        DtypeError, match=r"float32 and float64; a product wants one dtype, so convert with .to\(dtype\)"
+        DtypeError, match=r"float32 and float64; a matmul takes one dtype, so convert with .to\(dtype\)"
     ):
         product(planned(4, 4), planned(4, 4, dtype=torch.float64))
 

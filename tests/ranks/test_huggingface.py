@@ -300,7 +300,7 @@ def trains_under_the_trainer(folder: str, expected: list[list[float]], options: 
         model = dshard.parallelize(
             language_model("llama"), mesh_for("megatron"), "megatron", input_ids=tokens, inputs="per-data-rank"
         )
-        with pytest.raises(LayoutError, match=r"'megatron' on .* wants the same ones on 2 ranks each: use 'data' or"):
+        with pytest.raises(LayoutError, match=r"'megatron' on .* needs the same ones on 2 ranks each: use 'data' or"):
             trained(model, folder, 1)
         accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
         with pytest.raises(dshard.MeshError, match="DistributedDataParallel"):

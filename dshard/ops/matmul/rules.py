@@ -32,7 +32,7 @@ def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
     """
     if len(set(dtypes)) > 1:
         listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise DtypeError(f"{name}: operands of dtype {listed}; a product wants one dtype, so convert with .to(dtype)")
+        raise DtypeError(f"{name}: operands of dtype {listed}; a matmul takes one dtype, so convert with .to(dtype)")
 
 
 def matmul_rule(a: Shape, b: Shape) -> Rule:
