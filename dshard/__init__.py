@@ -6,7 +6,8 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-if _sys.argv[0].rpartition("/")[2] == "dshard" or _sys.orig_argv[1:3] == ["-m", "dshard.cli"]:
+# While `python -m dshard` imports this package argv[0] is "-m", and orig_argv ends with the module and its arguments
+if (_sys.orig_argv[-len(_sys.argv)] if _sys.argv[:1] == ["-m"] else _sys.argv[0].rpartition("/")[2]) == "dshard":
     import signal as _signal
 
     # Ctrl-C ends the command without a traceback while torch is imported; `dshard.cli.script` takes it back

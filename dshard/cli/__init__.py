@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dshard import __version__, report
+from dshard.cli.arguments import Help
 from dshard.cli.completion import add_completion
 from dshard.cli.demo_command import add_demo
 from dshard.cli.plan_commands import add_explain, add_plan
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dshard", description="Declarative sharding for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="dshard", description="Declarative sharding for PyTorch.", formatter_class=Help
+    )
     parser.add_argument("--version", action="version", version=f"dshard {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     add_demo(commands)

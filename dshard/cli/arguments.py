@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -96,9 +97,22 @@ def ranks_and_device(arguments: argparse.Namespace, ranks: int | None) -> tuple[
     return ranks, launch.choose_device(arguments.device, ranks)
 
 
-def add_command(commands: Commands, name: str, summary: str) -> argparse.ArgumentParser:
-    """Add a command with its summary."""
-    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+class Help(argparse.HelpFormatter):
+    """Help whose usage fits narrow terminals: argparse indents it by the whole command, however long."""
+
+    def format_help(self) -> str:
+        """The help, its usage indented less where a line would be too long."""
+        usage, blank, rest = super().format_help().partition("\n\n")
+        first, *lines = usage.splitlines() or [""]
+        if max(map(len, [first, *lines])) > shutil.get_terminal_size().columns:
+            usage = "\n".join([first, *(f"    {line.strip()}" for line in lines)])
+        return usage + blank + rest
+
+
+def add_command(commands: Commands, name: str, summary: str, description: str | None = None) -> argparse.ArgumentParser:
+    """Add a command with its summary, and a description where that is another."""
+    description = f"{summary[0].upper()}{summary[1:]}." if description is None else description
+    return commands.add_parser(name, help=summary, description=description, formatter_class=Help)
 
 
 def add_group(commands: Commands, name: str, summary: str, title: str) -> Commands:
@@ -122,11 +136,6 @@ def _mesh(text: str) -> Mesh:
     if not all(name and size.isdecimal() for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh: write its axes like 2x4 or dp=2,tp=4")
     return Mesh(tuple(int(size) for _, _, size in pairs), tuple(name for name, _, _ in pairs))
-
-
-def parse_any_mesh(text: str) -> Mesh:
-    """A mesh such as dp=2,tp=4, or sizes alone of any number of axes."""
-    return parse_mesh(text) if "=" in text else Mesh(parse_shape(text))
 
 
 def parse_output(text: str) -> Path:

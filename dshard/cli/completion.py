@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Iterator
 
 from dshard import report
-from dshard.cli.arguments import Commands
+from dshard.cli.arguments import Commands, add_command
 
 SHELLS = ("bash", "zsh")
 
 
 def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """Add the command `completion`, which reads all commands of `parser` when it runs."""
-    own = commands.add_parser("completion", help="print a completion script", description=_HELP)
+    own = add_command(commands, "completion", "print a completion script", _HELP)
     own.add_argument("shell", choices=SHELLS, help="which one")
     own.add_argument("--json", action="store_true", help="print the words after each command, for machines")
 

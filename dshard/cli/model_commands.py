@@ -33,7 +33,8 @@ def add_plan_model(kinds: Commands) -> None:
     parser = add_command(kinds, "model", summary)
     parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
-    parser.add_argument("--form", action="append", choices=FORMS, help="forms of tensor parallelism to try; repeatable")
+    form = f"a form of tensor parallelism to try, repeatable (all): {', '.join(FORMS)}"
+    parser.add_argument("--form", action="append", choices=FORMS, metavar="NAME", help=form)
     parser.add_argument("--top", type=parse_positive, default=SHOWN, metavar="N", help=f"how many to show ({SHOWN})")
     parser.add_argument("--runnable", action="store_true", help="only what parallelize runs by itself")
     parser.add_argument(
@@ -49,7 +50,8 @@ def add_simulate_step(kinds: Commands) -> None:
     summary = "a training step of a transformer: seconds, bytes and memory, before it is launched"
     parser = add_command(kinds, "step", summary)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="one that plan model wrote, in place of the next six")
-    parser.add_argument("--form", choices=FORMS, default="megatron", help="of tensor parallelism; default: %(default)s")
+    form = f"of tensor parallelism: {', '.join(FORMS)}; default: %(default)s"
+    parser.add_argument("--form", choices=FORMS, default="megatron", metavar="NAME", help=form)
     parser.add_argument("--tensor", type=_sizes, default=(), metavar="SIZES", help="of its mesh axes, such as 2x4")
     for name, what in ("data", "replicas"), ("stages", "pipeline stages"), ("microbatches", "microbatches"):
         parser.add_argument(f"--{name}", type=parse_positive, default=1, metavar="N", help=f"{what} (1)")

@@ -13,7 +13,7 @@ from dshard.cli.arguments import (
     add_command,
     add_common,
     add_ranks,
-    parse_any_mesh,
+    parse_mesh,
     parse_output,
     parse_seconds,
     print_result,
@@ -33,7 +33,7 @@ def add_topology(commands: Commands) -> None:
     parser = add_command(kinds, "measure", summary)
     add_ranks(parser)
     parser.add_argument(
-        "--mesh", type=parse_any_mesh, metavar="AXES", help="such as 2x2 or dp=2,tp=2 (one axis of all ranks)"
+        "--mesh", type=parse_mesh, metavar="AXES", help="such as 2x2 or dp=2,tp=2 (one axis of all ranks)"
     )
     parser.add_argument(
         "--seconds", type=parse_seconds, default=calibrate.SECONDS, metavar="S", help="default: %(default)s"
@@ -68,5 +68,5 @@ def _measure_topology(arguments: argparse.Namespace) -> int:
 
 def _topology(arguments: argparse.Namespace) -> Topology:
     """The topology of a preset's name, or of a file."""
-    name: str = arguments.topology or "cpu"
+    name: str = "cpu" if arguments.topology is None else arguments.topology
     return Topology.load(name) if name.endswith(".json") else Topology.preset(name, nodes=arguments.nodes or 1)

@@ -138,7 +138,12 @@ def _expression(source: str, tensors: Mapping[str, DTensor]) -> Callable[[], Any
 
 
 def _load(path: str, name: str) -> Function:
-    module = _load_file(Path(path)) if path.endswith(".py") else _load_module(path)
+    try:
+        module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    except DShardError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise NotationError(f"cannot import {path!r}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
@@ -161,13 +166,6 @@ def _load_file(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise NotationError(f"cannot import {name!r}: {error}") from error
 
 
 def _arguments(source: str, function: Function, tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:

@@ -163,7 +163,8 @@ class Topology(Drawn):
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TopologyError(f"cannot read the topology {str(path)!r}: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise TopologyError(f"cannot read the topology {str(path)!r}: {why}") from error
         try:
             return cls.from_json(text)
         except TopologyError as error:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dshard.cli import main
+from dshard.cli import _parser, main
+from dshard.cli.completion import words_of
 from dshard.simulate import Model
 
 
@@ -71,8 +72,46 @@ def test_tables_fit_the_columns(model: str, capsys: Any, monkeypatch: Any, colum
     assert not any("…" in line for line in lines)
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_fits_the_columns(columns: int, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    commands = [words.split() for words, _ in words_of(_parser())]
+
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns, command
+    assert ["plan", "model"] in commands
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, capsys: Any) -> None:
+    broken, binary = tmp_path / "broken.py", tmp_path / "binary.json"
+    broken.write_text("def (")
+    binary.write_bytes(b"\xff")
+
+    for arguments, said in (
+        (["explain", f"{broken}:step"], f"cannot import '{broken}': SyntaxError: "),
+        (["explain", "no_such_module:step"], "cannot import 'no_such_module': ModuleNotFoundError: "),
+        (["topology", "--topology", str(binary)], f"cannot read the topology '{binary}': it is no text\n"),
+        (["topology", "--topology", f"{tmp_path}/none.json"], "none.json': No such file or directory\n"),
+        (["topology", "--topology", ""], "no preset is called ''"),
+    ):
+        assert main(arguments) == 1
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert (printed.out, printed.err.count("\n"), printed.err.count("Errno")) == ("", 1, 0)
+
+
+def test_a_mesh_to_measure_is_checked_like_any(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["topology", "measure", "--mesh", "0"])
+    assert "argument --mesh: a mesh of shape (0,): give each axis at least one rank" in capsys.readouterr().err
+
+
 def test_an_interrupt_while_torch_is_imported_leaves_no_traceback() -> None:
-    with subprocess.Popen([sys.executable, "-m", "dshard.cli", "plan", "--help"], stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-u", "-m", "dshard", "plan", "--help"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         while process.poll() is None and "libtorch" not in maps.read_text():
             time.sleep(0.005)
@@ -86,7 +125,7 @@ def test_an_interrupt_while_torch_is_imported_leaves_no_traceback() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [2.0, 3.0, 4.0])
 def test_an_interrupted_command_leaves_no_traceback(seconds: float) -> None:
-    command = [sys.executable, "-m", "dshard.cli", "plan", "mesh", "--devices", "4096", "--hidden", "8192"]
+    command = [sys.executable, "-m", "dshard", "plan", "mesh", "--devices", "4096", "--hidden", "8192"]
     with subprocess.Popen(
         [*command, "--tokens", "65536"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as process:

@@ -177,7 +177,7 @@ def test_the_table_fits_a_terminal() -> None:
     ],
 )
 def test_the_demo_from_end_to_end(chosen: list[str], meshes: list[str]) -> None:
-    command = [sys.executable, "-m", "dshard.cli", "demo", "--json", "--steps", "2", "--device", "cpu", *chosen]
+    command = [sys.executable, "-m", "dshard", "demo", "--json", "--steps", "2", "--device", "cpu", *chosen]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 

@@ -1,4 +1,4 @@
-"""`python -m dshard.cli`."""
+"""`python -m dshard`."""
 
 import sys
 
