@@ -138,11 +138,6 @@ def _union(a: Block, b: Block) -> Block | None:
     return None
 
 
-def visible_pairs(queries: Sequence[range], keys: Sequence[range], causal: bool) -> int:
-    """The number of pairs of a query and a key that it sees, for queries and keys at these positions."""
-    return sum(block.pairs for block in visible_blocks(queries, keys, causal))
-
-
 def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
     """The number of pairs that kernels compute for blocks: on CPUs, where gloo sends, all pairs of their tiles.
 

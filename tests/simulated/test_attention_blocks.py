@@ -24,7 +24,7 @@ from dshard.ops.attention.block_kernels import (
     accumulate_gradients,
 )
 from dshard.ops.attention.local_attention import Options, of_queries
-from dshard.rules.attention_blocks import Block, Reach, computed_pairs, visible_blocks, visible_pairs
+from dshard.rules.attention_blocks import Block, Reach, computed_pairs, visible_blocks
 
 
 def ranges_of(draw: Random, size: int) -> list[range]:
@@ -53,7 +53,7 @@ def test_blocks_are_the_pairs_that_see_each_other(causal: bool) -> None:
             here += part.tril() if block.diagonal else part
         right = [[int(k <= q or not causal) for k in indices(keys)] for q in indices(queries)]
         assert found.tolist() == right
-        assert visible_pairs(queries, keys, causal) == found.sum()
+        assert sum(block.pairs for block in visible_blocks(queries, keys, causal)) == found.sum()
 
 
 def test_blocks_of_a_mask_are_those_of_the_keys_that_queries_reach() -> None:
@@ -88,7 +88,8 @@ def test_the_price_on_cpus_counts_the_tiles_that_the_kernel_computes(rows: int, 
 
     block = Block(range(rows), range(columns), diagonal=True)
     assert 16 * out.isnan().sum() == block.tiled_pairs == computed_pairs([block], "gloo")
-    assert computed_pairs([block], "nccl") == block.pairs == visible_pairs([range(rows)], [range(columns)], True)
+    (visible,) = visible_blocks([range(rows)], [range(columns)], True)
+    assert computed_pairs([block], "nccl") == block.pairs == visible.pairs
 
 
 def test_the_price_of_heads_counts_tiles() -> None:

@@ -68,9 +68,9 @@ def flex_attention(
     if not any(isinstance(x, Wrapper) for x in tensors):
         plain_call: Function = torch_flex_attention
         return plain_call(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
-    if given := [name for name, option in options.items() if option]:
+    if extra := [name for name, option in options.items() if option]:
         raise LayoutError(
-            f"flex_attention of distributed tensors with {', '.join(given)}: it takes score_mod, block_mask, scale and "
+            f"flex_attention of distributed tensors with {', '.join(extra)}: it takes score_mod, block_mask, scale and "
             "enable_gqa; leave the rest out, or call torch's function on local tensors within local_map"
         )
     with no_torch_function():

@@ -102,9 +102,9 @@ class PartialAttention(ComposedExecutable):
         *operands, out, lse = tensors
         grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
         delta: Any = (grad.to(lse._spec.dtype) * out).sum(-1)
-        given = redistribute(grad, self.computed), redistribute(delta, self.computed), lse, *operands
+        operands_of_gradient = redistribute(grad, self.computed), redistribute(delta, self.computed), lse, *operands
         program = partial(self.ring.backward, functions, tuple(needed))
-        local = run_program(self.computed.mesh, program, [t._local_tensor for t in given])
+        local = run_program(self.computed.mesh, program, [t._local_tensor for t in operands_of_gradient])
         return [
             wrap(x, _spec(layout, spec.shape, spec.dtype, spec)) if is_needed else None
             for x, layout, spec, is_needed in zip(local, self.gradients, self.specs, needed, strict=True)
