@@ -316,3 +316,16 @@ def test_a_call_draws_once_by_any_loops() -> None:
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum().backward()
         states.append(dshard.get_rng_state().tolist())
     assert states == [[3, 1]] * 5
+
+
+@pytest.mark.parametrize("asked", ["ring", "context", "heads"])
+def test_a_function_in_single_precision_leaves_scores_in_double(asked: str) -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.randn(1, 2, 5, 4, dtype=torch.float64)
+
+    def ramp(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j / 4
+
+    with simulated(mesh), use_strategy(attention=asked):
+        out = flex_attention(*laid_out(mesh, x, x, x), ramp)
+
+    torch.testing.assert_close(whole(out.detach()), by_operators([x, x, x], ramp, None, None))
