@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.attention_cases import MESHES, as_near, drawn, layouts_drawn, leaf, loops_drawn, with_gradients
 from helpers.default_cases import THOROUGH
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard import (
@@ -28,6 +29,7 @@ from dshard import (
     use_topology,
 )
 from dshard.core.observe import Decision, observing
+from dshard.functional import flex_attention
 from dshard.ops.attention.attention_choice import ABOUT, MERGING
 from dshard.testing import distribute, simulated, whole
 
@@ -174,6 +176,37 @@ def test_repeated_key_heads_have_the_gradients_of_one_device(mesh: Mesh, key_hea
     assert report.chosen.name == "own key heads"
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(whole(mine.detach()), right.detach())
+
+
+@pytest.mark.parametrize("asked", ["context", "ring", "split-keys", None])
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((1, 2, 4, 3), (2, 2, 4, 3)),
+        ((2, 2, 4, 3), (1, 2, 4, 3)),
+        ((2, 1, 4, 3), (2, 2, 4, 3)),
+        ((2, 2, 4, 3), (2, 4, 3)),
+        ((2, 0, 2, 4, 3), (1, 1, 2, 4, 3)),
+    ],
+)
+def test_batches_and_heads_of_one_are_broadcast(query: tuple[int, ...], key: tuple[int, ...], asked: str) -> None:
+    mesh, generator = Mesh((2,), ("x",)), torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in (query, key, key)]
+    calls = [F.scaled_dot_product_attention]
+    if len(query) == len(key) == 4 and asked != "split-keys":
+        calls.append(flex_attention)
+
+    def results(call: Any, tensors: list[Any]) -> list[Tensor]:
+        out = call(*tensors)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    expected = results(F.scaled_dot_product_attention, list(map(leaf, given)))
+    for call in calls:
+        for dim in (0, -2):
+            with simulated(mesh), use_strategy(attention=asked):
+                laid = [leaf(distribute(x, Layout(mesh, (Shard(dim % x.dim()),)))) for x in given]
+                for mine, right in zip(results(call, laid), expected, strict=True):
+                    torch.testing.assert_close(whole(mine.detach()), right.detach())
 
 
 def test_one_query_and_a_split_cache_move_the_result_alone() -> None:

@@ -21,6 +21,7 @@ from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, Kind, chosen
+from dshard.ops.attention.broadcast_operands import broadcast_lead
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.partial_attention import PartialAttention
@@ -45,6 +46,7 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
         _accepted(query, k, v, mask, dropout, causal, scale, gqa)
     if query.dim() < (ndim := max(k.dim(), v.dim())):  # the result has the dims that keys and values broadcast to
         query = query.reshape((1,) * (ndim - query.dim()) + tuple(query.shape))
+    query, k, v = broadcast_lead((query, k, v), gqa)
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
     options, requested = Options(causal, scale, gqa), current_options().attention
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)

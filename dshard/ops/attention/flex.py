@@ -31,6 +31,7 @@ from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, Kind, chosen
+from dshard.ops.attention.broadcast_operands import broadcast_lead
 from dshard.ops.attention.key_windows import KeyWindows, WindowAttention
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
 from dshard.ops.attention.partial_attention import PartialAttention
@@ -64,7 +65,7 @@ def flex_attention(
         LayoutError: other options than these for distributed tensors.
         StrategyError: requested loops that are impossible.
     """
-    tensors = query, key, value
+    tensors: Sequence[Tensor] = (query, key, value)
     if not any(isinstance(x, Wrapper) for x in tensors):
         plain_call: Function = torch_flex_attention
         return plain_call(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
@@ -73,6 +74,7 @@ def flex_attention(
             f"flex_attention of distributed tensors with {', '.join(extra)}: it takes score_mod, block_mask, scale and "
             "enable_gqa; leave the rest out, or call torch's function on local tensors within local_map"
         )
+    tensors = broadcast_lead(tensors, enable_gqa)
     with no_torch_function():
         executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
         recorded = is_recorded(tensors)
