@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -54,6 +54,14 @@ def is_leaf(x: Wrapper) -> bool:
 def is_recorded(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd records an operator on `tensors`."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def each_apart(tensors: Sequence[Any]) -> list[Any]:
+    """Aliases of tensors, each with a node of its own in autograd's graph.
+
+    The gradient for one then has no part that another, the same tensor or made of it, passes on.
+    """
+    return [x.view_as(x) if x.requires_grad else x for x in tensors]
 
 
 def wrap(local: Tensor, spec: Spec, storage_offset: int | torch.SymInt | None = None) -> Wrapper:

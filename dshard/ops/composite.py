@@ -224,7 +224,7 @@ def _pull_back(local: Locals, n: int, needed: Sequence[bool]) -> Locals:
         recorded = is_recorded(tensors)
         with torch.enable_grad():
             parts = [
-                x if x.requires_grad else x.detach().requires_grad_(is_needed)
+                x.view_as(x) if x.requires_grad else x.detach().requires_grad_(is_needed)
                 for x, is_needed in zip(tensors[n:], needed, strict=True)
             ]
             pairs = [(out, grad) for out, grad in zip(local(*parts), tensors[:n], strict=True) if out.requires_grad]

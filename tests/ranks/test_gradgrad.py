@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -194,6 +195,43 @@ def attention_with_a_rank_without_batch_entries() -> list[float]:
 @pytest.mark.ranks
 def test_second_derivatives_of_attention_where_a_rank_has_no_batch_entries(ranks: RankPool) -> None:
     assert max(map(max, ranks.run(attention_with_a_rank_without_batch_entries))) < 1e-11
+
+
+RELATED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "one tensor": lambda x: (x, x, x),
+    "values are keys": lambda x: (x.detach(), x, x),
+    "keys of queries, values of keys": lambda x: (x, x.sin(), x.sin().square()),
+    "queries of keys": lambda x: ((y := x * 2).cos(), y, x),
+}
+LOOPS_OF_QUERIES = (None, "context", "ring", "balanced ring", "split-keys")
+
+
+def attention_of_related_operands(names: Sequence[str]) -> list[str]:
+    """Where recorded gradients, or those of the last gradient, are not those of one device; queries are sharded."""
+    mesh, wrong = bind(dshard.init_device_mesh("cpu", (4,))), []
+    value = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, loops, causal in product(names, LOOPS_OF_QUERIES, (False, True)):
+        if loops == "balanced ring" and not causal:
+            continue
+        found = []
+        for laid in (as_is, lambda x: distribute(x, Layout(mesh, (Shard(1),)))):
+            x = laid(value.clone()).requires_grad_()
+            with dshard.use_strategy(attention=loops), sdpa_kernel(SDPBackend.MATH):
+                operands = RELATED[name](x)
+                out = F.scaled_dot_product_attention(*operands, is_causal=causal)
+                inputs = [x, *{id(each): each for each in operands if each is not x and each.requires_grad}.values()]
+                first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+                second = torch.autograd.grad(first[0].square().sum(), inputs, allow_unused=True)
+            found.append([*first, *second])
+        if not all(same(mine, right) for right, mine in zip(*found, strict=True)):
+            wrong.append(f"{name}, {loops}, causal {causal}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", RELATED)
+def test_recorded_gradients_of_attention_whose_operands_are_made_of_each_other(ranks: RankPool, name: str) -> None:
+    assert ranks.run(attention_of_related_operands, [name], timeout=120) == [[]] * 4
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.default_cases import one_in, one_way_each
-from helpers.operator_samples import ELSEWHERE, SAMPLES, WITHOUT_VALUES, made_up, tagged
+from helpers.operator_samples import ELSEWHERE, SAMPLES, WITHOUT_VALUES, accepted_arguments, tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -92,7 +92,7 @@ def test_any_operator_on_any_mesh(name: str, mesh: Mesh, data: st.DataObject) ->
 
 @pytest.mark.parametrize("func", one_in(5, tagged()), ids=str)
 def test_what_torch_tags_pointwise_is(func: Any) -> None:
-    sample = made_up(func)
+    sample = accepted_arguments(func)
     if sample is None or func._schema.name == "aten::equal":
         pytest.skip("takes no arguments that we can make up")
 

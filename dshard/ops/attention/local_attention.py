@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.core.signature import Context
+from dshard.core.wrapper import each_apart
 from dshard.layout import Shape
 from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, accumulate_gradients
 from dshard.rules.attention_blocks import visible_blocks
@@ -98,6 +99,7 @@ class _OfBlocks(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
+            q, k, v = each_apart((q, k, v))
             wanted = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
             again = _of_mask(q, k, v, ctx.queries, ctx.options)
             gradients = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))

@@ -21,7 +21,7 @@ from dshard.comm import run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import Wrapper, is_recorded, wrap
+from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.attention_choice import Choice
 from dshard.ops.attention.local_attention import Options
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
         needed, tensors = ctx.needs_input_grad[2:], ctx.saved_tensors
         if not torch.is_grad_enabled():
             return (None, None, *attention.backward(ctx.functions, grad, tensors, needed))
-        operands = tensors[:-2]
+        operands = each_apart(tensors[:-2])
         wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one whose gradients have gradients on any device
             out = redistribute(ctx.functions.recorded(operands), tensors[-2]._spec.layout)

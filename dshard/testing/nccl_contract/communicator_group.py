@@ -36,6 +36,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
         # collectives in compiled graphs come from C++, which does not ask the methods below
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # which torch 2.15 asks for when it records calls
         self._ranks, self._begun = ranks, 0
         self._communicator = f"group {name!r} of ranks {', '.join(map(str, ranks))}"
         self._channels: dict[int | None, Channel] = {}
