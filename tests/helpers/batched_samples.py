@@ -88,7 +88,7 @@ MATRICES: dict[str, Sample] = {
     "solve of a vector": (torch.linalg.solve, (matrices, sides[..., 0])),
     "svd": (torch.linalg.svdvals, (matrices,)),
     "cholesky": (torch.linalg.cholesky, (positive,)),
-    "cholesky old": (torch.cholesky, (positive,)),
+    **({"cholesky old": (torch.cholesky, (positive,))} if hasattr(torch.ops.aten, "cholesky") else {}),
     "cholesky_inverse": (torch.cholesky_inverse, (lower,)),
     "cholesky_solve": (torch.cholesky_solve, (sides, lower)),
     "householder": (torch.linalg.householder_product, (reflectors, taus)),

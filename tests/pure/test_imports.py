@@ -39,6 +39,7 @@ MAY_LOAD = frozenset(
         "torch.distributed._functional_collectives_impl",
         "torch.distributed._local_tensor",
         "torch.distributed._local_tensor._c10d",
+        *("torch.fx.experimental._constant_symnode", "torch.nested._internal", "torch.nested._internal.nested_int"),
     }
 )
 LATE_LAYERS = frozenset(

@@ -122,4 +122,5 @@ def test_all_of_torchs_names_are_here() -> None:
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(reference).parameters)
     for name in ("local_map", "register_sharding"):
         mine, reference = getattr(dshard.experimental, name), getattr(their_experimental, name)
-        assert list(inspect.signature(mine).parameters) == list(inspect.signature(reference).parameters)
+        names = [each for each in inspect.signature(reference).parameters if each != "spmd_types"]  # a package's types
+        assert list(inspect.signature(mine).parameters) == names

@@ -8,6 +8,7 @@ communicator of the default group, and all ranks of that make the call, also tho
 from __future__ import annotations
 
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from dshard.testing.nccl_contract.operation import Call, Operation, Part
 from dshard.testing.nccl_contract.process_state import CURRENT, ProcessState
 from dshard.testing.nccl_contract.work import ContractWork, GroupedWork
 
+_SPLIT_NAMES_A_BACKEND = len(signature(distributed_c10d._get_split_source).parameters) > 1
+"""Whether torch asks of which backend the new group is to be, as from 2.15 on."""
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs name other arguments than torch calls it with
 
 
@@ -75,7 +78,8 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make the communicator now, by itself or split from that of the default group."""
         world = dist.group.WORLD
-        parent = None if world is None else distributed_c10d._get_split_source(world)
+        backend = [self.getBackendName()] if _SPLIT_NAMES_A_BACKEND else []
+        parent = None if world is None else distributed_c10d._get_split_source(world, *backend)
         self.bound_device_id = device
         if isinstance(parent, CommunicatorGroup):
             parent.perform_nocolor_split(device)
