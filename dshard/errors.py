@@ -18,7 +18,8 @@
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
 Each message says what was requested, the rule, and the way out, and is raised before anything is sent. Errors of two of
-Python's classes exist because torch raises either.
+Python's classes exist because torch raises either. An error about a value of a wrong type is an `ArgumentError`, too,
+for torch raises a TypeError.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dshard.placements import (
     nested_chunk,
     parse_placements,
 )
-from dshard.validate import check_type, shown
+from dshard.validate import check_type, of_wrong_type, shown
 
 Region = tuple[range, ...]
 Shape = tuple[int, ...]
@@ -56,7 +56,9 @@ class Layout(Drawn):
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
-            raise LayoutError(f"a layout on {shown(self.mesh)}: give a dshard.Mesh, such as Mesh((2, 4), ('dp', 'tp'))")
+            raise of_wrong_type(LayoutError)(
+                f"a layout on {shown(self.mesh)}: give a dshard.Mesh, such as Mesh((2, 4), ('dp', 'tp'))"
+            )
         placements, strided = from_torch(placements_on(self.mesh, self.placements), self.mesh.shape)
         _check_placements(self.mesh, placements)
         for placement in placements:
@@ -236,7 +238,7 @@ def placements_on(mesh: Mesh, placements: Iterable[object]) -> tuple[Any, ...]:
         mistake = f"{placements!r} is text, which dshard.placements.parse_placements reads"
     else:
         mistake = f"{shown(placements)} is no sequence of placements"
-    raise LayoutError(
+    raise of_wrong_type(LayoutError)(
         f"{mistake}; for the mesh ({mesh}) give {mesh.ndim}, one for each mesh axis, as in {_example(mesh)}"
     )
 
@@ -319,7 +321,7 @@ def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
         if isinstance(placement, Partial):
             ops.add(placement.reduce_op)
         elif not isinstance(placement, _WHOLE_OR_SPLIT):
-            raise LayoutError(
+            raise of_wrong_type(LayoutError)(
                 f"{shown(placement)} is no placement: use Shard(dim), Replicate() or Partial(op){_of_torch(placement)}"
             )
     if len(ops) > 1 and ops != {"sum", "avg"}:

@@ -149,8 +149,8 @@ def mesh_shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = as_tuple(shape, "the shape of a mesh", way_out, MeshError)
     try:
         shape = tuple(as_int(size, "size", MeshError, least=1) for size in sizes)
-    except MeshError:
-        shape = ()
+    except MeshError as error:
+        raise type(error)(f"a mesh of shape {sizes}: {way_out}") from None
     if not shape:
         raise MeshError(f"a mesh of shape {sizes}: {way_out}")
     if prod(shape) > MAX_RANKS:

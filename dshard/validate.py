@@ -12,6 +12,30 @@ from dshard.errors import ArgumentError, DShardError
 T = TypeVar("T")
 
 
+def of_wrong_type(error: type[DShardError]) -> type[DShardError]:
+    """The class of an error about a value of a wrong type: `error` that is an `ArgumentError`, a TypeError, too.
+
+    >>> of_wrong_type(ArgumentError) is ArgumentError
+    True
+    """
+    return _OF_WRONG_TYPE[error]
+
+
+def _and_argument_error(error: type[DShardError]) -> type[DShardError]:
+    if issubclass(error, ArgumentError):
+        return error
+    # No module has this class by its name, so it is pickled by that of `error`
+    reduced = {"__reduce__": lambda self: (_error_of_wrong_type, (error, self.args)), "__module__": error.__module__}
+    return type(error.__name__, (error, ArgumentError), {"__doc__": error.__doc__, **reduced})
+
+
+def _error_of_wrong_type(error: type[DShardError], args: tuple[object, ...]) -> DShardError:
+    return of_wrong_type(error)(*args)
+
+
+_OF_WRONG_TYPE = {error: _and_argument_error(error) for error in DShardError.__subclasses__()}
+
+
 def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, least: int | None = None) -> int:
     """The whole number that `value` is, numpy's included, a bool not.
 
@@ -27,7 +51,8 @@ def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, l
         number = None
     if number is None or (least is not None and number < least):
         rule = "" if least is None else " above 0" if least == 1 else f" of at least {least}"
-        raise error(f"{what}: {shown(value)} is not a whole number{rule}")
+        kind = of_wrong_type(error) if number is None else error
+        raise kind(f"{what}: {shown(value)} is not a whole number{rule}")
     return number
 
 
@@ -40,11 +65,12 @@ def as_number(
         ArgumentError: it is none, or NaN; or the `error` given.
     """
     try:
-        number = float(value) if not isinstance(value, bool | str | bytes) else -1.0
+        number = None if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = -1.0
-    if not ((number >= 0 if zero else number > 0) and (infinite or number < float("inf"))):
-        raise error(f"{what}: {shown(value)} is not a number {'of at least' if zero else 'above'} 0")
+        number = None
+    if number is None or not ((number >= 0 if zero else number > 0) and (infinite or number < float("inf"))):
+        kind = of_wrong_type(error) if number is None else error
+        raise kind(f"{what}: {shown(value)} is not a number {'of at least' if zero else 'above'} 0")
     return value  # type: ignore[no-any-return]
 
 
@@ -59,7 +85,7 @@ def as_tuple(value: object, what: str, way_out: str, error: type[DShardError] = 
             return tuple(value)
         except TypeError:  # such as a tensor without dims
             pass
-    raise error(f"{what}: {shown(value)} is no sequence: {way_out}")
+    raise of_wrong_type(error)(f"{what}: {shown(value)} is no sequence: {way_out}")
 
 
 def as_shape(value: object, what: str, error: type[DShardError]) -> tuple[int, ...]:
@@ -84,7 +110,7 @@ def check_type(value: object, kind: Any, what: str, way_out: str, error: type[DS
         ArgumentError: with the way out; or the `error` given.
     """
     if not isinstance(value, kind):
-        raise error(f"{what}: {shown(value)} is {article(value)}: {way_out}")
+        raise of_wrong_type(error)(f"{what}: {shown(value)} is {article(value)}: {way_out}")
 
 
 def check_callable(value: object, what: str, way_out: str) -> None:
@@ -105,7 +131,8 @@ def check_one_of(value: object, known: Iterable[str], what: str, error: type[DSh
     """
     names = tuple(known)
     if not isinstance(value, str) or value not in names:
-        raise error(f"{what}: {shown(value)} is none: use {', '.join(names)}{suggestion(value, names)}")
+        kind = error if isinstance(value, str) else of_wrong_type(error)
+        raise kind(f"{what}: {shown(value)} is none: use {', '.join(names)}{suggestion(value, names)}")
 
 
 def suggestion(value: object, known: Iterable[str]) -> str:

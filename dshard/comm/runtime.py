@@ -30,7 +30,7 @@ from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
 from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, mesh_environment
-from dshard.validate import as_tuple, shown
+from dshard.validate import as_tuple, of_wrong_type, shown
 
 __all__ = [
     "DeviceMesh",
@@ -357,7 +357,7 @@ def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
         return mesh
     mesh = current_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
+        raise of_wrong_type(MeshError)(
             f"{mesh!r} is no mesh: give a DeviceMesh from init_device_mesh, or a dshard.Mesh to plan without processes"
         )
     return bind(mesh)

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from dshard.errors import LayoutError
-from dshard.validate import as_int, suggestion
+from dshard.validate import as_int, of_wrong_type, suggestion
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "product", "max", "min"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -57,7 +57,9 @@ class Shard(_Placement):
         try:
             dim = as_int(self.dim, "dim", LayoutError)
         except LayoutError:
-            raise LayoutError(f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)") from None
+            raise of_wrong_type(LayoutError)(
+                f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)"
+            ) from None
         object.__setattr__(self, "dim", dim)
 
     def __eq__(self, other: object) -> bool:
@@ -104,9 +106,8 @@ class Partial(_Placement):
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
             meant = "; did you mean 'avg'?" if str(self.reduce_op) == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
-            raise LayoutError(
-                f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}"
-            )
+            kind = LayoutError if isinstance(self.reduce_op, str) else of_wrong_type(LayoutError)
+            raise kind(f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}")
 
     def __eq__(self, other: object) -> bool:
         return (isinstance(other, Partial) or _is_torchs(other, "Partial")) and self.reduce_op == other.reduce_op  # type: ignore[attr-defined]

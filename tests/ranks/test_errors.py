@@ -110,7 +110,8 @@ def test_sizes_that_disagree_are_torchs_own_error(product):
 def test_a_plain_tensor_among_distributed_ones():
     with pytest.raises(
         MixedError,
-        match=r"plain torch.Tensor of shape \(4, 4\).*distribute_tensor.*0-d tensors, and others of one element, are",
+        match=r"plain torch.Tensor of shape \(4, 4\).*distribute_tensor.*implicit_replication\(\).*"
+        "0-d tensors, and others of one element, are",
     ):
         planned(4, 4) + torch.ones(4, 4)
 
