@@ -188,7 +188,9 @@ _attribute(
 )
 make_wrapper_subclass: Callable[..., Any] = _needed("torch.Tensor._make_wrapper_subclass", "making distributed tensors")
 """Called with positions: keyword parsing is slower."""
-_attribute("torch.distributed.ProcessGroup", "_register_backend", "the process group of NCCL's contract")
+_attribute(
+    "torch.distributed.ProcessGroup", "_register_backend _set_default_backend", "the process group of NCCL's contract"
+)
 _attribute("torch.Tensor", "_version _base _is_view", "views, and writes to what a backward pass has saved")
 _attribute("torch.Tensor", "_is_zerotensor", "gradients that torch keeps without memory")
 _attribute("torch.Tensor", "_backward_hooks", "hooks of views that were written to")
