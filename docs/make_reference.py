@@ -79,7 +79,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "MixedError NotationError PeerError RankError ShapeError StrategyError TopologyError",
     },
 }
-"""What names are for, and where they are imported from. `DeviceMesh` is torch's."""
+"""What names are for, and where they are imported from."""
+
+OF_TORCH = {
+    "Layouts": '| <a id="dshard.DeviceMesh"></a>`DeviceMesh` | `dshard` | torch\'s: what `init_device_mesh` returns. |'
+}
+"""The rows of names that torch documents."""
 
 
 def paths() -> list[str]:
@@ -120,7 +125,10 @@ def reference() -> str:
             source = (
                 "dshard" if hasattr(dshard, name) and getattr(dshard, name) is value_at(f"{module}.{name}") else module
             )
-            lines.append(f"| [`{name}`](#{module}.{name}) | `{source}` | {text} |")
+            # mkdocstrings makes anchors of where names are defined, and links say where they are imported from
+            anchor = "" if source == module else f'<a id="{source}.{name}"></a>'
+            lines.append(f"| {anchor}[`{name}`](#{module}.{name}) | `{source}` | {text} |")
+        lines += [OF_TORCH[task]] if task in OF_TORCH else []
         lines += ["", *(line for module, name in every for line in (f"::: {module}.{name}", ""))]
     return "\n".join(lines)
 
