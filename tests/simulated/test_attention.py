@@ -127,3 +127,13 @@ def test_a_query_has_the_dims_of_the_keys(shapes: tuple[tuple[int, ...], ...], d
         out.sin().sum().backward()
         pairs = [(out.detach(), expected.detach()), *((x.grad, y.grad) for x, y in zip(laid, leaves, strict=True))]
         assert all(torch.allclose(whole(x), y) for x, y in pairs)
+
+
+def test_keys_of_one_head_are_gathered_once_for_all_heads() -> None:
+    mesh = Mesh((4,), ("x",))
+
+    with simulated(mesh), trace() as sent:
+        query, key = (distribute(reals(2, heads, 16, 4), Layout(mesh, (Shard(2),))) for heads in (8, 1))
+        F.scaled_dot_product_attention(query, key, key)
+
+    assert sum(event.nbytes for event in sent.events) == 2 * 3 * 2 * 4 * 4 * 8  # keys and values of three ranks

@@ -21,7 +21,7 @@ from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import Choice, Kind, chosen
-from dshard.ops.attention.broadcast_operands import broadcast_lead
+from dshard.ops.attention.broadcast_operands import broadcast_lead, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
 from dshard.ops.attention.partial_attention import PartialAttention
@@ -44,13 +44,17 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
     if dropout:
         _accepted(query, k, v, mask, dropout, causal, scale, gqa)
-    if query.dim() < (ndim := max(k.dim(), v.dim())):  # the result has the dims that keys and values broadcast to
-        query = query.reshape((1,) * (ndim - query.dim()) + tuple(query.shape))
-    query, k, v = broadcast_lead((query, k, v), gqa)
+    requested = current_options().attention
+    kinds = _IN_GRAPH if any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in (query, k, v, mask)) else _ALL
+    if lead_differs((query, k, v), gqa):
+        query, *others = broadcast_lead((query, k, v), gqa)
+        if requested is None:  # keys are sent as they are: all kernels but those of blocks broadcast them
+            kinds = _NONE
+        else:
+            k, v = others
     tensors = autocast((query, k, v) if mask is None else (query, k, v, mask))
-    options, requested = Options(causal, scale, gqa), current_options().attention
+    options = Options(causal, scale, gqa)
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    kinds = _IN_GRAPH if any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors) else _ALL
     if dropout:
         kinds -= {"own key heads"}
     make = partial(_executable, tensors, options, dropout, requested, needed, kinds)
