@@ -45,9 +45,9 @@ from dshard.torch_dtensor import (
     strided_placements,
     with_placements_of_dshard,
 )
-from dshard.torch_private import graph_task_id
+from dshard.torch_private import FakeTensor, FunctionalTensor, graph_task_id
 
-PLAIN = frozenset({Tensor, Parameter, LocalTensor, TorchDTensor, list, tuple})
+PLAIN = frozenset({Tensor, Parameter, LocalTensor, FakeTensor, FunctionalTensor, TorchDTensor, list, tuple})
 """The types of arguments that are, or may hold, plain tensors or torch's own distributed ones."""
 
 _INT = frozenset({int})

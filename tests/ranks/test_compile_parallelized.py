@@ -212,3 +212,39 @@ def test_other_sizes_are_those_of_one_device(ranks: RankPool, strategy: str, dyn
 @pytest.mark.parametrize("strategy", ["megatron", "optimus", "fsdp"])
 def test_losses_along_classes_compile(ranks: RankPool, strategy: str, inside: bool) -> None:
     ranks.run(compiled_within_a_loss, strategy, inside, timeout=300.0)
+
+
+class Masked(nn.Module):
+    """Attention with a mask that the model makes of shapes alone, as models of Hugging Face do when they are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS, bias=False)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        places = torch.arange(ids.shape[1])
+        mask = (places[:, None] >= places).expand(ids.shape[0], 1, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return self.head(x + self.o(out))  # type: ignore[no-any-return]
+
+
+def compiled_with_a_mask() -> None:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model, single, ids = Masked(), Masked(), numbers(8, 6)
+    parallelize(model, mesh, "megatron", ids)
+    out: Any = torch.compile(model, backend="aot_eager", fullgraph=True)(ids)
+    out.square().mean().backward()
+    expected = single(ids)
+    expected.square().mean().backward()
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
+
+
+def test_attention_with_a_mask_that_the_model_makes_compiles(ranks: RankPool) -> None:
+    ranks.run(compiled_with_a_mask, timeout=300.0)
