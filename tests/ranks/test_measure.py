@@ -218,7 +218,7 @@ def test_measure_on_the_command_line(
     [
         (["--mesh", "2x2", "--ranks", "3"], 1, "the mesh (d0=2 d1=2) has 4 ranks, not 3: leave --ranks out"),
         (["--seconds", "0"], 2, "'0' is not a number of seconds above zero"),
-        (["--mesh", "2y2"], 2, "'2y2' is no shape"),
+        (["--mesh", "2y2"], 2, "'2y2' is no mesh: write its axes like 2x4 or dp=2,tp=4"),
     ],
 )
 def test_wrong_arguments_of_measure_are_explained(
