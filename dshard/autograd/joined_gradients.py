@@ -40,7 +40,7 @@ _NUMBERS = count()
 _IN_ONE = frozenset({torch.float32, torch.float64})
 """The dtypes that every backend reduces in one collective."""
 _NUMBER, _OF = attrgetter("leaf.number"), attrgetter("leaf.of")
-"""What is read of each gradient in each pass, without a call of Python."""
+"""The attributes that are read of each gradient in each pass, without a call of Python."""
 
 
 class Leaf:

@@ -192,7 +192,7 @@ def _answered(**answers: object) -> Iterator[None]:
 
 
 _ANSWERS: ContextVar[dict[str, object]] = ContextVar("answers of torch's functions")
-"""What torch's functions return in this thread, by name, while it makes a group."""
+"""The results of torch's functions in this thread, by name, while it makes a group."""
 
 
 class _Replaced:

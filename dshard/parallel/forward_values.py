@@ -8,6 +8,7 @@ mask; tensors computed from such results have no data again.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,8 +128,9 @@ class _Rewriting(TorchFunctionMode):
         with self:
             return again()
 
+    @abstractmethod
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        raise NotImplementedError
+        """Call a function that has no other form."""
 
 
 class ForwardValues(_Rewriting):

@@ -16,7 +16,7 @@ from dshard.comm import sum_dtype
 
 
 class Held(NamedTuple):
-    """What is done to the scores of a block, and to the weights that they give, which are held in memory for it.
+    """Functions of the scores of a block and of the weights that they give, for which these are held in memory.
 
     `modify` changes the scores of the block with these ranges of queries and keys, `drop` gives the factors of weights
     with which dropout leaves them. The scores or weights have the dims batch, heads, queries, keys.

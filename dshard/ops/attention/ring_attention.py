@@ -157,7 +157,7 @@ class _Rank:
         return Panel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale, self.held(step))
 
     def held(self, step: int) -> Held | None:
-        """What is done to this rank's scores in a step."""
+        """The functions of this rank's scores in a step."""
         if self.held_at is None:
             return None
         attention, owner = self.attention, self.plan.owners[step][self.index]

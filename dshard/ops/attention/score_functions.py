@@ -35,7 +35,7 @@ class Indices:
 
 
 class ScoreFunctions(NamedTuple):
-    """What one call of attention does to scores, and the call by other loops.
+    """The functions of scores in one call of attention, and the call by other loops.
 
     `held` gives it for the scores at some indices; None where nothing is done to them, so that they need not be held.
     Gradients that are differentiated themselves are those of `recorded`, of the operands.
