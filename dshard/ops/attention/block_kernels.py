@@ -246,6 +246,8 @@ def _kernel_of(operands: Operands) -> _Kernel:
     is_held = operands.modify is not None or operands.drop is not None
     if is_held or not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
         return _OPERATORS
+    if q.device.type in ("cpu", "meta") and q.dtype in HALF and q.shape[-1] != v.shape[-1]:
+        return _OPERATORS  # as torch on one device: its kernel takes one size, and rounds more
     if q.device.type in ("cpu", "meta"):
         return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
     if q.device.type != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
