@@ -12,7 +12,7 @@ All of this is for speed alone: with DSHARD_FAST=0 in the environment every call
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ _is_recording = torch.is_grad_enabled
 _HOOKS: Any = Tensor._backward_hooks
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _NEVER: set[object] = {*BACKWARD, *WITH_PLAIN, _HOOKS.__set__}
-"""Functions that are never cached: in-place ones, those that run no operator, and entry points of backward passes.
+"""Functions that are never cached: in-place ones, queries, and entry points of backward passes.
 
 Nor the setter of hooks: autograd calls it for a written view while it holds a lock, so the view must not be queried.
 """
@@ -149,13 +149,13 @@ def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, k
     records: list[CallRecord] = []
     with CALL_LOGS.entered(records):
         out = through(func, args, kwargs)
-    if not any(isinstance(each.executable, Executable) for each in records) or _is_write(records[0]):
+    if _is_never_cached(func, out, records):
         _NEVER.add(func)
         if len(records) == 1 and _is_method_in_place(func):
             _WRITES.add(func)
         return out
     shortcut: Any = None
-    if type(out) is Wrapper.public:
+    if type(out) is Wrapper.public and _ran_executables(records):
         with no_torch_function():
             shortcut = shortcut_of(func, args, kwargs, out, records, key[1])
             if shortcut is None and key[1] and is_one_operator(args, kwargs, out, records):
@@ -170,6 +170,21 @@ def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, k
             for results in computed:
                 modes.enter_context(results.replaying())
             return shortcut(args, kwargs)
+
+
+def _is_never_cached(func: Function, out: object, records: Sequence[CallRecord]) -> bool:
+    """Whether no call of `func` can be cached: it is a query, which runs nothing on tensors, or writes by its name.
+
+    Where one call wrote, as `relu(x, inplace=True)`, or ran nothing, as `flatten` of a vector, its other calls can.
+    """
+    if records and _is_write(records[0]):
+        return getattr(func, "__name__", "").endswith("_")
+    return not _ran_executables(records) and not any(isinstance(leaf, Tensor) for leaf in leaves(out))
+
+
+def _ran_executables(records: Sequence[CallRecord]) -> bool:
+    """Whether the call ran operators of which the first writes to none of its operands."""
+    return any(isinstance(each.executable, Executable) for each in records) and not _is_write(records[0])
 
 
 def _is_write(record: CallRecord) -> bool:
