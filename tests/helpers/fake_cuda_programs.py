@@ -78,8 +78,9 @@ def training(model: str, strategy: str) -> Step:
     optimiser = torch.optim.AdamW(net.parameters(), fused=True)
 
     def step() -> None:
-        out = net(x)
-        loss = F.cross_entropy(out.flatten(0, -2), target.flatten())
+        inputs, labels = dshard.distribute_batch(net, (x, target))
+        out = net(inputs)
+        loss = F.cross_entropy(out.flatten(0, -2), labels.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
