@@ -35,7 +35,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
-from dshard.dispatch.logged_call import Shortcut
+from dshard.dispatch.logged_call import Shortcut, distributed_operands
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
 from dshard.ops.matmul.options import OPTION_BLOCKS, current_options
@@ -62,6 +62,8 @@ Nor the setter of hooks: autograd calls it for a written view while it holds a l
 """
 _WRITES: set[object] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
+_SAME = object()
+"""Stands in a key before the places of arguments that are one object."""
 AS_IT_IS = ()
 """Cached in place of a shortcut: call torch's own function, and let autograd record the distributed tensors."""
 FAST = os.environ.get("DSHARD_FAST", "1") != "0"
@@ -96,6 +98,9 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
             if key is not None:
                 shortcuts = planning_context().shortcuts
                 shortcut = shortcuts.get(key)
+                if shortcut is None and (repeated := _repeated(args, kwargs)):
+                    key = (*key, _SAME, repeated)
+                    shortcut = shortcuts.get(key)
                 if shortcut:
                     shortcuts.hits += 1
                     return _observed_shortcut(shortcut, args, kwargs) if OBSERVERS else shortcut(args, kwargs)
@@ -108,6 +113,15 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
+
+
+def _repeated(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+    """For each distributed argument the first place of the same object; empty if no object comes twice.
+
+    A log tells operands by identity, so that of `x.mm(x)` does not say which one is which for `a.mm(b)`.
+    """
+    operands = [id(x) for _, x in distributed_operands(args, kwargs)]
+    return tuple(map(operands.index, operands)) if len(set(operands)) < len(operands) else ()
 
 
 def _ranks(args: Args) -> tuple[int, ...]:
