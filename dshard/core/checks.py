@@ -160,6 +160,18 @@ def check_scatter(arguments: Kwargs) -> None:
         fits = fits and all(n <= m for n, m in zip(index.shape, source.shape, strict=False))
         text += f" and to be no larger size than src {tuple(source.shape)}"
     _require(fits, text)
+    _require_places(x, dim)
+
+
+def check_index_fill(arguments: Kwargs) -> None:
+    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
+    if index.numel() and all(n for i, n in enumerate(x.shape) if i != dim % x.dim()):  # torch's reads nothing else
+        _require_places(x, dim)
+
+
+def _require_places(x: Tensor, dim: int) -> None:
+    """Refuse any index into no places: a rank whose part has no elements would not see it."""
+    _require(not x.dim() or x.shape[dim] > 0, f"an index is out of bounds for dimension {dim} with size 0")
 
 
 def check_index_add(arguments: Kwargs) -> None:
@@ -195,8 +207,8 @@ def check_embedding(arguments: Kwargs) -> None:
 
 def check_gather(arguments: Kwargs) -> None:
     x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
-    has_rows = not index.numel() or not x.dim() or x.shape[dim] > 0
-    _require(has_rows, f"an index is out of bounds for dimension {dim} with size 0")
+    if index.numel():
+        _require_places(x, dim)
 
 
 def check_index(arguments: Kwargs) -> None:

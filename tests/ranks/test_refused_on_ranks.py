@@ -95,15 +95,20 @@ LOOKUPS: dict[str, Callable[[Any, Any], object]] = {
     "indexing": lambda x, i: x[:, i],
     "writing": lambda x, i: x.t().index_put_((i,), torch.tensor(1.0)),
     "embedding": lambda x, i: F.embedding(i, x.t()),
+    "filling": lambda x, i: x.index_fill_(1, i, 0.5),
+    "copying": lambda x, i: x.index_copy_(1, i, x.new_ones(3, 2)),
+    "scattering": lambda x, i: x.scatter_(1, i.expand(3, 2), 0.5),
 }
 
 
 def lookups_in_nothing() -> list[tuple[str, type | None]]:
-    """What each lookup in an empty dim meets on this rank, of which some have no index."""
-    mesh = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
-    x = distribute(torch.ones(3, 0), Layout(mesh, (Shard(1), Shard(0))))
+    """What each lookup in an empty dim meets on this rank; some ranks have no index, one has no row of a layout."""
+    mesh, found = bind(dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))), []
     i = distribute(torch.zeros(2, dtype=torch.int64), Layout(mesh, (Shard(0), Shard(0))))
-    return [(name, outcome(lambda call=call: call(x, i))[0]) for name, call in LOOKUPS.items()]
+    for dim in 1, 0:
+        x = distribute(torch.ones(3, 0), Layout(mesh, (Shard(dim), Shard(0))))
+        found += [(name, outcome(lambda x=x, call=call: call(x, i))[0]) for name, call in LOOKUPS.items()]
+    return found
 
 
 @pytest.mark.ranks
