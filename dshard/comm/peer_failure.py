@@ -16,11 +16,12 @@ of the process group.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # the built-in one from Python 3.11
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -43,6 +44,8 @@ from dshard.torch_private import autograd_engine, graph_task_id
 PATIENCE = timedelta(seconds=1)
 """The time for which a rank waits before it reads the records of its peers again."""
 
+_CHECKS = 5  # of the records, before a wait for what all others say to have sent is given up
+
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (IndexError, PeerError, RuntimeError, TypeError, ValueError)
 }
@@ -58,13 +61,14 @@ _OWN = local()  # a waiting thread for each thread, so that no wait queues behin
 class Failed:
     """The record of a rank that failed for the `count`th time; `rank` is the one on which the error was first raised.
 
-    An empty `kind` says that the rank has recovered.
+    An empty `kind` says that the rank has recovered. `waited` counts its waits on each group before its own error.
     """
 
     count: int
     kind: str
     text: str
     rank: int
+    waited: Mapping[str, int] = field(default_factory=dict)
 
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
@@ -142,7 +146,8 @@ def leave_word(error: BaseException) -> None:
     this_world().failures += not _UNNAMED
     _UNNAMED.clear()
     first: Failed = getattr(error, "_failed", None) or Failed(0, kind, str(error), rank)
-    store_messages.put(key, Failed(this_world().failures, first.kind, first.text, first.rank))
+    waited = {} if is_from_peer(error) else {group: count[0] for group, count in this_world().waits.items()}
+    store_messages.put(key, Failed(this_world().failures, first.kind, first.text, first.rank, waited))
     with contextlib.suppress(AttributeError):
         error._published = True  # type: ignore[attr-defined]
     _LEFT[:] = [key]
@@ -248,8 +253,10 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
     store_messages.put(_waiting(here.rank), here)
     seen: dict[int, Waiting] = {}
     try:
-        while not _has_ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
-            _check_peers(here)
+        for checks in itertools.count():
+            if _has_ended(wait, over, here, _GIVEN_UP.get(group.process_group)):
+                return
+            _check_peers(here, checks)
             seen = _peer_waits(here, seen)
     except Exception as error:
         if not is_published(error):
@@ -312,10 +319,17 @@ def _wait_error(error: Exception, here: Waiting, given_up: str | None) -> Except
     return peer_error
 
 
-def _check_peers(here: Waiting) -> None:
-    """Raise the error of a rank of the group that has failed more often than this rank."""
-    failed = _first_failure(here, this_world().failures)
-    if failed is not None:
+def _check_peers(here: Waiting, checks: int) -> None:
+    """Raise the error of a rank of the group that has failed more often than this rank, and so does not come here.
+
+    A rank that failed after this collective has sent its part, which some more checks let arrive.
+    """
+    known = this_world().failures
+    failed = _first_failure(here, known)
+    if failed is None:
+        return
+    passed = all(each.waited.get(here.group, 0) >= here.number for each in _failures_ahead(here, known))
+    if not passed or checks == _CHECKS:
         raise _as_raised_on_peer(failed, here)
 
 
@@ -324,12 +338,12 @@ def _first_failure(here: Waiting, known: int) -> Failed | None:
 
     Errors of operators take precedence over the errors of ranks that waited for them.
     """
-    ahead = [
-        failed
-        for failed in _failure_records(here.ranks)
-        if failed.kind and failed.rank != here.rank and failed.count > known
-    ]
-    return min(ahead, key=lambda failed: failed.kind == "PeerError", default=None)
+    return min(_failures_ahead(here, known), key=lambda failed: failed.kind == "PeerError", default=None)
+
+
+def _failures_ahead(here: Waiting, known: int) -> list[Failed]:
+    records = _failure_records(here.ranks)
+    return [failed for failed in records if failed.kind and failed.rank != here.rank and failed.count > known]
 
 
 def _as_raised_on_peer(failed: Failed, here: Waiting) -> Exception:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -418,3 +419,31 @@ def test_an_error_in_a_compiled_step_is_raised_on_all_ranks_soon(backend: str) -
                 assert raised == "PeerError" or "(on rank 2, which this rank waited for)" in text, (case, text)
             if case is not in_a_graph_at_its_first_run:  # compiling takes longer
                 assert seconds < SECONDS, (case, rank, found[i])
+
+
+def raised_by_all_after_a_late_one() -> None:
+    """Each rank raises the same error after a collective; on one its end is seen only when the others have failed."""
+    x, has_ended = laid(torch.arange(8.0), Shard(0)), peer_failure._has_ended
+    answers = iter([False])
+
+    def seen_late(*args: Any) -> bool:
+        time.sleep(1.0)
+        return next(answers, None) is None and has_ended(*args)
+
+    dist.barrier()
+    if dist.get_rank() == BAD:
+        time.sleep(1.0)
+    with patch.object(peer_failure, "_has_ended", seen_late if dist.get_rank() == 0 else has_ended):
+        assert x.sum().item() == 28
+    laid(torch.arange(5.0), Replicate()).index_select(0, laid(torch.tensor([9]), Replicate()))
+
+
+@pytest.mark.ranks
+def test_an_error_of_all_ranks_is_their_own_though_one_sees_the_end_of_a_collective_late() -> None:
+    with RankPool(4, timeout=150) as pool:
+        ranks = pool.run(outcomes, [raised_by_all_after_a_late_one])
+
+    for rank, (((raised, text, _), after),) in enumerate(ranks):
+        assert raised == "IndexError", (rank, text)
+        assert "which this rank waited for" not in text, rank
+        assert after[0] == "none", (rank, after)
