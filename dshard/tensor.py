@@ -126,9 +126,9 @@ class DTensor(Wrapper):
         Nothing is sent: without `shape`, the global shape, all local tensors are assumed to have one shape, so uneven
         ones need it. Ranks compare a new local shape or dtype just before their next collective, and under
         DSHARD_DEBUG=1 at once, with replicated local tensors. `stride` is the global stride, by default contiguous or,
-        without `shape`, in the order of the local tensor's. With `run_check` the ranks exchange their local shapes,
-        which may be uneven, and broadcast replicated local tensors from the first rank. Without a mesh, the mesh of the
-        `with mesh:` block around the call is used.
+        without `shape`, that of local tensors like this one side by side. With `run_check` the ranks exchange their
+        local shapes, which may be uneven, and broadcast replicated local tensors from the first rank. Without a mesh,
+        the mesh of the `with mesh:` block around the call is used.
 
         `grad_placements` are the placements of the gradient of the local tensor, by default the tensor's own, with
         Replicate in place of Partial: with Partial each rank gets a term of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from dshard.comm import DeviceMesh, traced
 from dshard.core.local_checks import check_strided, checked, gathered_shape, gradient_layout
 from dshard.core.moves import replica_broadcasts, sending
 from dshard.core.observe import OBSERVERS, observed
-from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.spec import Spec, contiguous_stride, dense_stride, spec_of
 from dshard.core.transforms import refuse_wrapped, with_tangent
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError, ShapeError
@@ -97,7 +98,7 @@ def _global_spec(
         global_shape = comm.checked_shape(local, layout, shape)
     else:
         global_shape = gathered_shape(local, layout) if run_check else comm.even_shape(local, layout, compared)
-        stride = _stride_in_order_of(local, global_shape) if stride is None else stride
+        stride = _global_stride(local, layout, global_shape) if stride is None else stride
     if compared and not run_check:
         way_out = (
             "give the same on all, Partial() where each rank has a term, or run_check=True to take the first rank's"
@@ -137,11 +138,19 @@ def _strides(stride: Sequence[int], ndim: int) -> tuple[int, ...]:
     return strides
 
 
-def _stride_in_order_of(local: Tensor, shape: Shape) -> tuple[int, ...] | None:
-    """The strides of a dense tensor of `shape` whose dims have `local`'s order in memory; None if contiguous."""
+def _global_stride(local: Tensor, layout: Layout, shape: Shape) -> tuple[int, ...] | None:
+    """The strides of the global tensor of `shape` that local tensors like `local` make up; None if contiguous.
+
+    A dim's stride counts the shards of each dim within it, as in torch, so a slice leaves its gaps. Where the shards
+    are uneven or expanded no such strides exist: the tensor counts as dense, in the same order of dims.
+    """
     if local.is_contiguous():
         return None
-    strides, step = [0] * local.ndim, 1
-    for dim in sorted(range(local.ndim), key=local.stride().__getitem__):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)
+    sizes, stride = layout.mesh.shape, local.stride()
+    shards = {dim: prod(sizes[axis] for axis in layout.axes_of(dim)) for dim in layout.sharded_dims()}
+    if any(shape[dim] % n or not stride[dim] for dim, n in shards.items()):
+        return dense_stride(shape, stride)
+    return tuple(
+        step * prod(n for other, n in shards.items() if other != dim and stride[other] <= step)
+        for dim, step in enumerate(stride)
+    )

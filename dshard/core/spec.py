@@ -179,3 +179,16 @@ def contiguous_stride(shape: Shape) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of `shape` whose dims have the memory order of the strides `like`.
+
+    >>> dense_stride((2, 3), (1, 10))
+    (1, 2)
+    """
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dshard.core.call import Call, LocalOp, Operator, out_local_shape
 from dshard.core.checks import check_cat
-from dshard.layout import Shape
+from dshard.core.spec import dense_stride
 from dshard.mesh import Coordinate
 from dshard.ops import exchange
 from dshard.ops.exchange import index_exchange
@@ -97,19 +97,6 @@ def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     size = out_local_shape(call, strategy, coordinate)
     stride = dense_stride(size, tuple(call.argument("stride")))
     return lambda x, _size, _stride, **options: call.func(x, size, stride, **options)
-
-
-def dense_stride(shape: Shape, like: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of `shape` whose dims have the memory order of the strides `like`.
-
-    >>> dense_stride((2, 3), (1, 10))
-    (1, 2)
-    """
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(stride)
 
 
 _NEW = Operator(creation, with_local_size("size"))

@@ -204,6 +204,11 @@ def is_same_size(x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape
 
 
+def is_pinned(x: Any, device: object = None) -> bool:
+    """Whether the local tensor of this rank lies in pinned memory."""
+    return bool(x.to_local().is_pinned())
+
+
 # -- helpers
 
 
@@ -247,6 +252,7 @@ QUESTIONS: dict[OpOverload, Function] = {
     aten.equal.default: equal,
     aten.allclose.default: allclose,
     aten.is_same_size.default: is_same_size,
+    aten.is_pinned.default: is_pinned,
     aten._has_same_storage_numel.default: lambda x, other: (
         True
     ),  # asked of tangents: what memory is behind does not show

@@ -113,6 +113,26 @@ def strides_of_a_transposed_part(lib: Library) -> None:
 
 
 @program
+def strides_of_sliced_parts(lib: Library) -> None:
+    part = drawn(6, 8, 10)
+    for local, dim, strides in (
+        (part[0, :, :4], 0, (10, 1)),
+        (part[0, :, :4], 1, (40, 1)),
+        (part[0, :, ::2].t(), 0, (2, 40)),
+        (part[:, 1:3], 2, (320, 40, 1)),
+        (part[..., 0], 1, (320, 10)),
+    ):
+        x = lib.DTensor.from_local(local, line(lib), [lib.Shard(dim)])
+        whole = torch.cat([local] * 4, dim)
+        assert x.stride() == strides
+        assert not x.is_contiguous()
+        assert x.contiguous().stride() == (x + 1).contiguous().stride() == whole.contiguous().stride()
+        assert_close(x.redistribute(placements=[lib.Shard(1 - dim % 2)]).full_tensor(), whole)
+        assert_close((x.transpose(0, 1) * 2).full_tensor(), 2 * whole.transpose(0, 1))
+    assert lib.DTensor.from_local(part[0, :1].expand(4, 10), line(lib), [lib.Shard(1)]).stride() == (0, 1)
+
+
+@program
 def replicas_checked(lib: Library) -> None:
     x = lib.DTensor.from_local(torch.full((2,), float(dist.get_rank())), line(lib), [lib.Replicate()], run_check=True)
     assert x.to_local().tolist() == [0.0, 0.0]
@@ -234,6 +254,15 @@ def ranks_outside_a_mesh(lib: Library) -> None:
     assert x.to_local().numel() == (2 if inside else 0)
     assert y.full_tensor().item() == (12 if inside else 0)
     assert x.shape == (4,)
+
+
+@program
+def questions_send_nothing(lib: Library) -> None:
+    x = on_line(lib, drawn(8, 4), lib.Shard(0))
+    asked = ("is_pinned", "is_contiguous", "is_floating_point", "is_complex", "is_shared", "numel", "storage_offset")
+    answers, sent = counts(lib, lambda: [getattr(x, name)() for name in asked])
+    assert answers == [getattr(drawn(8, 4), name)() for name in asked]
+    assert sent == {}
 
 
 # -- factories
