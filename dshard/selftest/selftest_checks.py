@@ -195,7 +195,7 @@ def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def captured_steps(place: Place) -> str:
-    """Check a training step captured in a CUDA graph and replayed on new numbers, under every plan."""
+    """Check a training step captured in a CUDA graph and replayed on new numbers, under some of the plans."""
     return captured_under(place, *CAPTURED)
 
 
