@@ -92,7 +92,7 @@ def compare_collectives(mesh: Mesh, topology: Topology, seconds: float) -> list[
     runtime = runtime_of(mesh)
     assert runtime is not None
     cases = [Case(axes, collective) for axes in axes_to_measure(mesh) for collective in COLLECTIVES]
-    times = run_rounds(Clock(mesh, runtime), cases, sorted((*AGAIN, *HELD_OUT)), seconds, quiet, least=2)
+    times = run_rounds(Clock(mesh, runtime), cases, sorted((*AGAIN, *HELD_OUT)), seconds, quiet)
     return [
         {
             "collective": case.collective,

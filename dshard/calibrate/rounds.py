@@ -30,13 +30,13 @@ COLLECTIVES: tuple[Collective, ...] = (
 SIZES = (1 << 12, 1 << 14, *(1 << power for power in range(16, 22)), *(int(2 ** (22 + i / 2)) for i in range(5)))
 """Bytes that the busiest rank receives, 4 KiB to 16 MiB; denser where they leave the caches and page faults begin."""
 
-ROUNDS = 5
-"""A budget is to allow about so many rounds."""
+ROUNDS = 2
+"""A budget allows about so many rounds of all sizes: few, as little disturbs what takes long; the rest has more."""
 
 MOMENT, MOST_TURNS = 0.005, 4
 """Seconds below which a collective has several turns in a round."""
 
-LEAST_ROUNDS, LEAST_SIZES = 3, 2
+LEAST_SIZES = 2
 ITEMSIZE = 4
 
 Progress: TypeAlias = Callable[[float, str], None]
@@ -52,6 +52,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.collective} along {','.join(self.axes)}"
+
+
+Turns: TypeAlias = list[tuple[Case, int]]
+"""Cases and the bytes that their busiest ranks receive, in the order in which they are timed."""
 
 
 @dataclass(slots=True)
@@ -152,19 +156,13 @@ def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Call
             raise TopologyError(f"exchange: priced as an all_to_all; measure some of {', '.join(COLLECTIVES)}")
 
 
-def run_rounds(
-    clock: Clock,
-    cases: Sequence[Case],
-    sizes: Sequence[int],
-    budget: float,
-    progress: Progress,
-    least: int = ROUNDS,
-) -> Times:
+def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget: float, progress: Progress) -> Times:
     """Time all cases in turn, round after round, until about `budget` seconds have passed.
 
     Each collective runs twice, and the second counts: many links let a first one pass faster than they go on, by what
-    they may send after a rest. Sizes that the budget does not allow about `least` rounds of are left out, apart from
-    the two smallest.
+    they may send after a rest. Sizes that the budget does not allow about `ROUNDS` rounds of are left out, apart from
+    the two smallest; the last rounds are of those that the rest of the budget allows. So a slow link is measured at
+    sizes that show how fast it goes on, and small sizes, which are disturbed most, often.
     """
     times = Times()
     if not cases:
@@ -172,26 +170,38 @@ def run_rounds(
     budget = clock.slowest([budget])[0]  # ranks that differed in it would measure different sizes, and wait for ever
     begin = clock.elapsed()
     source = torch.ones(2 * max(sizes) // ITEMSIZE + 2 * clock.mesh.size, device=clock.device)
-    turns = _warm_up(clock, cases, sizes, source, budget / (least + 1), progress)
-    rounds, last = 0, 0.0
-    now = clock.slowest([clock.elapsed() - begin])[0]
-    while rounds < LEAST_ROUNDS or now + last <= budget:
+    turns = _warm_up(clock, cases, sizes, source, budget / (ROUNDS + 1), progress)
+    rounds = 0
+    while turns:
         mine: list[tuple[Case, int, float]] = []
         for case, nbytes in turns:
             progress(min(1.0, (clock.elapsed() - begin) / budget), str(case))
             call, received = call_of(case, nbytes, clock.runtime.group(case.axes), source)
             mine.append((case, received, clock.seconds(call, before=call)))
-        *agreed, after = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
+        *agreed, now = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
         for (case, received, _), seconds in zip(mine, agreed, strict=True):
             times.add(case, received, seconds)
-        rounds, last, now = rounds + 1, after - now, after
+        rounds += 1
+        if rounds >= ROUNDS:
+            turns = _that_fit(turns, agreed, budget - now)
     progress(1.0, "done")
     return times
 
 
+def _that_fit(turns: Turns, took: Sequence[float], left: float) -> Turns:
+    """The shortest of the turns, which `took` so long, as many as fit into the seconds that are `left`."""
+    fitting: Turns = []
+    for seconds, i in sorted((seconds, i) for i, seconds in enumerate(took)):
+        left -= 2 * seconds
+        if left < 0:
+            break
+        fitting.append(turns[i])
+    return fitting
+
+
 def _warm_up(
     clock: Clock, cases: Sequence[Case], sizes: Sequence[int], source: Tensor, budget: float, progress: Progress
-) -> list[tuple[Case, int]]:
+) -> Turns:
     """Warm up connections, and return the cases and sizes of which one round takes `budget` seconds.
 
     What takes a moment only takes several turns in a round, as others on the machine disturb it more.
@@ -207,9 +217,7 @@ def _warm_up(
                 continue
             progress(0.0, str(case))
             call, _ = call_of(case, nbytes, clock.runtime.group(case.axes), source)
-            if nbytes == sizes[0]:
-                clock.seconds(call)
-            took[case] = clock.slowest([clock.seconds(call)])[0]
+            took[case] = clock.slowest([clock.seconds(call, before=call)])[0]
             turns = max(1, min(MOST_TURNS, int(MOMENT / took[case])))
             spent += 2 * took[case] * turns
             sizes_of[case] += [nbytes] * turns

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,3 +259,40 @@ def test_what_runs_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = rounds.Clock(Mesh((1,)), None)  # type: ignore[arg-type]  # nothing is sent
 
     assert clock.seconds(lambda: taking(2.0), before=lambda: taking(5.0)) == 2.0
+
+
+RATE, BURST, LATENCY = 6e6, 1 << 17, 3e-3
+
+
+class ShapedLink(rounds.Clock):
+    """A clock on which calls, numbers of bytes, cross a slow link that passes a burst at once after a rest."""
+
+    now, device = 0.0, torch.device("cpu")
+
+    def elapsed(self) -> float:
+        return self.now
+
+    def seconds(self, call: object, before: object = None) -> float:
+        took, burst = 0.0, BURST
+        for nbytes in (before, call):
+            assert isinstance(nbytes, int)
+            took, burst = LATENCY + max(0, nbytes - burst) / RATE, max(0, burst - nbytes)
+            self.now += took
+        return took
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+
+def test_a_slow_link_is_measured_beyond_the_bursts_that_it_passes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "call_of", lambda case, nbytes, group, source: (nbytes, nbytes))
+    clock = ShapedLink(Mesh((4,)), SimpleNamespace(group=lambda axes: None))  # type: ignore[arg-type]
+    work = [rounds.Case((axis,), each) for axis in "xyz" for each in COLLECTIVES]
+
+    times = rounds.run_rounds(clock, work, rounds.SIZES, 4.0, lambda done, what: None)
+
+    for samples in times.samples.values():
+        found = fit(sorted((nbytes, typical(seconds)) for nbytes, seconds in samples.items()), 1, 1)
+        assert priced(found, 1 << 20, 1, 1) == pytest.approx(LATENCY + (1 << 20) / RATE, rel=0.05)
+        assert len(samples[min(samples)]) > len(samples[max(samples)])
+    assert clock.now == pytest.approx(4.0, rel=0.2)
