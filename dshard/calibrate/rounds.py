@@ -83,17 +83,22 @@ class Clock:
     def seconds(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
         """Time `call` on this rank after synchronising all ranks; on a GPU, time its stream.
 
-        What runs right `before` it does not count.
+        What runs right `before` it, on all ranks, does not count.
         """
-        if self.mesh.size > 1:
-            transport.all_reduce(torch.zeros(1, device=self.device), "sum", self.everyone)
         if before is not None:
+            self._meet()
             before()
+        self._meet()  # of groups that share a link, some end what ran before earlier than others
         if self.device.type == "cuda":
             return self._stream_seconds(call)
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        if self.mesh.size > 1:
+            transport.all_reduce(torch.zeros(1, device=self.device), "sum", self.everyone)
 
     def _stream_seconds(self, call: Callable[[], object]) -> float:
         """Time `call` between two events on the stream, excluding the host's wait for the end."""

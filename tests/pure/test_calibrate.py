@@ -247,18 +247,21 @@ def test_on_a_gpu_the_stream_is_timed_by_events(monkeypatch: pytest.MonkeyPatch)
     assert events.log == ["wait for all", "record", "run", "record", "wait"]
 
 
-def test_what_runs_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+def test_what_runs_before_is_not_timed_and_all_ranks_meet_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = 0.0, list[str]()
 
-    def taking(seconds: float) -> None:
+    def taking(seconds: float, what: str) -> None:
         nonlocal now
         now += seconds
+        log.append(what)
 
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: now)
     monkeypatch.setattr(rounds, "device_of", lambda mesh: torch.device("cpu"))
+    monkeypatch.setattr(rounds.Clock, "_meet", lambda clock: taking(1.0, "meet"))
     clock = rounds.Clock(Mesh((1,)), None)  # type: ignore[arg-type]  # nothing is sent
 
-    assert clock.seconds(lambda: taking(2.0), before=lambda: taking(5.0)) == 2.0
+    assert clock.seconds(lambda: taking(2.0, "call"), before=lambda: taking(5.0, "before")) == 2.0
+    assert log == ["meet", "before", "meet", "call"]
 
 
 RATE, BURST, LATENCY = 6e6, 1 << 17, 3e-3
