@@ -209,9 +209,10 @@ def _warm_up(
 ) -> Turns:
     """Warm up connections, and return the cases and sizes of which one round takes `budget` seconds.
 
-    What takes a moment only takes several turns in a round, as others on the machine disturb it more.
+    What takes a moment only takes several turns in a round, as others on the machine disturb it more. All cases take
+    their turns at one size before those at the next, so that links are as busy before each of them.
     """
-    sizes_of: dict[Case, list[int]] = {case: [] for case in cases}
+    chosen: Turns = []
     alive, spent, took = list(cases), 0.0, dict.fromkeys(cases, 0.0)
     before = sizes[0]
     for nbytes in sizes:
@@ -225,6 +226,6 @@ def _warm_up(
             took[case] = clock.slowest([clock.seconds(call, before=call)])[0]
             turns = max(1, min(MOST_TURNS, int(MOMENT / took[case])))
             spent += 2 * took[case] * turns
-            sizes_of[case] += [nbytes] * turns
+            chosen += [(case, nbytes)] * turns
         before = nbytes
-    return [(case, nbytes) for case, chosen in sizes_of.items() for nbytes in chosen]
+    return chosen

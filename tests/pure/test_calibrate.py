@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
 
@@ -272,6 +273,10 @@ class ShapedLink(rounds.Clock):
 
     now, device = 0.0, torch.device("cpu")
 
+    def __init__(self) -> None:
+        super().__init__(Mesh((4,)), SimpleNamespace(group=lambda axes: None))  # type: ignore[arg-type]
+        self.timed: list[int] = []
+
     def elapsed(self) -> float:
         return self.now
 
@@ -281,6 +286,7 @@ class ShapedLink(rounds.Clock):
             assert isinstance(nbytes, int)
             took, burst = LATENCY + max(0, nbytes - burst) / RATE, max(0, burst - nbytes)
             self.now += took
+        self.timed.append(nbytes)
         return took
 
     def slowest(self, values: Sequence[float]) -> list[float]:
@@ -289,7 +295,7 @@ class ShapedLink(rounds.Clock):
 
 def test_a_slow_link_is_measured_beyond_the_bursts_that_it_passes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "call_of", lambda case, nbytes, group, source: (nbytes, nbytes))
-    clock = ShapedLink(Mesh((4,)), SimpleNamespace(group=lambda axes: None))  # type: ignore[arg-type]
+    clock = ShapedLink()
     work = [rounds.Case((axis,), each) for axis in "xyz" for each in COLLECTIVES]
 
     times = rounds.run_rounds(clock, work, rounds.SIZES, 4.0, lambda done, what: None)
@@ -299,3 +305,4 @@ def test_a_slow_link_is_measured_beyond_the_bursts_that_it_passes_at_once(monkey
         assert priced(found, 1 << 20, 1, 1) == pytest.approx(LATENCY + (1 << 20) / RATE, rel=0.05)
         assert len(samples[min(samples)]) > len(samples[max(samples)])
     assert clock.now == pytest.approx(4.0, rel=0.2)
+    assert sum(before > after for before, after in pairwise(clock.timed)) < len(work)  # all cases by size, not each
