@@ -87,10 +87,11 @@ class CommDebugMode:
         self._directions: list[str] = []
         self._stack = ExitStack()
         self._modules: dict[str, nn.Module] = {}
+        self._paths: dict[nn.Module, str] = {}
 
     def __enter__(self) -> CommDebugMode:
         self._stack = ExitStack()
-        self._modules, self._directions = {}, []
+        self._modules, self._paths, self._directions = {}, {}, []
         self.trace = self._stack.enter_context(trace())
         self._stack.enter_context(listen(self._hear))
         self._sent = self._stack.enter_context(_Sent())
@@ -101,8 +102,9 @@ class CommDebugMode:
         self._stack.close()
 
     def _note(self, module: nn.Module, args: object) -> None:
-        if not any(module is known for known in self._modules.values()):
-            self._modules |= dict(module.named_modules(prefix=type(module).__name__))
+        if module not in self._paths:
+            self._paths |= {inner: path for path, inner in module.named_modules(prefix=type(module).__name__)}
+        self._modules[self._paths[module]] = module
 
     def _hear(self, event: Event) -> None:
         self._directions.append("forward" if graph_task_id() == -1 else "backward")
@@ -118,6 +120,11 @@ class CommDebugMode:
             for path in ("Global", *(".".join(names[: i + 1]) for i in range(len(names)))):
                 counts[path][direction][NAMES.get(event.collective, event.collective)] += 1
         return counts
+
+    @property
+    def comm_counts(self) -> dict[object, int]:
+        """The number of each collective that ran, as `get_comm_counts` gives it."""
+        return self.get_comm_counts()
 
     def get_comm_counts(self) -> dict[object, int]:
         """The number of each collective that ran."""

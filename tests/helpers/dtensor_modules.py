@@ -82,6 +82,17 @@ def columns_then_rows(lib: Library) -> None:
 
 
 @program
+def parameters_of_modules_that_ran(lib: Library) -> None:
+    model = Perceptron()
+    model.unused = nn.LayerNorm(8)
+    lib.parallelize_module(model, line(lib), {"up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()})
+    with lib.CommDebugMode() as comm:
+        model(drawn(4, 8))
+    assert set(comm.get_parameter_info()) == {"Perceptron.up", "Perceptron.down"}
+    assert comm.comm_counts == comm.get_comm_counts()
+
+
+@program
 def sequence_parallel_inputs_and_outputs(lib: Library) -> None:
     alone = Perceptron()
     plan = {
