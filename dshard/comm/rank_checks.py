@@ -21,6 +21,7 @@ from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulat
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import plain, unstack
 from dshard.comm.traced_collectives import traced
+from dshard.comm.transport import bytes_of
 from dshard.comm.user_code import user_line
 from dshard.errors import LayoutError, MeshError, PeerError
 from dshard.layout import Layout
@@ -101,7 +102,7 @@ def checksum(x: Tensor) -> int:
     >>> checksum(torch.zeros(3)) == checksum(torch.zeros(3)), checksum(torch.ones(3)) == checksum(torch.zeros(3))
     (True, False)
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(x.detach().resolve_neg().reshape(-1))
     words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
     places = torch.arange(1, len(words) + 1, device=x.device) * _ODD
     mixed = (words ^ places) * _ODD

@@ -140,7 +140,7 @@ def _sends_in_pairs(group: Group) -> bool:
 
 
 def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Wait:
-    wait = begin(x.resolve_conj().contiguous().view(torch.uint8), None if out is None else out.view(torch.uint8))
+    wait = begin(bytes_of(x), None if out is None else out.view(torch.uint8))
     return lambda: wait().view(dtype)
 
 
@@ -249,4 +249,12 @@ def reduce_number(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> 
 
 def movable(x: Tensor) -> Tensor:
     """A view of `x` in a dtype that every backend sends."""
-    return x if x.dtype in MOVES else x.resolve_conj().view(torch.uint8)
+    return x if x.dtype in MOVES else bytes_of(x)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of `x` along its last dim; a view if its elements are adjacent in memory."""
+    x = x.resolve_conj().contiguous()
+    if x.stride(-1) != 1:  # of a dim of size one, contiguous with any stride
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
+    return x.view(torch.uint8)
