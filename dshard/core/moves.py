@@ -174,13 +174,18 @@ def with_partials_reduced(x: object, op: str) -> Any:
 
 
 def write_local(target: Tensor, value: Tensor) -> None:
-    """Write the local tensor `value` into `target`; of an expanded dim the first entry, as all share its memory."""
+    """Write the elements of the local tensor `value` into `target`, in order.
+
+    Of an expanded dim it writes the first entry, as all share its memory.
+    """
     if type(target) is LocalTensor:
         with plain():
             for rank, t in unstack(value).items():
                 write_local(unstack(target)[rank], t)
         return
     entry = target
+    if value.shape != target.shape:
+        value = value.reshape(target.shape)
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:  # torch does not copy into memory that several entries share
             entry, value = entry.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

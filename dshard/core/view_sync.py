@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from dshard.comm import LocalTensor, unstack
 from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
@@ -36,7 +37,7 @@ class CopiedView:
 
 @dataclass(eq=False)
 class PartialView(CopiedView):
-    """The origin of a view with memory of its own: of a sharded dim, exchanged or partial."""
+    """The origin of a view with memory of its own: of a sharded dim, exchanged or partial, or computed."""
 
     func: OpOverload
     rest: tuple[Any, ...]
@@ -56,11 +57,48 @@ class PartialView(CopiedView):
         write_local(self.local, redistribute_local(view._local_tensor, view._spec, self.spec.layout, op))
 
 
+@dataclass(eq=False)
+class ReshapedCopy(CopiedView):
+    """The origin of a view of other dims whose local tensor is a copy, as the strides of the base's allow no view.
+
+    All that it copies is local, so that ranks need not agree whether theirs is a copy.
+    """
+
+    def write_back(self, op: object) -> None:
+        """Write the copy, which `op` wrote through the view, to the base."""
+        write_local(self.base._local_tensor, self.local)
+
+    def refresh(self, op: object) -> None:
+        """Write the base, which `op` wrote, to the copy."""
+        write_local(self.local, self.base._local_tensor)
+
+
+def register_if_copy(view: Wrapper | None, local: Tensor, base: Wrapper) -> None:
+    """Attach its origin to a view of other dims if its local tensor is a copy."""
+    if view is not None and _is_copy(local, base._local_tensor):
+        register_view(view, ReshapedCopy(base, local, view._spec))
+
+
+def _is_copy(local: Tensor, base: Tensor) -> bool:
+    """Whether a local tensor, or that of any simulated rank, has another memory than the one that it should view."""
+    if type(local) is LocalTensor:
+        return any(_is_copy(part, unstack(base)[rank]) for rank, part in unstack(local).items())
+    return type(local) is type(base) is Tensor and local.data_ptr() != base.data_ptr() and local.numel() > 0
+
+
 SCATTERS: dict[OpOverload, Function] = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten._conj.default: lambda base, view: torch.ops.aten.conj_physical.default(view),
+    torch.ops.aten._neg_view.default: lambda base, view: torch.ops.aten.neg.default(view),
 }
 """Operators of views that may have memory of their own, each with the operator that scatters it into its base."""
+
+COMPUTED = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
+"""Those whose views always have memory of their own: torch's lazy bits are resolved."""
+
+RESHAPED_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._reshape_alias.default})
+"""Operators of views whose local tensor is a copy where the local strides allow no view."""
 
 
 def propagate_write(written: object, op: object) -> None:

@@ -83,6 +83,14 @@ def _reduce_partials(func: Function, x: Wrapper) -> Wrapper:
     return redistribute(x, completed_layout(x._spec.layout), func.__name__, as_operand=True)
 
 
+def dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`F.dropout` with a partial operand completed, unless it drops nothing and so returns the operand itself."""
+    _, p, training, _ = bind_arguments(("input", "p", "training", "inplace"), args, kwargs)
+    if training is False or p == 0:
+        return NotImplemented
+    return reduce_partials_first(func, args, kwargs)
+
+
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor_split`; indices in a distributed tensor are gathered, as torch reads them from memory."""
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
@@ -231,12 +239,16 @@ NONLINEAR = (
         getattr(F, name)
         for name in ("softplus", "hardswish", "hardtanh", "logsigmoid", "glu", "softmax", "log_softmax")
     ),
-    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "dropout", "cross_entropy", "normalize")),
+    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "cross_entropy", "normalize")),
     *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
 COMPOSITES |= dict.fromkeys(NONLINEAR, reduce_partials_first)
-COMPOSITES |= {F.cross_entropy: or_reduce_partials_first(cross_entropy), F.rms_norm: or_reduce_partials_first(rms_norm)}
+COMPOSITES |= {
+    F.cross_entropy: or_reduce_partials_first(cross_entropy),
+    F.rms_norm: or_reduce_partials_first(rms_norm),
+    F.dropout: dropout,
+}
 """Functions that run as one composite operator, by handlers; called with `__torch_function__` disabled.
 
 A handler returns NotImplemented for calls that are left to torch's own function.

@@ -46,7 +46,17 @@ from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, obs
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
-from dshard.core.view_sync import SCATTERS, CopiedView, attach_view, part_of, propagate_write, register_view
+from dshard.core.view_sync import (
+    COMPUTED,
+    RESHAPED_VIEWS,
+    SCATTERS,
+    CopiedView,
+    attach_view,
+    part_of,
+    propagate_write,
+    register_if_copy,
+    register_view,
+)
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight, wrap_inference_view
 from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate, replicated_executable
@@ -268,13 +278,15 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
     """
     input_layout = strategy.inputs[0]
     leaves_terms = call.func in SCATTERS and strategy.outputs[0].partial_axes() != input_layout.partial_axes()
+    has_own_memory = leaves_terms or call.func in COMPUTED
+    reshapes = call.func in RESHAPED_VIEWS
     offset = result.storage_offset() if isinstance(result, Tensor) else None
 
     def finish(out: Any, args: Values, local: Values) -> object:
         base = args[0]
         with no_torch_function():
             start = base.storage_offset()
-        if leaves_terms and offset is not None:
+        if has_own_memory and offset is not None:
             return part_of(base, out, specs[0], start + offset, call.func, tuple(args[1:]))
         wrap_one = partial(wrap_inference_view, base) if torch.is_inference_mode_enabled() else wrap
         if offset is None:
@@ -287,6 +299,8 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
             attach_view(views, base._view_sync)
         if local[0] is not base._local_tensor:
             register_view(views, CopiedView(base, local[0], base._spec.with_layout(input_layout)))
+        elif reshapes and (type(out) is not Tensor or out.data_ptr() != local[0].data_ptr()):
+            register_if_copy(views, out, base)
         return views
 
     return finish

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
 
 from dshard.autograd.crossing import LocalGraph, local_graph_of
 from dshard.core.call import views_first
 from dshard.core.moves import sharing_version
 from dshard.core.observe import CallRecord
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.view_sync import RESHAPED_VIEWS, register_if_copy
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.logged_call import Shortcut, distributed_operands, is_itself
 from dshard.torch_private import is_view_replay_enabled, no_torch_dispatch, set_view_replay_enabled
@@ -37,7 +41,15 @@ def view_shortcut(
         # torch finds its own functions faster than operators
         take_view, rest, options = func, args[1:], kwargs
     spec, recorded = out._spec, torch.is_grad_enabled() and out.requires_grad
+    reshapes = records[0].op in RESHAPED_VIEWS
     take_view_below_autograd = sharing_version(take_view)
+
+    def take_local(x: Wrapper, view: ref[Wrapper] | None) -> Tensor:
+        base = x._local_tensor
+        local: Tensor = take_view_below_autograd(base, *rest, **options)
+        if view is not None and type(local) is Tensor and local.data_ptr() != base.data_ptr():
+            register_if_copy(view(), local, x)
+        return local
 
     def call(args: Args, kwargs: Kwargs) -> object:
         x = args[0]
@@ -57,9 +69,12 @@ def view_shortcut(
         out._spec = spec
         source = local_graph_of(x) if recorded else None
         if source is None:
-            out._local_tensor = take_view(x._local_tensor, *rest, **options)
+            base = x._local_tensor
+            out._local_tensor = local = take_view(base, *rest, **options)
+            if reshapes and type(local) is Tensor and local.data_ptr() != base.data_ptr():
+                register_if_copy(out, local, x)
         else:  # later operators continue from the local graph
-            out._lazy_local = lambda: take_view_below_autograd(x._local_tensor, *rest, **options)
+            out._lazy_local = partial(take_local, x, ref(out) if reshapes else None)
             out._local_graph = LocalGraph(out._version, make=lambda: take_view(source.at_home(), *rest, **options))
         return out
 

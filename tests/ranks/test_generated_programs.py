@@ -177,6 +177,32 @@ ONCE_WRONG = {
         "t2.mT.mul_(3)",
         "t2.sum().backward()",
     ), runs=2),
+    "a conjugate written": Program((2, 2), (
+        "t1 = leaf((5, 3), 'x:S(0) y:P(sum)', 865)",
+        "t2 = torch.complex(t1, t1 * 2)",
+        "t3 = t2.conj()",
+        "t3[0].mul_(2j)",
+        "t2.mul_(3)",
+        "t4 = t3 * 1",
+        "t2.real.sin().sum().backward()",
+    ), runs=3),
+    "a view of a completed sum in another order": Program((4,), (
+        "t1 = leaf((6, 4), 'x:R', 823)",
+        "t2 = leaf((6, 4), 'x:P(sum)', 82)",
+        "t3 = torch.maximum(t1.mT, t1.mT * 2)",
+        "t3.mT.flatten(0, 1).mul_(2)",
+        "t4 = torch.maximum(t2.mT, t2.mT * 2)",
+        "t4.mT.flatten(0, 1).mul_(3)",
+        "(t3 * t4).sum().backward()",
+    ), runs=2),
+    "dropout that drops nothing, written": Program((2, 2), (
+        "t1 = leaf((3, 2), 'x:S(0) y:P(sum)', 823, False)",
+        "F.dropout(t1, 0.5, False).mul_(2)",
+    )),
+    "one complex number with a stride": Program((4,), (
+        "t1 = leaf((1, 2, 2), 'x:P(sum)', 156, False)",
+        "t2 = moved(torch.view_as_complex(t1)[..., ::2], 'x:R')",
+    )),
 }  # fmt: skip
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {
