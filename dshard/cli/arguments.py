@@ -13,9 +13,12 @@ import torch
 
 from dshard import launch, report
 from dshard.errors import MeshError
-from dshard.mesh import Mesh
+from dshard.mesh import MAX_RANKS, Mesh
 from dshard.report.console import Drawing
 from dshard.topology import PRESETS, Topology, default_topology
+
+LARGEST = 1 << 48
+"""The largest number that an option takes; a larger one is a mistake."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -179,11 +182,25 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """A shape such as 2048x2048."""
     if not all(part.isdecimal() for part in text.split("x")):
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: write its sizes like 2048x2048")
-    return tuple(map(int, text.split("x")))
+    return tuple(map(_not_too_large, text.split("x")))
 
 
 def parse_positive(text: str) -> int:
     """A whole number above zero."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return _not_too_large(text)
+
+
+def parse_devices(text: str) -> int:
+    """A number of devices that a mesh can have."""
+    devices = parse_positive(text)
+    if devices > MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{devices:,} devices are too many: a mesh has at most {MAX_RANKS:,} ranks")
+    return devices
+
+
+def _not_too_large(text: str) -> int:
+    if int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is too large: give at most {LARGEST:,}")
     return int(text)

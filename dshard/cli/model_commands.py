@@ -12,6 +12,7 @@ from dshard.cli.arguments import (
     add_command,
     add_common,
     add_files,
+    parse_devices,
     parse_output,
     parse_positive,
     planned_on,
@@ -31,7 +32,7 @@ def add_plan_model(kinds: Commands) -> None:
     """Add `model` to what can be planned."""
     summary = "every way to spread a transformer over devices, the fastest that fit in memory first"
     parser = add_command(kinds, "model", summary)
-    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
+    parser.add_argument("--devices", type=parse_devices, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
     form = f"a form of tensor parallelism to try, repeatable (all): {', '.join(FORMS)}"
     parser.add_argument("--form", action="append", choices=FORMS, metavar="NAME", help=form)

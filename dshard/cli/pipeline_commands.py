@@ -27,6 +27,8 @@ from dshard.report.console import columns
 from dshard.report.timelines import schedules_table, simulation_table
 
 AUTO, ALL = "auto", "all"
+MOST_PASSES = 100_000
+"""Forward passes that are simulated: stages times microbatches."""
 
 
 def add_simulate_pipeline(kinds: Commands) -> None:
@@ -72,7 +74,12 @@ def add_simulate_pipeline(kinds: Commands) -> None:
 
 
 def _simulate_pipeline(arguments: argparse.Namespace) -> int:
-    edges = chain(arguments.stages) + tuple(Edge(f"skip {src}", src, dst) for src, dst in arguments.skip)
+    if arguments.stages * arguments.microbatches > MOST_PASSES:
+        raise ScheduleError(
+            f"{arguments.stages:,} stages of {arguments.microbatches:,} microbatches: simulate at most {MOST_PASSES:,} "
+            "pairs of them, so give fewer"
+        )
+    edges = chain(arguments.stages) + tuple(Edge("skip", src, dst) for src, dst in arguments.skip)
     costs = _costs(arguments, edges)
     delays = (None, 0, 1) if arguments.delay is None else (arguments.delay,)
     if arguments.schedule == ALL:

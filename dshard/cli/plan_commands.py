@@ -15,6 +15,7 @@ from dshard.cli.arguments import (
     add_dtype,
     add_files,
     add_group,
+    parse_devices,
     parse_mesh,
     parse_positive,
     parse_shape,
@@ -41,7 +42,7 @@ def add_plan(commands: Commands) -> None:
     _add_reshard(kinds)
 
     parser = add_command(kinds, "mesh", "meshes of two axes for the layers of a transformer, the cheapest first")
-    parser.add_argument("--devices", type=parse_positive, required=True, metavar="N", help="how many")
+    parser.add_argument("--devices", type=parse_devices, required=True, metavar="N", help="how many")
     parser.add_argument("--hidden", type=parse_positive, required=True, metavar="N", help="width of the model")
     parser.add_argument("--tokens", type=parse_positive, required=True, metavar="N", help="tokens in a batch")
     parser.add_argument("--layers", type=parse_positive, default=1, metavar="N", help="default: %(default)s")

@@ -54,6 +54,8 @@ LEGEND = (
     "m, n, k: the loop that a mesh axis splits; m[B:k]: B is stored split over k there, and gathered; "
     "k[C:n]: the product is reduced to parts of n; k[C:P]: it is left partial, and charged its cheapest completion"
 )
+MOST_AXES = 5
+"""Mesh axes of which all schedules are priced; each axis has ten."""
 _MOVING = {"m": "B", "n": "A", "k": "C"}
 _LOOPS = "nmk"
 """The loops whose mesh axes move A, B and C."""
@@ -89,6 +91,7 @@ def explain_matmul(
     is the one in use. Seconds are of the forward pass.
 
     Raises:
+        MeshError: every schedule of more than `MOST_AXES` mesh axes.
         LayoutError: only one of `a` and `b`, or one that does not fit.
         ShapeError: a size below one.
         TopologyError: the topology has fewer ranks.
@@ -106,6 +109,11 @@ def explain_matmul(
     why = planning_context().why_topology(mesh) if topology is None else "as given"
     matmul = Matmul(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
+        if mesh.ndim > MOST_AXES:
+            raise MeshError(
+                f"the mesh ({mesh}) has {10**mesh.ndim:,} schedules: give the layouts of both operands, or join axes, "
+                f"to at most {MOST_AXES}"
+            )
         plans = {priced: each for priced, each in _schedule_candidates(matmul) if priced.one_copy or not one_copy}
         candidates = sorted(plans, key=lambda c: (c.seconds, c.bytes_moved, c.peak_bytes, "P" in c.name, c.name))
         return _explanation(matmul, why, ("A", "B"), candidates, candidates[0], plans[candidates[0]])

@@ -19,6 +19,8 @@ T = TypeVar("T")
 Work: TypeAlias = Callable[[Send], T]
 
 RANKS = 4
+MOST_RANKS = 64
+"""Ranks that are started on a host of fewer cores."""
 
 
 def run(work: Work[T], receive: Send, *, ranks: int, device: str) -> T:
@@ -51,13 +53,19 @@ def choose_ranks(ranks: int | None, device: str) -> int:
     """The number of ranks: as requested, or as the launcher started; else four, or on CUDA at most the number of GPUs.
 
     Raises:
-        MeshError: the launcher started another number of ranks than `ranks`.
+        MeshError: the launcher started another number of ranks than `ranks`, or they are too many for this host.
     """
     if is_launched():
         started = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, started):
             raise MeshError(f"asked for {ranks} ranks, but the launcher started {started}: leave --ranks out")
         return started
+    most = max(MOST_RANKS, os.cpu_count() or 1)
+    if ranks is not None and ranks > most:
+        raise MeshError(
+            f"{ranks:,} ranks are too many processes for this host: ask for at most {most}, or start more on several "
+            "hosts with torchrun"
+        )
     return ranks or (max(1, min(RANKS, torch.cuda.device_count())) if device == "cuda" else RANKS)
 
 
@@ -70,9 +78,8 @@ def choose_device(device: str, ranks: int) -> str:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
-        raise MeshError(
-            f"{local_ranks} ranks on CUDA need a GPU each and this host has {gpus}: ask for fewer, or for the CPU"
-        )
+        need = "1 rank on CUDA needs a GPU" if local_ranks == 1 else f"{local_ranks} ranks on CUDA need a GPU each"
+        raise MeshError(f"{need} and this host has {gpus}: ask for {'fewer, or for ' * (gpus > 0)}the CPU")
     if device == "auto":
         return "cuda" if gpus >= local_ranks else "cpu"
     return device

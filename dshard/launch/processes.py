@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -133,6 +134,7 @@ def _serve(pipe: Connection, stack: str, environment: dict[str, str]) -> None:
     os.environ.clear()  # of the server, which was forked from the parent at another time
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
+    _unblock_interrupts()
     _PARENT[:] = [pipe]
     threading.Thread(target=_exit_with_parent, args=(os.path.dirname(stack),), daemon=True).start()
     with open(stack, "w", encoding="utf-8") as file:
@@ -192,8 +194,14 @@ class Processes:
         self.folder = Path(directory.name)
         self._ranks: list[_Rank] = []
         self.close = weakref.finalize(self, _end, self._ranks, directory, kept)
-        for rank in range(n):
-            self._ranks.append(_start(self.folder / f"{rank}.txt"))
+        server = _start_server()
+        try:
+            for rank in range(n):
+                self._ranks.append(_start(self.folder / f"{rank}.txt"))
+        except BaseException:  # such as Ctrl-C: the server may have seconds of imports before it
+            if server is not None:
+                os.kill(server, signal.SIGKILL)
+            raise
 
     def call(
         self,
@@ -247,11 +255,35 @@ class Processes:
         return [rank.where() for rank in ranks]
 
 
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def _start_server() -> int | None:
+    """Start the server from which ranks are forked; its process id, or None if it runs already or there is none."""
+    if METHOD != "forkserver":
+        return None
+    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    # torch imports the second at the first operator on meta tensors: here it does so once, not on each rank.
+    forkserver.set_forkserver_preload([__name__, "torch._dynamo"])
+    resource_tracker.ensure_running()  # before SIGINT is blocked: it unblocks it
+    # Ctrl-C reaches every process of the terminal: a server that imports torch would print a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        _unblock_interrupts()
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return None if pid == before else pid
+
+
+def _unblock_interrupts() -> None:
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _start(stack: Path) -> _Rank:
     stack.touch()
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    # torch imports the second at the first operator on meta tensors: here it does so once, not on each rank.
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    context = multiprocessing.get_context(METHOD)
     ours, theirs = context.Pipe()
     process: BaseProcess = context.Process(target=_serve, args=(theirs, str(stack), dict(os.environ)), daemon=True)  # type: ignore[attr-defined]
     process.start()

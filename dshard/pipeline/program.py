@@ -66,7 +66,8 @@ class Program:
         for edge in self.edges:
             check_type(edge, Edge, "an edge", "give an Edge(value, src, dst)", ScheduleError)
             if not 0 <= edge.src < edge.dst < self.n_stages:
-                raise ScheduleError(f"{edge} must go from a stage to a later one of {self.n_stages}")
+                way = f"{edge.value} {edge.src}->{edge.dst}"  # an edge back calls itself a gradient
+                raise ScheduleError(f"the edge {way} must go from a stage to a later one of {self.n_stages}")
 
     def lead(self, stage: int) -> int:
         """The forwards that a stage runs before its first backward: its most microbatches in flight."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any
 
 from dshard.errors import ShapeError
@@ -182,10 +181,13 @@ class Model:
             ShapeError: no such file, or one that does not hold a model.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"), **changes)
+            with open(fspath(path), encoding="utf-8") as file:  # not as a Path: that of "" is the directory
+                return cls.from_json(file.read(), **changes)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ShapeError(f"the model {path} cannot be read: {why}") from None
+            raise ShapeError(f"the model {str(path)!r} cannot be read: {why}") from None
+        except ShapeError as error:
+            raise ShapeError(f"{path}: {error}") from None
 
 
 def _integer(config: Mapping[str, object], name: str, keys: tuple[str, ...]) -> int | None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dshard.cli import _parser, main
 from dshard.cli.completion import words_of
+from dshard.launch import processes
 from dshard.simulate import Model
 
 
@@ -103,6 +109,32 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, capsys: Any) -> 
         assert (printed.out, printed.err.count("\n"), printed.err.count("Errno")) == ("", 1, 0)
 
 
+HUGE = "9" * 25
+TOO_MUCH = [
+    ("demo --ranks 100000", "100,000 ranks are too many processes for this host: ask for at most"),
+    ("selftest --ranks 100000", "or start more on several hosts with torchrun"),
+    ("plan mesh --devices 1000000000 --hidden 8 --tokens 8", "a mesh has at most 4,194,304 ranks"),
+    ("plan model --devices 1000000000 --model x --batch 8", "1,000,000,000 devices are too many: a mesh has at most"),
+    ("plan matmul --m 8 --k 8 --n 8 --mesh 2x2x2x2x2x2", "has 1,000,000 schedules: give the layouts of both operands"),
+    (f"plan matmul --m {HUGE} --k 8 --n 8 --mesh 2x2", f"argument --m: {HUGE} is too large: give at most"),
+    (f"plan redistribute --mesh 2 --shape 8x{HUGE} --from R --to R", f"argument --shape: {HUGE} is too large"),
+    ("simulate pipeline --stages 4 --microbatches 100000", "4 stages of 100,000 microbatches: simulate at most"),
+    ("demo --ranks 1 --device cuda", "1 rank on CUDA needs a GPU and this host has 0: ask for the CPU"),
+    ("simulate step --model '' --batch 1", "the model '' cannot be read: No such file or directory"),
+    ("simulate step --model pyproject.toml --batch 1", "pyproject.toml: the model is no JSON: "),
+    ("simulate pipeline --stages 4 --microbatches 4 --skip 3-1", "error: the edge skip 3->1 must go from a stage to"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), TOO_MUCH)
+def test_what_cannot_be_is_refused_before_work(command: str, said: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with contextlib.suppress(SystemExit):  # how argparse refuses
+        assert main(shlex.split(command)) == 1
+
+    assert said in capsys.readouterr().err
+
+
 def test_a_mesh_to_measure_is_checked_like_any(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["topology", "measure", "--mesh", "0"])
@@ -120,6 +152,52 @@ def test_an_interrupt_while_torch_is_imported_leaves_no_traceback() -> None:
 
     assert told == b""
     assert process.returncode == -signal.SIGINT
+
+
+def test_the_server_of_ranks_starts_with_interrupts_blocked(monkeypatch: Any) -> None:
+    blocked = []
+    monkeypatch.setattr(
+        forkserver, "ensure_running", lambda: blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    )
+
+    processes._start_server()
+
+    assert signal.SIGINT in blocked[0]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def _group(number: int) -> list[Path]:
+    """The directories in /proc of the processes of a group that have not ended."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == number and state != "Z":
+                found.append(file.parent)
+    return found
+
+
+def _imports_torch(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"forkserver" in (process / "cmdline").read_bytes() and "libtorch" in (process / "maps").read_text()
+    return False
+
+
+@pytest.mark.thorough
+def test_an_interrupt_while_ranks_import_torch_leaves_no_process_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "dshard", "selftest"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
+        while process.poll() is None and not any(map(_imports_torch, _group(process.pid))):
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(10)
+        time.sleep(1)
+        left = _group(process.pid)
+        _, told = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert not left
+    assert b"Traceback" not in told
 
 
 @pytest.mark.thorough
