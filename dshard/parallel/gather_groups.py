@@ -60,8 +60,18 @@ class GatherGroup:
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
-        """The current stored parameters."""
+        """The current stored parameters; those that their modules no longer have are left out from then on."""
+        for places in self.places:
+            for owner, name in places:
+                if owner._parameters.get(name) is None:  # such as one that was parametrized, or is `None` now
+                    self._forget()
         return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
+
+    def _forget(self) -> None:
+        kept = [
+            [(owner, name) for owner, name in each if owner._parameters.get(name) is not None] for each in self.places
+        ]
+        self.places = [each for each in kept if each]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """The redistribution that gathers each parameter, in the dtype in which it is used."""

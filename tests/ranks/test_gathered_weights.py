@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
-from dshard import DShardError, Mesh, init_device_mesh, parallelize, plan_model, trace
+from dshard import DShardError, DTensor, Mesh, init_device_mesh, parallelize, plan_model, trace
 from dshard.autograd.gathered_weights import GatheredWeights
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
@@ -287,3 +288,32 @@ def test_groups_that_are_asked_for():
 def test_groups_that_are_none(group: Any, message: str):
     with pytest.raises(DShardError, match=message):
         parallelize(Net(), Mesh((4,), ("d",)), "fsdp", torch.zeros(8, 3, dtype=torch.long), group=group)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def changes_parameters_later() -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    found = []
+    for mesh in (None, init_device_mesh("cpu", (4,))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 5)).double()
+        if mesh is not None:
+            parallelize(model, mesh, "fsdp", x)
+        nn.utils.remove_weight_norm(model[0])
+        register_parametrization(model[2], "weight", Doubled())
+        model[2].bias = None
+        model(x).square().sum().backward()
+        values = [model(x), *(p.grad for p in model.parameters())]
+        found.append([value.full_tensor() if isinstance(value, DTensor) else value for value in values])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_that_are_taken_out_of_modules_are_no_longer_gathered(ranks: RankPool) -> None:
+    ranks.run(changes_parameters_later)
