@@ -12,7 +12,7 @@ from torch.backends import mkldnn
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
 from dshard.comm import of_first_rank
-from dshard.core.moves import on_all_ranks
+from dshard.core.moves import on_all_ranks, redistribute_local
 from dshard.core.plain_tensors import wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
@@ -30,7 +30,9 @@ from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_se
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
+    DispatchKey,
     has_compatible_shallow_copy_type,
+    is_key_excluded,
     is_transforming,
     no_torch_function,
     run_backward,
@@ -106,6 +108,15 @@ def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return of_first_rank(x.full_tensor()).tolist()
 
 
+def number(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`float` and the like of elements of `torch.tensor([loss, ...])`, within which torch runs no Python kernel."""
+    [x] = args
+    if not is_key_excluded(DispatchKey.Python):
+        return NotImplemented
+    layout = replicated(x._spec.layout.mesh)
+    return func(of_first_rank(redistribute_local(x._local_tensor, x._spec, layout, func.__name__)))
+
+
 def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.lstm` and the like; batch sizes of packed sequences stay plain, as torch reads them from memory.
 
@@ -124,18 +135,19 @@ def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`numpy`: the memory of a replicated tensor.
+    """`numpy`: the memory of a replicated tensor; of one element, its number.
 
     Raises:
-        LayoutError: the tensor is sharded or partial.
+        LayoutError: the tensor is sharded or partial, and has not one element.
     """
     x, *rest = args
-    if x._spec.layout != replicated(x._spec.layout.mesh):
+    is_replicated = x._spec.layout == replicated(x._spec.layout.mesh)
+    if not is_replicated and x.numel() != 1:
         raise LayoutError(
             f"{func.__name__}() of a tensor laid out [{x._spec.layout}], of which this rank has a part: "
             f"x.full_tensor().{func.__name__}() gathers it, x.to_local().{func.__name__}() gives this rank's part"
         )
-    local = of_first_rank(x._local_tensor)
+    local = of_first_rank(x._local_tensor if is_replicated else x.detach().full_tensor())
     return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 
@@ -228,6 +240,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
     Tensor.tolist: tolist,
+    **{getattr(Tensor, f"__{kind}__"): number for kind in ("float", "int", "index", "bool", "complex")},
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
     Tensor.share_memory_: share_memory,
     Tensor.__setitem__: getitem,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -212,6 +213,20 @@ def ragged(lay_out: LayOut) -> Iterator[Any]:
     yield from trained(model, lambda: F.cross_entropy(model(ids, lengths), ids.roll(-1)))
 
 
+def collected(lay_out: LayOut) -> Iterator[Any]:
+    """Losses that are kept in a list, and averaged by torch and by numpy."""
+    model, x, y = nn.Linear(6, 5), torch.randn(8, 6), torch.randint(5, (8,))
+    lay_out(model, x)
+    losses = []
+    for loss in trained(model, lambda: F.cross_entropy(model(x), y)):
+        losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        yield loss
+    shares = [model(x).softmax(-1)[0, 0].detach(), model(x).mean().detach()]
+    yield torch.tensor([*losses, *shares]).mean(), torch.as_tensor(shares).tolist()
+    yield float(np.mean(shares)), np.asarray(shares).sum()
+    yield torch.tensor([[share > 0, share < 0] for share in shares]).tolist()
+
+
 VALUES: tuple[Callable[[LayOut], Iterator[Any]], ...] = (
     masked_words,
     routed,
@@ -219,4 +234,5 @@ VALUES: tuple[Callable[[LayOut], Iterator[Any]], ...] = (
     detected,
     dropped,
     ragged,
+    collected,
 )
