@@ -238,6 +238,8 @@ def check_multinomial(arguments: Kwargs) -> None:
 
 
 def check_convolution(arguments: Kwargs) -> None:
+    weight, channels = arguments["weight"], 1 if arguments["transposed"] else 0
+    _require(weight.shape[channels] > 0, f"convolution: a weight of shape {tuple(weight.shape)} has no output channels")
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
         fits = all(n >= least for n in arguments[name])
         _require(fits, f"convolution: {name} {tuple(arguments[name])} is not supported: too small")

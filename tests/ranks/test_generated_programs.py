@@ -199,6 +199,11 @@ ONCE_WRONG = {
         "t1 = leaf((3, 2), 'x:S(0) y:P(sum)', 823, False)",
         "F.dropout(t1, 0.5, False).mul_(2)",
     )),
+    "a convolution without output channels": Program((2, 2), (
+        "t1 = leaf((2, 3, 4), 'x:S(0) y:S(1)', 5, False)",
+        "t2 = leaf((0, 3, 2), 'x:R y:S(1)', 6, False)",
+        "t3 = F.conv1d(t1, t2)",
+    )),
     "one complex number with a stride": Program((4,), (
         "t1 = leaf((1, 2, 2), 'x:P(sum)', 156, False)",
         "t2 = moved(torch.view_as_complex(t1)[..., ::2], 'x:R')",
@@ -207,6 +212,7 @@ ONCE_WRONG = {
 """Programs of a few lines that gave something else than one device, or raised on some ranks alone."""
 RAISED = {
     "an expanded tensor written by views",
+    "a convolution without output channels",
     "a cut operand overwritten",
     "a partial operand written",
     "overwritten",
