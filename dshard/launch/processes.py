@@ -262,7 +262,7 @@ def _start_server() -> int | None:
     """Start the server from which ranks are forked; its process id, or None if it runs already or there is none."""
     if METHOD != "forkserver":
         return None
-    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    before = _server_process()
     # torch imports the second at the first operator on meta tensors: here it does so once, not on each rank.
     forkserver.set_forkserver_preload([__name__, "torch._dynamo"])
     resource_tracker.ensure_running()  # before SIGINT is blocked: it unblocks it
@@ -272,8 +272,14 @@ def _start_server() -> int | None:
         forkserver.ensure_running()
     finally:
         _unblock_interrupts()
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid = _server_process()
     return None if pid == before else pid
+
+
+def _server_process() -> int | None:
+    """The process id of the server, which Python tells under private names alone; None if it has not been started."""
+    pid: int | None = vars(vars(forkserver)["_forkserver"])["_forkserver_pid"]
+    return pid
 
 
 def _unblock_interrupts() -> None:
