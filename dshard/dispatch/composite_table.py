@@ -61,14 +61,22 @@ def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     Operands stay partial if the function may write to them, as with `inplace`.
     """
-    has_partial = any(isinstance(arg, Wrapper) and arg._spec.has_partial for arg in args)
-    if not has_partial or kwargs.get("inplace") or any(arg is True for arg in args):
+    if not any(map(_is_partial, args)) or kwargs.get("inplace") or any(arg is True for arg in args):
         return NotImplemented
     accept_call(func, args, kwargs)  # torch may refuse the arguments: before anything is sent
-    completed = [
-        _reduce_partials(func, arg) if isinstance(arg, Wrapper) and arg._spec.has_partial else arg for arg in args
-    ]
-    return func(*completed, **kwargs)
+    return func(*(_reduce_partials(func, arg) if _is_partial(arg) else arg for arg in args), **kwargs)
+
+
+def reduce_partial_sources_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call an operator in place with its partial operands completed, but for the one that it writes."""
+    if not any(map(_is_partial, args[1:])):
+        return NotImplemented
+    accept_call(func, args, kwargs)
+    return func(args[0], *(_reduce_partials(func, arg) if _is_partial(arg) else arg for arg in args[1:]), **kwargs)
+
+
+def _is_partial(x: object) -> bool:
+    return isinstance(x, Wrapper) and x._spec.has_partial
 
 
 def or_reduce_partials_first(handler: Function) -> Function:
@@ -257,6 +265,13 @@ NONLINEAR = (
     *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
 )
 COMPOSITES |= dict.fromkeys(NONLINEAR, reduce_partials_first)
+# Their gradients look for the results among the operands: a sum that is reduced twice may be rounded in two ways.
+COMPOSITES |= {
+    getattr(module, name): reduce_partials_first
+    for module in (torch, Tensor)
+    for name in ("amax", "amin", "aminmax", "index_reduce", "scatter_reduce")
+}
+COMPOSITES |= dict.fromkeys((Tensor.index_reduce_, Tensor.scatter_reduce_), reduce_partial_sources_first)
 COMPOSITES |= {
     F.cross_entropy: or_reduce_partials_first(cross_entropy),
     F.rms_norm: or_reduce_partials_first(rms_norm),

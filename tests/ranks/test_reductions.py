@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.default_cases import THOROUGH, one_way_each
 from helpers.single_device import Case, Function, as_tuple, assert_same_as_single_device, on_one_device, rows
@@ -354,3 +356,39 @@ def test_a_partial_extreme_is_completed_for_a_product_and_for_its_gradient(op: R
 
         for found, right in zip((out.detach(), x.grad, y.grad), (expected[0], *gradients), strict=True):
             torch.testing.assert_close(whole(found), right)
+
+
+EXTREMES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "index_reduce": lambda x, i, y: x.index_reduce(0, i, y, "amax"),
+    "index_reduce_": lambda x, i, y: x.clone().index_reduce_(0, i, y, "amin"),
+    "scatter_reduce": lambda x, i, y: x.scatter_reduce(0, i.unsqueeze(1).expand(16, 16), y, "amax"),
+    "amax": lambda x, i, y: y.amax(0),
+    "amin": lambda x, i, y: x + y.amin(1),
+    "aminmax": lambda x, i, y: x - torch.aminmax(y, dim=0).max,
+}
+
+
+def gradients_of_extremes_of_sums() -> dict[str, list[float]]:
+    """How far recorded gradients are from one device, where an operand is a sum of terms that are rounded."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    x, terms = torch.randn(16, 16, dtype=torch.float64), torch.randn(4, 16, 16, dtype=torch.float64)
+    i, found = torch.randint(16, (16,)), {}
+    for name, call in EXTREMES.items():
+        laid = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+        summed = DTensor.from_local(terms[dist.get_rank()], mesh, [Partial()]).requires_grad_()
+        alone = x.clone().requires_grad_(), summed.detach().full_tensor().requires_grad_()
+        index = distribute_tensor(i, mesh, [Shard(0)])
+        ours = torch.autograd.grad(
+            call(laid, index, summed).sum(), (laid, summed), create_graph=True, allow_unused=True
+        )
+        theirs = torch.autograd.grad(call(alone[0], i, alone[1]).sum(), alone, allow_unused=True)
+        pairs = [(a.detach().full_tensor(), b) for a, b in zip(ours, theirs, strict=True) if b is not None]
+        found[name] = [float((a - b).abs().max()) for a, b in pairs]
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_of_extremes_find_them_in_sums_that_round(ranks: RankPool) -> None:
+    for found in ranks.run(gradients_of_extremes_of_sums):
+        assert all(far < 1e-12 for each in found.values() for far in each), found
