@@ -269,7 +269,7 @@ COMPOSITES |= dict.fromkeys(NONLINEAR, reduce_partials_first)
 COMPOSITES |= {
     getattr(module, name): reduce_partials_first
     for module in (torch, Tensor)
-    for name in ("amax", "amin", "aminmax", "index_reduce", "scatter_reduce")
+    for name in ("index_reduce", "scatter_reduce")
 }
 COMPOSITES |= dict.fromkeys((Tensor.index_reduce_, Tensor.scatter_reduce_), reduce_partial_sources_first)
 COMPOSITES |= {
