@@ -14,9 +14,10 @@ algorithm runs what:
 | permute        | one message to the next rank  | the same                 | the same      |
 
 On a topology that has NCCL's algorithms, as presets of GPUs do, the cheapest of these runs the first three and
-broadcasts, by NCCL's own prices (`algorithm_price`). A two-level all_reduce is no algorithm here but a plan:
-reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the bytes
-that must pass a cut of the network over its bandwidth.
+broadcasts, by NCCL's own prices (`algorithm_price`). NCCL gathers and scatters pieces of one size alone: those of
+different sizes are exchanged pairwise (`sends_pieces_in_messages`). A two-level all_reduce is no algorithm here but a
+plan: reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the
+bytes that must pass a cut of the network over its bandwidth.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ from dshard.topology import COLLECTIVES, Collective, Link, Topology
 from dshard.topology.algorithms import COLLECTIVES_OF, Algorithm
 from dshard.topology.links import Hardware
 
+LARGE_PIECE = 2**22
+"""Bytes of a piece above which a broadcast of each piece takes less time than messages from each rank to each.
+
+That is between hosts, whose link a broadcast crosses once, and by the prices of NCCL's algorithms on presets of GPUs;
+within a host each broadcast takes a ring's steps, and messages take less time at all sizes.
+"""
 SLOWDOWN = 0.189
 """By how much longer a GPU computes beside communication: the mean that Lee et al. (arXiv 2507.03114) found on four."""
 
@@ -47,23 +54,27 @@ def collective_seconds(
     *,
     peers: int | None = None,
     along: Sequence[float] = (),
+    even: bool = True,
 ) -> float:
     """Seconds of a collective along `axes`, all groups active, in which the busiest rank receives `nbytes`.
 
     `peers` is the number of ranks from which a rank receives, where that is not all of its group; `along` the bytes of
-    an exchange that come from elsewhere on each axis, where that is known.
+    an exchange that come from elsewhere on each axis, where that is known. The pieces of an all_gather or
+    reduce_scatter that is not `even` differ in size.
     """
     axes = tuple(axes)
     n, link, algorithms = terms_of(collective, mesh, axes, topology)
     if n == 1:
         return 0.0
+    if not even and topology.backend == "nccl":
+        nodes, _ = topology.nodes(mesh, axes) or (1, None)
+        if sends_pieces_in_messages(collective, nbytes / (n - 1), nodes > 1):
+            return _exchanged_seconds(collective, nbytes, n, mesh, axes, topology)
     if algorithms:
         return min([begin + nbytes / rate for begin, rate in algorithms])
     match collective:
         case "reduce_scatter" if topology.backend == "gloo" and not link.measured:
-            link = topology.link(mesh, axes, "all_to_all")
-            summed = work_seconds(0.0, nbytes * (n + 1) / (n - 1), topology)  # n terms are read, their sum is written
-            return messages_seconds(nbytes, n - 1, link) + summed
+            return _exchanged_seconds(collective, nbytes, n, mesh, axes, topology)
         case "all_gather" | "reduce_scatter":
             return messages_seconds(nbytes, n - 1, link)
         case "all_reduce":
@@ -83,6 +94,24 @@ def collective_seconds(
             return messages_seconds(nbytes, 1, link)
         case _:
             assert_never(collective)
+
+
+def sends_pieces_in_messages(collective: str, piece: float, spans_hosts: bool) -> bool:
+    """Whether NCCL exchanges pieces of different sizes in messages, the largest of `piece` bytes.
+
+    Its all_gather and reduce_scatter take pieces of one size. Between hosts, large pieces are gathered by broadcasts.
+    """
+    return collective == "reduce_scatter" or (collective == "all_gather" and not (spans_hosts and piece > LARGE_PIECE))
+
+
+def _exchanged_seconds(
+    collective: Collective, nbytes: float, n: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
+) -> float:
+    """Seconds of an all_gather or reduce_scatter of `n` ranks by an all_to_all, and the local sum of the latter."""
+    seconds = messages_seconds(nbytes, n - 1, topology.link(mesh, axes, "all_to_all"))
+    if collective == "reduce_scatter":  # n terms are read, and their sum is written
+        seconds += work_seconds(0.0, nbytes * (n + 1) / (n - 1), topology)
+    return seconds
 
 
 def messages_seconds(nbytes: float, messages: int, link: Link) -> float:

@@ -17,6 +17,7 @@ from dshard.comm.collectives import Begin, Wait
 from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.runtime import Group
 from dshard.comm.traced_collectives import traced
+from dshard.cost import sends_pieces_in_messages
 from dshard.mesh import Mesh
 from dshard.placements import ReduceOp
 
@@ -25,12 +26,6 @@ T = TypeVar("T")
 # they are this small, one exchange of copies takes less time than the start of so many broadcasts; between hosts whose
 # ranks share a link, its ring sends least over that link
 _FEW_BYTES = 2**18
-LARGE_PIECE = 2**22
-"""Bytes of a piece above which a broadcast of each piece takes less time than messages from each rank to each.
-
-That is between hosts, whose link a broadcast crosses once, and by the prices of NCCL's algorithms on presets of GPUs;
-within a host each broadcast takes a ring's steps, and messages take less time at all sizes.
-"""
 _NUMBER = 2**24  # the tag of messages that reduce a number, which no other message has
 
 
@@ -109,8 +104,8 @@ def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
         return lambda x, out: _exchange_in_pairs([x] * n, x, out, sizes, group)
     by_broadcasts = partial(collectives.gather_by_broadcasts, sizes, group)
     if group.backend.gathers_in_place:
-        crosses_once = group.spread and max(sizes) * dtype.itemsize > LARGE_PIECE
-        return by_broadcasts if crosses_once else partial(collectives.gather_by_messages, sizes, group)
+        in_messages = sends_pieces_in_messages(c.kind, max(sizes) * dtype.itemsize, group.spread)
+        return partial(collectives.gather_by_messages, sizes, group) if in_messages else by_broadcasts
     if equal and sizes[0]:  # as every rank then finds, so all may leave the sizes out
         by_copies = _in_slot_order(c, group, lambda c: partial(collectives.share, n, group))
     else:

@@ -114,7 +114,8 @@ class Load(NamedTuple):
     Elements are copied if regions are not contiguous in memory. A ring takes n - 1 messages, an all_reduce two rings.
     An exchange may leave ranks idle: `average` is the elements that a rank receives on average, None if not known to be
     less. For an exchange along several axes, `along` has for each axis the elements received from other positions on
-    it, the most of a rank and the average; it is empty if they are not counted.
+    it, the most of a rank and the average; it is empty if they are not counted. The pieces of an all_gather or
+    reduce_scatter that is not `even` differ in size.
     """
 
     received: int
@@ -122,19 +123,21 @@ class Load(NamedTuple):
     messages: int
     average: int | None = None
     along: tuple[tuple[int, int], ...] = ()
+    even: bool = True
 
 
 def all_gather_load(here: State, dim: int, n: int) -> Load:
     """The load of an all_gather of `dim` along its last mesh axis, of `n` ranks."""
     size = here.gathered(dim)
     received = (size - len(chunk(size, n, n - 1))) * here.others(dim)
-    return Load(received, here.numel * n if dim and n > 1 else 0, n - 1)
+    return Load(received, here.numel * n if dim and n > 1 else 0, n - 1, even=not size % n)
 
 
 def reduce_scatter_load(here: State, dim: int, n: int) -> Load:
     """The load of a reduce_scatter over `n` ranks to chunks of `dim`."""
-    received = (n - 1) * len(chunk(here.local[dim], n, 0)) * here.others(dim)
-    return Load(received, here.numel if dim and n > 1 else 0, n - 1)
+    size = here.local[dim]
+    received = (n - 1) * len(chunk(size, n, 0)) * here.others(dim)
+    return Load(received, here.numel if dim and n > 1 else 0, n - 1, even=not size % n)
 
 
 def all_reduce_load(here: State, n: int) -> Load:
@@ -196,7 +199,7 @@ def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[int]:
 
 def reduce_exchange_load(there: State, n: int) -> Load:
     """The load of a reduce_exchange over `n` ranks: all terms of the chunk that a rank keeps, packed to be sent."""
-    return Load((n - 1) * there.numel, n * there.numel, n - 1)
+    return Load((n - 1) * there.numel, n * there.numel, n - 1, even=there.even)
 
 
 def _senders(here: State, there: State) -> int:

@@ -106,4 +106,5 @@ def load_seconds(
         topology,
         peers=load.messages if kind is Exchange else None,
         along=[count * itemsize for count in along] if along else (),
+        even=load.even,
     )

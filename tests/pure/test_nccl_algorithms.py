@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dshard.cost import algorithm_price, collective_seconds
+from dshard.cost import LARGE_PIECE, algorithm_price, collective_seconds
 from dshard.errors import TopologyError
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
@@ -177,3 +177,29 @@ def test_generations_without_a_switch_that_reduces_have_no_way_to_use_one() -> N
 
 def of(name: str) -> tuple[Algorithm, ...]:
     return nccl_algorithms(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [2048, 2049])
+@pytest.mark.parametrize(("path", "kind"), [("x:S(0) -> x:R", "all_gather"), ("x:P(sum) -> x:S(0)", "reduce_scatter")])
+def test_pieces_of_different_sizes_are_priced_as_they_are_sent(path: str, kind: Collective, rows: int) -> None:
+    """Between hosts each rank would send to each, so a plan goes by pieces of one size instead."""
+    mesh, topology = Mesh((32,), ("x",)), Topology.preset("dgx-h100", nodes=4)
+    src, dst = (parse_layout(text, mesh) for text in path.split(" -> "))
+    nbytes = 31 * -(-rows // 32) * 8192 * 4
+    ring, messages = (collective_seconds(kind, nbytes, mesh, "x", topology, even=even) for even in (True, False))
+
+    chosen = plan(src, dst, shape=(rows, 8192), itemsize=4, topology=topology)
+
+    assert messages > 2.5 * ring
+    if rows == 2048:
+        assert chosen.seconds == pytest.approx(ring, abs=2 * topology.launch)
+    else:
+        assert len(chosen.steps) == 2
+        assert ring < chosen.seconds < 0.6 * messages
+
+
+def test_large_pieces_of_different_sizes_cross_a_link_between_hosts_once() -> None:
+    mesh, topology = Mesh((32,), ("x",)), Topology.preset("dgx-h100", nodes=4)
+    for piece, even in ((LARGE_PIECE, False), (LARGE_PIECE + 1, True)):
+        uneven = collective_seconds("all_gather", 31 * piece, mesh, "x", topology, even=False)
+        assert (uneven == collective_seconds("all_gather", 31 * piece, mesh, "x", topology)) is even

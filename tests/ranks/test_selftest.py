@@ -16,8 +16,7 @@ import torch
 
 from dshard import Mesh, Shard, Topology, distribute_tensor
 from dshard.cli import main
-from dshard.comm.transport import LARGE_PIECE
-from dshard.cost import collective_seconds
+from dshard.cost import LARGE_PIECE, collective_seconds
 from dshard.report import selftest_failures, selftest_table
 from dshard.report.console import show
 from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
