@@ -1,0 +1,43 @@
+"""Generated models on real ranks: under each strategy they learn what one device learns, or are refused in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from helpers.generated_models import generated, outcome_on
+
+from dshard.testing import RankPool
+
+REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads in dim")
+"""Strategies that have nothing to split, or too few heads."""
+
+
+def failures(pool: RankPool, seeds: range, cases: Counter[str]) -> list[str]:
+    """The designs that came out wrong, or were refused without one of the words above."""
+    failed = []
+    for seed in seeds:
+        design = generated(seed)
+        word, text = outcome_on(pool, design)
+        cases[f"generated models: {word}"] += 1
+        if word != "equal" and not (word == "refused" and any(part in text for part in REFUSALS)):
+            failed.append(f"seed {seed}: {word}: {text}\n{design}")
+    return failed
+
+
+@pytest.mark.ranks
+def test_a_model_learns_what_it_learns_on_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, range(8), cases_run)
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_many_models_learn_what_they_learn_on_one_device(first: int, ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, range(first, first + 100), cases_run)
+    assert not failed, "\n\n".join(failed)
+
+
+def test_a_seed_is_a_design() -> None:
+    assert all(generated(seed) == generated(seed) for seed in range(3))
