@@ -5,6 +5,7 @@ that one device trains without an error.
 
     python tests/helpers/generated_models.py 500                # seeds 0 ... 499 on four ranks; what fails is printed
     python tests/helpers/generated_models.py 500 --first 7000
+    python tests/helpers/generated_models.py 50 --compile blocks
     python tests/helpers/generated_models.py --show 17          # the design of one seed
     python tests/helpers/generated_models.py --shrink 17        # the fewest lines that fail in the same way
 """
@@ -148,7 +149,8 @@ Numbers: TypeAlias = dict[str, Tensor]
 class Design:
     """A model and the loop that trains it.
 
-    `frozen` are the numbers of the parameters that need no gradient; `way` is what the loop does beside a step.
+    `frozen` are the numbers of the parameters that need no gradient; `way` is what the loop does beside a step;
+    `compiled` what torch.compile compiles on the ranks: "", "blocks", or the "model".
     """
 
     seed: int
@@ -160,11 +162,12 @@ class Design:
     optimizer: str
     way: str
     frozen: frozenset[int]
+    compiled: str = ""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         head = f"# {self.strategy} on {MESHES[self.strategy]}; {sizes}; {'tied' if self.tied else 'not tied'}"
-        end = f"# {self.optimizer}, {self.way}; frozen: {sorted(self.frozen)}"
+        end = f"# {self.optimizer}, {self.way}; frozen: {sorted(self.frozen)}; compiled: {self.compiled or 'no'}"
         return "\n".join([head, *self.blocks, f"loss = {self.loss}", end])
 
 
@@ -173,6 +176,10 @@ class Design:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def heads(h: int, x: Tensor, parts: int = 3) -> list[Tensor]:
+    return [part.unflatten(-1, (h, -1)).transpose(1, 2) for part in x.chunk(parts, -1)]
 
 
 def joined(x: Tensor) -> Tensor:
@@ -209,19 +216,17 @@ class Block(nn.Module):
         self.weights = nn.ParameterList(self._made(eval(f"({shape},)", dict(sizes))) for shape in shapes)
         for number in range(len(shapes)):
             lines = re.sub(r"\bP\([^()]*\)", f"w[{number}]", lines, count=1)
-        self.code, self.sizes = compile(lines, "<block>", "exec"), sizes
+        names = NAMES | sizes | {"heads": partial(heads, sizes["h"])}
+        body = "\n    ".join(["def run(x, w):", "b = x.shape[0]", *lines.split("; "), "return x"])
+        exec(body, names)  # a function, which torch.compile can trace
+        self.run: Callable[..., Tensor] = names["run"]
 
     @staticmethod
     def _made(shape: Sequence[int]) -> nn.Parameter:
         return nn.Parameter(torch.randn(shape) / max(1, shape[-1]) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.sizes["h"]
-        split = lambda x, n=3: [t.unflatten(-1, (h, -1)).transpose(1, 2) for t in x.chunk(n, -1)]  # noqa: E731
-        names = NAMES | self.sizes | {"b": x.shape[0], "s": x.shape[1], "x": x, "w": list(self.weights), "heads": split}
-        exec(self.code, names)
-        made: Tensor = names["x"]
-        return made
+        return self.run(x, list(self.weights))
 
 
 class Net(nn.Module):
@@ -261,6 +266,15 @@ def trained(design: Design, lay_out: Callable[..., Any], shift: float = 0.0) -> 
     for number, batch in enumerate(batches[:3]):
         numbers |= {f"{name} of step {number}": x for name, x in a_step(design, model, optimizer, [batch, batches[3]])}
     return numbers | {name: p.detach() for name, p in model.named_parameters()}
+
+
+def laid_out(design: Design, model: nn.Module, *example: Tensor) -> None:
+    """Parallelize the model, and compile what the design says."""
+    dshard.parallelize(model, mesh_of(MESHES[design.strategy]), design.strategy, *example)
+    if design.compiled:
+        torch.compiler.reset()  # the graphs of other designs
+    for module in {"": (), "blocks": model.blocks, "model": (model,)}[design.compiled]:
+        module.compile(backend="aot_eager")
 
 
 def a_step(
@@ -340,6 +354,11 @@ def generated(seed: int) -> Design:
             return design
 
 
+def compiled(design: Design, what: str) -> Design:
+    """The design with "blocks" or the "model" compiled; torch differentiates no compiled gradient again."""
+    return replace(design, compiled=what, way="plain" if design.way == "penalty" and what else design.way)
+
+
 def in_double(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with double precision as the default, on one device."""
     before = torch.get_default_dtype()
@@ -366,11 +385,10 @@ def outcome(design: Design) -> tuple[str, str]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     expected = in_double(trained, design, lambda model, *example: model)
-    mesh = mesh_of(MESHES[design.strategy])
     torch.set_default_dtype(torch.float64)
     try:
         with dshard.implicit_replication():
-            actual = trained(design, lambda model, *example: dshard.parallelize(model, mesh, design.strategy, *example))
+            actual = trained(design, partial(laid_out, design))
         held = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in actual.items()}
     except DShardError as error:
         return "refused", f"{type(error).__name__}: {error}"
@@ -437,13 +455,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--show", type=int)
     parser.add_argument("--shrink", type=int)
+    parser.add_argument("--compile", choices=["blocks", "model"], default="")
     args = parser.parse_args()
     if args.show is not None:
         print(generated(args.show))
         return
     pool = rank_pool(4)
     if args.shrink is not None:
-        design = generated(args.shrink)
+        design = compiled(generated(args.shrink), args.compile)
         word, _ = outcome_on(pool, design)
         small = shrunk(pool, design, word)
         print(word, small, outcome_on(pool, small)[1], sep="\n")
@@ -451,12 +470,12 @@ def main() -> None:
     words: Counter[str] = Counter()
     start = time.perf_counter()
     for number, seed in enumerate(range(args.first, args.first + args.count), 1):
-        design = generated(seed)
+        design = compiled(generated(seed), args.compile)
         word, text = outcome_on(pool, design)
         words[word] += 1
         if word != "equal":
             print(f"seed {seed}: {word}: {text[-1500:]}\n{design}\n", flush=True)
-        if number % 20 == 0:
+        if number % 10 == 0:
             print(f"{number} designs in {time.perf_counter() - start:.0f} s: {dict(words)}", flush=True)
 
 

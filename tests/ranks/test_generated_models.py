@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers.generated_models import generated, outcome_on
+from helpers.generated_models import compiled, generated, outcome_on
 
 from dshard.testing import RankPool
 
@@ -13,11 +13,11 @@ REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads i
 """Strategies that have nothing to split, or too few heads."""
 
 
-def failures(pool: RankPool, seeds: range, cases: Counter[str]) -> list[str]:
+def failures(pool: RankPool, seeds: range, cases: Counter[str], what: str = "") -> list[str]:
     """The designs that came out wrong, or were refused without one of the words above."""
     failed = []
     for seed in seeds:
-        design = generated(seed)
+        design = compiled(generated(seed), what)
         word, text = outcome_on(pool, design)
         cases[f"generated models: {word}"] += 1
         if word != "equal" and not (word == "refused" and any(part in text for part in REFUSALS)):
@@ -36,6 +36,15 @@ def test_a_model_learns_what_it_learns_on_one_device(ranks: RankPool, cases_run:
 @pytest.mark.parametrize("first", range(0, 2000, 100))
 def test_many_models_learn_what_they_learn_on_one_device(first: int, ranks: RankPool, cases_run: Counter[str]) -> None:
     failed = failures(ranks, range(first, first + 100), cases_run)
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_compiled_models_learn_the_same(first: int, what: str, ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, range(first, first + 20), cases_run, what)
     assert not failed, "\n\n".join(failed)
 
 
