@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from dshard.comm import group_rank, runtime_of
 from dshard.core.plain_tensors import implicit_replication
 from dshard.errors import LayoutError
+from dshard.factories import zeros
 from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import Inputs
 from dshard.parallel.nested_tensors import map_tensors
+from dshard.parallel.numbered_hooks import before
 from dshard.parallel.outputs import Outputs
+from dshard.placements import Partial, Replicate
 from dshard.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -97,6 +101,35 @@ class ParallelizedAdapters(_Model):
         state = gathered(self, state, writes)
         if writes:
             super().save_pretrained(save_directory, *args, is_main_process=True, state_dict=state, **kwargs)
+
+
+def _allocate_in_shards(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
+    """Allocate the keys and values of a static cache's layer in the layouts of these, the first ones."""
+    del layer.lazy_initialization  # this function, in front of the method of its class
+    layer.lazy_initialization(key_states, value_states)
+    layer.keys, layer.values = _laid_out_as(key_states, layer.keys), _laid_out_as(value_states, layer.values)
+
+
+def _laid_out_as(states: Tensor, empty: Tensor) -> Tensor:
+    """Zeros like `empty` in the layout of `states`, replicated where these are partial."""
+    if not isinstance(states, DTensor):
+        return empty
+    mesh = states.layout.mesh
+    placements = [Replicate() if isinstance(p, Partial) else p for p in states.placements]
+    return zeros(tuple(empty.shape), dtype=empty.dtype, device_mesh=mesh, placements=placements)
+
+
+def shard_static_caches(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Let the static caches among the inputs of a model be allocated in shards, which transformers makes plain."""
+    caches = sys.modules["transformers"].cache_utils
+    for cache in (*args, *kwargs.values()):
+        if isinstance(cache, caches.EncoderDecoderCache):
+            parts = [cache.self_attention_cache, cache.cross_attention_cache]
+        else:
+            parts = [cache] if isinstance(cache, caches.Cache) else []
+        for layer in (layer for part in parts for layer in part.layers):
+            if isinstance(layer, caches.StaticLayer) and not layer.is_initialized:
+                layer.lazy_initialization = partial(_allocate_in_shards, layer)
 
 
 def _check_data_of_trainer(boundary: Boundary) -> None:
@@ -188,6 +221,7 @@ def adopt(model: nn.Module, boundary: Boundary) -> None:
 
 def _adopt_one(model: Any, library: Any, boundary: Boundary) -> None:
     model.__class__ = derived(ParallelizedModel, type(model))
+    before(model, shard_static_caches, with_kwargs=True)
     if "_dshard_boundary" not in model.__dict__:  # it is called by itself, too, as by `generate` of peft
         set_boundary(model, boundary)
         take_inputs(model, boundary.plan)

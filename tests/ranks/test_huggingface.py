@@ -118,29 +118,46 @@ def test_generate_takes_the_rows_of_each_data_rank(ranks: RankPool, family: str)
         assert not wrong
 
 
-def decodes(strategy: str) -> tuple[str, int, int]:
-    """The layout of a cache of keys of 4,096 tokens, its bytes, and those that a rank receives for a further token."""
+def decodes(strategy: str, kind: str) -> tuple[str, int, int, int]:
+    """The layout of a cache of keys for 4,096 tokens, its bytes here and in all, and those that a rank receives.
+
+    Those are for a further token.
+    """
     torch.set_num_threads(1)
     sizes = {"max_position_embeddings": 8192, "hidden_size": 128, "head_dim": 32, "intermediate_size": 32}
     model = parallel("llama", strategy, **sizes)
-    cache, tokens = transformers.DynamicCache(config=model.config), torch.full((1, 4096), 5)
+    tokens = torch.full((4, 1024 if kind == "static" else 4096), 5)
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=4096)
+    else:
+        cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad(), dshard.use_topology(dshard.Topology.flat(1e8)):  # on a fast one this cache is short
         model(input_ids=tokens, past_key_values=cache, use_cache=True)
         with dshard.trace() as sent:
             model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
     keys = cache.layers[0].keys
-    return str(keys.layout), 2 * keys.numel() * keys.element_size(), sum(event.nbytes for event in sent.events)
+    held = keys.to_local().untyped_storage().nbytes()
+    return str(keys.layout), held, keys.numel() * keys.element_size(), sum(event.nbytes for event in sent.events)
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(
-    ("strategy", "layout"), [("context", "cp:S(2)"), ("ulysses", "cp:S(2)"), ("context x megatron", "cp:S(2) tp:S(1)")]
+    ("strategy", "layout"),
+    [
+        ("megatron", "dp:S(0) tp:S(1)"),
+        ("data", "dp:S(0)"),
+        ("context", "cp:S(2)"),
+        ("ulysses", "cp:S(2)"),
+        ("context x megatron", "cp:S(2) tp:S(1)"),
+    ],
 )
-def test_a_long_cache_is_split_and_stays_where_it_is(ranks: RankPool, strategy: str, layout: str) -> None:
-    for found, cache, received in ranks.run(decodes, strategy, timeout=300):
+def test_a_long_cache_is_sharded_and_stays_where_it_is(ranks: RankPool, strategy: str, layout: str, kind: str) -> None:
+    for found, held, whole, received in ranks.run(decodes, strategy, kind, timeout=300):
         assert found == layout
-        assert received < cache / 50
+        assert held <= whole // 4 * 1.1
+        assert received < whole / 50
 
 
 def small_run(folder: str) -> None:
