@@ -238,12 +238,13 @@ class Net(nn.Module):
         self.head = nn.Linear(d, words, bias=not design.tied)
         if design.tied:
             self.head.weight = self.embed.weight
+        self.returns_features = uses_features(design.loss)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x), x
+        return self.head(x), x if self.returns_features else None
 
 
 # -- a loop
@@ -355,8 +356,18 @@ def generated(seed: int) -> Design:
 
 
 def compiled(design: Design, what: str) -> Design:
-    """The design with "blocks" or the "model" compiled; torch differentiates no compiled gradient again."""
-    return replace(design, compiled=what, way="plain" if design.way == "penalty" and what else design.way)
+    """The design with "blocks" or the "model" compiled, without what torch does not compile.
+
+    It differentiates no compiled gradient again, and wants a gradient of each distributed tensor that a graph returns.
+    """
+    way = "plain" if what and design.way == "penalty" else design.way
+    loss = LOSSES[0] if what == "model" and uses_features(design.loss) else design.loss
+    return replace(design, compiled=what, way=way, loss=loss)
+
+
+def uses_features(loss: str) -> bool:
+    """Whether a loss is of the features before the head."""
+    return re.search(r"\bz\b", loss) is not None
 
 
 def in_double(function: Callable[..., Any], *args: Any) -> Any:
