@@ -68,8 +68,9 @@ def collective_seconds(
         return 0.0
     if not even and topology.backend == "nccl":
         nodes, _ = topology.nodes(mesh, axes) or (1, None)
-        if sends_pieces_in_messages(collective, nbytes / (n - 1), nodes > 1):
-            return _exchanged_seconds(collective, nbytes, n, mesh, axes, topology)
+        if sends_pieces_in_messages(collective, nbytes / (n - 1), nodes > 1):  # at least the bound of a search
+            of_one_size = collective_seconds(collective, nbytes, mesh, axes, topology)
+            return max(of_one_size, _exchanged_seconds(collective, nbytes, n, mesh, axes, topology))
     if algorithms:
         return min([begin + nbytes / rate for begin, rate in algorithms])
     match collective:

@@ -102,7 +102,7 @@ class LowerBound:
         terms, begins, ends = 1, 0, False
         if src.partial != dst.partial:
             for op, target, n in zip(src.partial, dst.partial, self.mesh.shape, strict=True):
-                if op is not target:
+                if op != target:
                     begins += target is not None
                     if op is not None:
                         ends, terms = True, terms * n
@@ -136,7 +136,7 @@ class LowerBound:
         most = 0.0
         for axis, moves, reductions in self.slow:
             n, there, anywhere, times = self.mesh.shape[axis], moves, self.moves, doublings[0]
-            if src.partial[axis] is not dst.partial[axis] and src.partial[axis] is not None:
+            if src.partial[axis] != dst.partial[axis] and src.partial[axis] is not None:
                 numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
                 there, anywhere, times = reductions, self.reductions, doublings[1]
             elif axis in src.split and axis not in dst.split:

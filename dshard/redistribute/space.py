@@ -62,6 +62,7 @@ class Space:
         self.by_layout: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], Reached] = {}
+        self.exchanges: dict[tuple[State, State], Move] = {}
 
     def state(self, axes: Axes, partial: Partials) -> State:
         """The state that shards tensor dims over `axes` and has the partial reductions `partial`."""
@@ -110,7 +111,7 @@ class Space:
         """The step of this kind from one state to another, with `axes` in place of its mesh axes."""
         moved = reordered(here, there) if kind is Exchange else changed(here, there)
         if kind is ReduceExchange:
-            moved = tuple([axis for axis in moved if here.partial[axis] is not there.partial[axis]])
+            moved = tuple([axis for axis in moved if here.partial[axis] != there.partial[axis]])
         names = tuple([self.mesh.names[axis] for axis in sorted([axes[axis] for axis in moved])])
         axis, before, after = moved[0], here.partial[moved[0]], there.partial[moved[0]]
         if kind is AllGather:
@@ -253,10 +254,16 @@ class Space:
         return Move(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
 
     def exact(self, state: State, target: State) -> Move:
-        """The exchange from `state` to `target` with its seconds, cached; `straight` only bounds them."""
-        axes = reordered(state, target)
-        seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
-        move = state.straight[target] = Move(target, Exchange, seconds)
+        """The exchange from `state` to `target` with its seconds, cached; `straight` only bounds them.
+
+        It does not replace the bound: of plans of one price a search would find another one after other searches, and
+        ranks that have not planned the same before would begin different collectives.
+        """
+        move = self.exchanges.get((state, target))
+        if move is None:
+            axes = reordered(state, target)
+            seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
+            move = self.exchanges[state, target] = Move(target, Exchange, seconds)
         return move
 
 

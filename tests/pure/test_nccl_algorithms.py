@@ -128,6 +128,18 @@ def test_no_plan_begins_sooner_than_the_algorithms() -> None:
         assert 0.5 * seconds < least <= seconds
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (3, 2), (5, 7)])
+def test_no_plan_of_uneven_pieces_is_priced_below_its_bound(shape: tuple[int, int]) -> None:
+    mesh, topology = Mesh((2, 4), ("node", "gpu")), Topology.preset("dgx-h100", nodes=2)
+    space = space_of(mesh, topology, shape, 4)
+    texts = [f"node:{a} gpu:{b}" for a in ("R", "P(sum)", "S(0)", "S(1)") for b in ("R", "P(sum)", "S(0)", "S(1)")]
+    every = [parse_layout(text, mesh) for text in texts]
+    for src in every:
+        for dst in every:
+            least = space.least(space.state_of(src), space.state_of(dst))
+            assert least <= plan(src, dst, shape, 4, topology).seconds * (1 + 1e-9)
+
+
 def rings_only(topology: Topology) -> Topology:
     return replace(topology, algorithms=tuple(each for each in topology.algorithms if each.kind == "ring"))
 

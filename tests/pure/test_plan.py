@@ -14,7 +14,7 @@ from dshard.caches import clear_caches
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Region, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
-from dshard.placements import REDUCE_OPS, chunk
+from dshard.placements import REDUCE_OPS, Partial, Replicate, Shard, chunk
 from dshard.redistribute import (
     AllGather,
     AllReduce,
@@ -50,6 +50,20 @@ def trail(found: Plan) -> list[Layout]:
 
 
 # -- laws
+
+
+@pytest.mark.parametrize(("axes", "shape"), [((2, 2), (8, 0)), ((2, 2), (4, 6)), ((2, 1, 2), (0, 7))])
+def test_plans_do_not_depend_on_what_was_planned_before(axes: Shape, shape: Shape) -> None:
+    """Where nothing is sent all ways cost the same, and ranks that have planned other tensors take the same one."""
+    mesh, topology = Mesh(axes, tuple("xyz"[: len(axes)])), Topology.preset("bytes")
+    placements = product((Replicate(), Partial(), Shard(0), Shard(1)), repeat=len(axes))
+    pairs = list(product((Layout(mesh, each) for each in placements), repeat=2))[::2]
+
+    def plans_in(order: list[tuple[Layout, Layout]]) -> dict[tuple[Layout, Layout], Plan]:
+        clear_caches()
+        return {pair: plan(*pair, shape, 4, topology) for pair in order}
+
+    assert plans_in(pairs) == plans_in(pairs[::-1])
 
 
 @given(redistributions(partial=REDUCE_OPS), TOPOLOGIES)  # type: ignore[arg-type]
