@@ -52,18 +52,25 @@ def trail(found: Plan) -> list[Layout]:
 # -- laws
 
 
-@pytest.mark.parametrize(("axes", "shape"), [((2, 2), (8, 0)), ((2, 2), (4, 6)), ((2, 1, 2), (0, 7))])
-def test_plans_do_not_depend_on_what_was_planned_before(axes: Shape, shape: Shape) -> None:
-    """Where nothing is sent all ways cost the same, and ranks that have planned other tensors take the same one."""
-    mesh, topology = Mesh(axes, tuple("xyz"[: len(axes)])), Topology.preset("bytes")
-    placements = product((Replicate(), Partial(), Shard(0), Shard(1)), repeat=len(axes))
-    pairs = list(product((Layout(mesh, each) for each in placements), repeat=2))[::2]
+@pytest.mark.parametrize("topology", [Topology.preset("bytes"), FLAT_CPU], ids=["bytes", "flat"])
+@pytest.mark.parametrize(
+    ("axes", "shape"), [((2, 2), (8, 0)), ((2, 2), (4, 6)), ((2, 1, 2), (0, 7)), ((2, 1, 2), (5,))]
+)
+def test_plans_do_not_depend_on_what_was_planned_before(axes: Shape, shape: Shape, topology: Topology) -> None:
+    """Many ways cost the same. Ranks that have planned other tensors, or read layouts from text, take the same one."""
+    mesh = Mesh(axes, tuple("xyz"[: len(axes)]))
+    placements = [Replicate(), Partial(), *map(Shard, range(len(shape)))]
+    every = [Layout(mesh, each) for each in product(placements, repeat=len(axes))]
+    pairs = list(product(every, repeat=2))[::3]
 
     def plans_in(order: list[tuple[Layout, Layout]]) -> dict[tuple[Layout, Layout], Plan]:
         clear_caches()
         return {pair: plan(*pair, shape, 4, topology) for pair in order}
 
-    assert plans_in(pairs) == plans_in(pairs[::-1])
+    expected = plans_in(pairs)
+
+    assert plans_in(pairs[::-1]) == expected
+    assert plans_in([(parse_layout(str(src), mesh), parse_layout(str(dst), mesh)) for src, dst in pairs]) == expected
 
 
 @given(redistributions(partial=REDUCE_OPS), TOPOLOGIES)  # type: ignore[arg-type]
