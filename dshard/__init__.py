@@ -36,7 +36,8 @@ from dshard.errors import (
 )
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.placements import Placement
+from dshard.placements import types as _placements
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
@@ -113,6 +114,7 @@ __all__ = [
 if _TYPE_CHECKING:
     from dshard.autograd.accumulation import accumulate
     from dshard.core.plain_tensors import from_torch, implicit_replication
+    from dshard.core.torch_placements import Partial, Replicate, Shard
     from dshard.dispatch.registry import register_rule, rules
     from dshard.distribute import distribute_module, distribute_tensor
     from dshard.explain import explain
@@ -139,6 +141,7 @@ _LATE = {
     "dshard.autograd.accumulation": ("accumulate",),
     "dshard.calibrate": ("calibrate",),
     "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
+    "dshard.core.torch_placements": ("Partial", "Replicate", "Shard"),
     "dshard.dispatch.registry": ("register_rule", "rules"),
     "dshard.distribute": ("distribute_module", "distribute_tensor"),
     "dshard.explain": ("explain",),
@@ -156,7 +159,8 @@ _LATE = {
 }
 """Modules, and their names that are imported when they are asked for.
 
-Distributed tensors are torch's, too, and torch takes longer to import its own than dshard takes to be imported.
+Distributed tensors and placements are torch's, too, and torch takes longer to import its own than dshard takes to be
+imported.
 """
 _MODULES = {name: module for module, names in _LATE.items() for name in names}
 
@@ -190,12 +194,9 @@ def _late_function(path: str) -> _Any:
     return lambda *parts: getattr(_import_module(module), name)(*parts)
 
 
-_PICKLED_BY = (
-    "dshard.tensor._unpickle",
-    "dshard.core.torch_placements.in_both_classes",
-    "dshard.core.torch_placements.strided",
-)
-_add_safe_globals([*((_late_function(path), path) for path in _PICKLED_BY), Layout, Mesh, Partial, Replicate, Shard])
+_PICKLED_BY = ("dshard.tensor._unpickle", "dshard.core.torch_placements.strided")
+_PLACEMENTS = (_placements.Partial, _placements.Replicate, _placements.Shard)
+_add_safe_globals([*((_late_function(path), path) for path in _PICKLED_BY), Layout, Mesh, *_PLACEMENTS])
 
 
 def _measure(mesh: object, **options: object) -> Topology:

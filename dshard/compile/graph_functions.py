@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import ParamSpec
 
 from dshard.placements import Partial, Replicate, Shard
+from dshard.placements.types import TORCH_TWINS
 from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque_type, set_code_exec_strategy
 
 _P = ParamSpec("_P")
@@ -81,12 +82,12 @@ del FUNCTIONS[skip_frames.__name__]
 
 
 def _fx_repr(placement: object) -> tuple[str, dict[str, type]]:
-    return repr(placement), {type(placement).__name__: type(placement)}
+    return repr(placement), {kind.__name__: kind for kind in (Shard, Replicate, Partial)}
 
 
 # `x.placements` may be read within a compiled region: torch writes a value of a registered type into the code of a
 # graph, and asks its class for the text. It is set here, for the classes themselves know nothing of torch.
-for _kind in (Shard, Replicate, Partial):
+for _kind in TORCH_TWINS:
     setattr(_kind, "__fx_repr__", _fx_repr)  # noqa: B010
     with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
         register_opaque_type(_kind, typ="value")

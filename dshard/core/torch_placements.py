@@ -1,4 +1,8 @@
-"""Placements whose classes derive from torch's and from dshard's, for the code of either library."""
+"""Placements whose classes derive from torch's and from dshard's, for the code of either library.
+
+torch's functions ask for its own classes, and count what is none of them as replicated. So `Shard(0)` makes an instance
+of both, once this module is there.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +10,72 @@ from math import prod
 from typing import Any
 
 from dshard.layout import Layout
-from dshard.placements import Partial, Placement, Replicate, Shard, own_placement
+from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dshard.placements.types import TORCH_TWINS, checked_dim, checked_reduce_op
 from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, TorchStridedShard
 
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "strided", "torch_placements"]
 
-class _Both:
-    """The base of the classes below, whose methods are those of the equal placement of dshard."""
 
-    def own(self) -> Placement:
-        """The placement in dshard's class alone."""
-        return own_placement(self)  # type: ignore[no-any-return]
+class TensorShard(TorchShard, Shard):
+    """A Shard of both libraries: what `Shard(dim)` makes."""
 
-    def __eq__(self, other: object) -> bool:
-        return self.own() == other
+    def __init__(self, dim: int) -> None:
+        super().__init__(checked_dim(dim))
 
-    def __hash__(self) -> int:
-        return hash(self.own())
+    __eq__, __hash__, __str__ = Shard.__eq__, Shard.__hash__, Shard.__str__
 
     def __repr__(self) -> str:
-        return repr(self.own())
-
-    def __str__(self) -> str:
-        return str(self.own())
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        return self.own().is_shard(dim)
-
-    def is_replicate(self) -> bool:
-        return self.own().is_replicate()
-
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        return self.own().is_partial(reduce_op)
+        return f"Shard(dim={self.dim})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return in_both_classes, (self.own(),)
+        return Shard, (self.dim,)
 
 
-class TensorShard(_Both, TorchShard, Shard):
-    """A Shard of both libraries."""
-
-
-class TensorStridedShard(_Both, TorchStridedShard, Shard):  # type: ignore[misc]  # a class of torch that is imported late
+class TensorStridedShard(TorchStridedShard, Shard):  # type: ignore[misc]  # a class of torch that is imported late
     """A Shard on an axis that splits chunks which later axes have made; equal to torch's `_StridedShard`."""
 
-    __eq__, __hash__, __repr__ = TorchStridedShard.__eq__, TorchStridedShard.__hash__, TorchStridedShard.__repr__
+    is_shard, is_replicate, is_partial = Shard.is_shard, Shard.is_replicate, Shard.is_partial
 
     def __reduce__(self) -> tuple[object, ...]:
         return strided, (self.dim, self.split_factor)
+
+
+class TensorReplicate(TorchReplicate, Replicate):
+    """A Replicate of both libraries: what `Replicate()` makes."""
+
+    __eq__, __hash__, __str__ = Replicate.__eq__, Replicate.__hash__, Replicate.__str__
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Replicate, ()
+
+
+class TensorPartial(TorchPartial, Partial):  # type: ignore[misc]
+    """A Partial of both libraries: what `Partial(reduce_op)` makes."""
+
+    def __init__(self, reduce_op: ReduceOp = "sum") -> None:
+        super().__init__(checked_reduce_op(reduce_op))
+
+    __eq__, __hash__, __str__ = Partial.__eq__, Partial.__hash__, Partial.__str__
+
+    def __repr__(self) -> str:
+        return f"Partial(reduce_op={self.reduce_op!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Partial, (self.reduce_op,)
+
+
+TORCH_TWINS.update({Shard: TensorShard, Replicate: TensorReplicate, Partial: TensorPartial})
+TORCH_TWINS.update({kind: kind for kind in TORCH_TWINS.values()})
 
 
 def strided(dim: int, factor: int) -> Placement:
     """A Shard on an axis that splits `factor` chunks."""
     make: Any = TensorStridedShard  # dshard's Shard, from which it derives, has no factor
     return make(dim, split_factor=factor)  # type: ignore[no-any-return]
-
-
-class TensorReplicate(_Both, TorchReplicate, Replicate):
-    """A Replicate of both libraries."""
-
-
-class TensorPartial(_Both, TorchPartial, Partial):  # type: ignore[misc]
-    """A Partial of both libraries."""
 
 
 def torch_placements(layout: Layout) -> tuple[Placement, ...]:
@@ -80,18 +89,7 @@ def torch_placements(layout: Layout) -> tuple[Placement, ...]:
 def _torch_placement(layout: Layout, axis: int) -> Placement:
     placement = layout.placements[axis]
     if not isinstance(placement, Shard):
-        return in_both_classes(placement)
+        return placement
     axes = layout.axes_of(placement.dim)
     factor = prod(layout.mesh.shape[other] for other in axes[: axes.index(axis)] if other > axis)
-    return in_both_classes(placement) if factor == 1 else strided(placement.dim, factor)
-
-
-def in_both_classes(placement: Placement) -> Placement:
-    """`placement`, of dshard's class alone, in the class that derives from torch's, too."""
-    match placement:
-        case Partial(reduce_op):
-            return TensorPartial(reduce_op)
-        case Shard(dim):
-            return TensorShard(dim)
-        case _:
-            return TensorReplicate()
+    return placement if factor == 1 else strided(placement.dim, factor)

@@ -7,9 +7,7 @@ from math import prod
 from typing import Any
 
 from dshard.errors import LayoutError
-from dshard.placements.types import TORCH_PLACEMENTS, Partial, Placement, Replicate, Shard
-
-_OWN = (Shard, Replicate, Partial)
+from dshard.placements.types import TORCH_PLACEMENTS, TORCH_TWINS, Partial, Placement, Replicate, Shard
 
 
 def from_torch(
@@ -26,7 +24,7 @@ def from_torch(
     Raises:
         LayoutError: a placement of torch's that no order of the axes makes, or that dshard does not have.
     """
-    if all(type(placement) in _OWN for placement in placements):
+    if all(type(placement) in TORCH_TWINS for placement in placements):
         return tuple(placements), ()
     own = tuple(own_placement(placement) for placement in placements)
     factors = [getattr(placement, "split_factor", 1) for placement in placements]

@@ -6,9 +6,9 @@ They have the methods of torch's placements, and equal those that say the same, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from typing_extensions import assert_never
+from typing_extensions import Self, assert_never
 
 from dshard.errors import LayoutError
 from dshard.validate import as_int, of_wrong_type, suggestion
@@ -19,8 +19,16 @@ TORCH_PLACEMENTS = "torch.distributed.tensor.placement_types"
 """The module of torch's placements, by which they are known here without torch."""
 
 
+TORCH_TWINS: dict[type, type] = {}
+"""For each class below the one that derives from torch's, too, whose instances are made; empty until torch is there."""
+
+
 class _Placement:
-    """The questions that torch's placements answer. No slots: the placements of a tensor derive from torch's, too."""
+    """The questions that torch's placements answer. No slots: `TORCH_TWINS` derive from torch's, too."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        kind: Any = TORCH_TWINS.get(cls)
+        return super().__new__(cls) if kind is None else kind.__new__(kind)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is a Shard, of tensor dim `dim` if one is given."""
@@ -52,15 +60,7 @@ class Shard(_Placement):
     dim: int
 
     def __post_init__(self) -> None:
-        if type(self.dim) is int:
-            return
-        try:
-            dim = as_int(self.dim, "dim", LayoutError)
-        except LayoutError:
-            raise of_wrong_type(LayoutError)(
-                f"Shard({self.dim!r}): the tensor dim must be an int, such as Shard(0)"
-            ) from None
-        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "dim", checked_dim(self.dim))
 
     def __eq__(self, other: object) -> bool:
         return (isinstance(other, Shard) or _is_torchs(other, "Shard")) and self.dim == other.dim  # type: ignore[attr-defined]
@@ -104,10 +104,7 @@ class Partial(_Placement):
     reduce_op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        if self.reduce_op not in REDUCE_OPS:
-            meant = "; did you mean 'avg'?" if str(self.reduce_op) == "mean" else suggestion(self.reduce_op, REDUCE_OPS)
-            kind = LayoutError if isinstance(self.reduce_op, str) else of_wrong_type(LayoutError)
-            raise kind(f"Partial({self.reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}")
+        checked_reduce_op(self.reduce_op)
 
     def __eq__(self, other: object) -> bool:
         return (isinstance(other, Partial) or _is_torchs(other, "Partial")) and self.reduce_op == other.reduce_op  # type: ignore[attr-defined]
@@ -117,6 +114,33 @@ class Partial(_Placement):
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"
+
+
+def checked_dim(dim: Any) -> int:
+    """The tensor dim of a Shard.
+
+    Raises:
+        LayoutError: no int.
+    """
+    if type(dim) is int:
+        return dim
+    try:
+        return as_int(dim, "dim", LayoutError)
+    except LayoutError:
+        raise of_wrong_type(LayoutError)(f"Shard({dim!r}): the tensor dim must be an int, such as Shard(0)") from None
+
+
+def checked_reduce_op(reduce_op: Any) -> ReduceOp:
+    """The reduction of a Partial.
+
+    Raises:
+        LayoutError: not one of sum, avg, product, max, min.
+    """
+    if reduce_op not in REDUCE_OPS:
+        meant = "; did you mean 'avg'?" if str(reduce_op) == "mean" else suggestion(reduce_op, REDUCE_OPS)
+        kind = LayoutError if isinstance(reduce_op, str) else of_wrong_type(LayoutError)
+        raise kind(f"Partial({reduce_op!r}): the reduction must be one of {', '.join(REDUCE_OPS)}{meant}")
+    return reduce_op  # type: ignore[no-any-return]
 
 
 Placement: TypeAlias = Shard | Replicate | Partial

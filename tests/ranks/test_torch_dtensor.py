@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import Any
@@ -15,6 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_global_tensor_info,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -100,6 +107,19 @@ def test_the_placements_of_a_tensor_say_the_order_of_the_axes(order: tuple[int, 
         assert x.redistribute(placements=x.placements) is x
 
 
+@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
+def test_a_placement_is_one_of_torchs_to_all_that_ask(mine: Any, theirs: Any) -> None:
+    for copied in (mine, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert isinstance(copied, type(theirs))
+        assert copied == mine
+    for size, ranks, rank in ((7, 3, 2), (4, 4, 0), (2, 4, 3)):
+        of_both = [
+            _compute_local_shape_and_global_offset((5, size), (ranks,), [rank], [placement])
+            for placement in (mine, theirs)
+        ]
+        assert of_both[0] == of_both[1]
+
+
 def test_placements_stand_in_a_module_of_torchs_name() -> None:
     for name in ("Partial", "Placement", "Replicate", "Shard"):
         assert getattr(dshard.placement_types, name) is getattr(dshard, name)
@@ -114,6 +134,22 @@ def spec_and_class() -> None:
     mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [torch_tensor.Shard(0), torch_tensor.Replicate()])
     theirs = torch_tensor.distribute_tensor(torch.arange(15.0).view(5, 3), mesh, x.placements)
+    for placements in (
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Shard(1), Partial("max")),
+        (Shard(0), Shard(1)),
+    ):
+        shape, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+        mine = distribute_tensor(x.full_tensor(), mesh, placements)
+        assert shape == mine.to_local().shape
+        region = mine.layout.region(x.shape, mine.layout.mesh.coordinate(dist.get_rank()))
+        assert offset == tuple(indices.start for indices in region)
+        even = torch.zeros(2, 3)
+        whole, _ = compute_global_tensor_info(even, mesh, placements)
+        assert tuple(whole) == DTensor.from_local(even, mesh, placements).shape
+    built = torch_tensor.distribute_tensor(torch.arange(15.0).view(5, 3), mesh, (Shard(0), Replicate()))
+    assert torch.equal(built.to_local(), theirs.to_local())
     assert isinstance(x, torch_tensor.DTensor)
     assert issubclass(DTensor, torch_tensor.DTensor)
     assert all(isinstance(p, torch_tensor.Placement) for p in x.placements)
