@@ -19,7 +19,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
-from dshard.layout import Layout, Shape, format_of, layout_of, placements_on
+from dshard.layout import Layout, Shape, format_of, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.rules.rule import PassThrough, Rule, Term
@@ -45,9 +45,10 @@ def local_map(
     """`func`, written for plain tensors, as a function of DTensors: it gets and returns local tensors.
 
     `out_placements` are the placements of the outputs, in the order of the flattened result: a sequence of placements
-    for one tensor, a tuple of such sequences for several, None for a value that is no tensor. `in_placements` are the
-    required placements of each argument, None for any; with `redistribute_inputs` arguments are redistributed to them.
-    Without a DTensor among the arguments, `func` is called directly. Without `func` this is a decorator.
+    for one tensor, a tuple of such sequences for several, None for a value that is no tensor. A tensor with None counts
+    as replicated, as in `from_local`; `DSHARD_DEBUG=1` compares it between ranks. `in_placements` are the required
+    placements of each argument, None for any; with `redistribute_inputs` arguments are redistributed to them. Without a
+    DTensor among the arguments, `func` is called directly. Without `func` this is a decorator.
 
     Gradients are those of one device where `func` sends nothing: on a mesh axis on which some output is not replicated,
     each rank's gradient of a replicated argument is a term of a sum, and the ranks add them. `in_grad_placements`,
@@ -216,12 +217,12 @@ def _wrap_output(
         if placements is not None:
             raise LayoutError(f"local_map: output {i} is no tensor, but out_placements lay it out: give None for it")
         return x
-    if isinstance(x, DTensor) or placements is None:
+    if isinstance(x, DTensor):
         raise LayoutError(
-            f"local_map: output {i} is {'a DTensor' if placements is not None else 'a tensor without out_placements'}: "
-            "the function must return plain tensors, and out_placements say their placements"
+            f"local_map: output {i} is a DTensor: the function must return plain tensors, and out_placements say their "
+            "placements"
         )
-    layout = layout_of(mesh, placements_on(mesh, placements), x.ndim)
+    layout = replicated(mesh) if placements is None else layout_of(mesh, placements_on(mesh, placements), x.ndim)
     shape = gathered_shape(x, layout) if uneven and layout.sharded_dims() else None
     means = prod(mesh.shape[i] for i, p in enumerate(layout.placements) if p == Partial("avg"))
     if varying and means > 1 and x.requires_grad:

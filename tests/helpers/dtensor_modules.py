@@ -227,6 +227,19 @@ def functions_of_local_tensors(lib: Library) -> None:
     assert_close(total(on_line(lib, drawn(8, 2), lib.Replicate())).full_tensor(), drawn(8, 2).sum(0, keepdim=True))
 
 
+@program
+def local_outputs_without_placements_are_replicated(lib: Library) -> None:
+    x = on_line(lib, drawn(8, 2), lib.Replicate()).requires_grad_()
+    doubled = lib.local_map(lambda x: x * 2)(x)
+    tripled, number = lib.local_map(lambda x: (x * 3, 4), out_placements=(None, None))(x)
+    assert number == 4
+    for y, factor in ((doubled, 2), (tripled, 3)):
+        assert y.placements == (lib.Replicate(),)
+        assert_close(y.to_local(), factor * drawn(8, 2))
+    (doubled + tripled).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.full((8, 2), 5.0))
+
+
 # -- errors
 
 

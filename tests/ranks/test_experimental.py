@@ -84,8 +84,8 @@ def test_local_map_says_what_does_not_fit() -> None:
             local_map(same, [Replicate()], ([Shard(0)],))(x, 1)
         with pytest.raises(ShapeError, match="out_placements has 2 entries for 1 outputs"):
             local_map(same, ([Shard(0)], None))(x)
-        with pytest.raises(LayoutError, match="output 0 is a tensor without out_placements"):
-            local_map(same)(x)
+        with pytest.raises(LayoutError, match="output 0 is a DTensor: the function must return plain tensors"):
+            local_map(lambda _: x)(x)
         with pytest.raises(LayoutError, match="output 0 is no tensor, but out_placements lay it out"):
             local_map(lambda x: 3, [Shard(0)])(x)
         with pytest.raises(LayoutError, match="argument 1 is no tensor, but in_placements lays it out"):
