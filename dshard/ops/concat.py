@@ -43,7 +43,7 @@ def roll(call: Call) -> Rule:
 
 
 def flip(call: Call) -> Rule:
-    """Any dim may be sharded except those that are reversed or rotated."""
+    """Any dim may be sharded except those that are reversed."""
     return call.rule("... [] ... -> ... [] ...", at="dims", passes=MOVES)
 
 
@@ -105,7 +105,6 @@ RULES: dict[str, Operator] = {
     "aten::cat": Operator(cat, alternatives=(index_exchange(exchange.concatenate),), check=check_cat),
     "aten::stack": Operator(stack),
     "aten::flip": Operator(flip, alternatives=(index_exchange(exchange.flip),)),
-    "aten::rot90": Operator(flip),
     "aten::roll": Operator(roll, alternatives=(index_exchange(exchange.roll),)),
     "aten::repeat": Operator(repeat, alternatives=(index_exchange(exchange.repeat),)),
     "aten::constant_pad_nd": Operator(pad, alternatives=(index_exchange(exchange.pad),)),

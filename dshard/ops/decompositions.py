@@ -108,7 +108,9 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     dims = _dims(x, dim)
     if x.numel() == 0:
         return x.exp().sum(dims, keepdim).log()
-    largest = (x.real if x.is_complex() else x).amax(dims, keepdim=True)
+    largest: Tensor = with_partials_reduced(
+        (x.real if x.is_complex() else x).amax(dims, keepdim=True), "aten.amax.default"
+    )
     shift = largest.masked_fill(largest.abs() == inf, 0)
     result = (x - shift).exp().sum(dims, keepdim=True).log() + shift
     return result if keepdim else result.reshape([n for d, n in enumerate(x.shape) if d not in dims])
@@ -117,6 +119,18 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
 def trace(x: Tensor) -> Tensor:
     """The sum of the diagonal."""
     return x.diagonal().sum()
+
+
+def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """`torch.rot90`, as flips and a transpose: only the one dim that is reversed matters to what is sent."""
+    first, second = dims
+    match k % 4:
+        case 0:
+            return x.clone()
+        case 2:
+            return x.flip(first, second)
+        case turns:
+            return x.flip(second if turns == 1 else first).transpose(first, second)
 
 
 def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
@@ -242,6 +256,7 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
     aten.trace.default: trace,
+    aten.rot90.default: rot90,
     aten.multilabel_margin_loss_forward.default: multilabel_margin,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_attention_backward,
