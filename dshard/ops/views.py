@@ -46,10 +46,10 @@ def with_local_size(name: str) -> Kernel:
 
 
 def reshape(call: Call) -> Rule:
-    """A dim may be sharded where its shards are shards of the new shape, too."""
+    """A dim may be sharded where its shards are shards of the new shape, too; else another is in its place."""
     if call.argument("dtype") is not None:  # the bits as another dtype, whose size may differ
         return call.rule("... -> ...", same_size=True)
-    return replace(reshape_rule(call.shapes[0], call.out_shapes[0]), passes=MOVES)
+    return replace(reshape_rule(call.shapes[0], call.out_shapes[0]), passes=MOVES, reshards=True)
 
 
 def reshape_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:

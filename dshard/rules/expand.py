@@ -81,7 +81,9 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
     for i, operand in enumerate(operands):
         match operand.layout.placements[axis]:
             case Shard(dim):
-                rows |= dict.fromkeys(factor for factor in rule.inputs[i][dim] if factor not in rule.unsharded)
+                term = rule.inputs[i]
+                dims = (dim, *reversed(range(dim)), *range(dim + 1, len(term))) if rule.reshards else (dim,)
+                rows |= dict.fromkeys(factor for d in dims for factor in term[d] if factor not in rule.unsharded)
             case Partial(op):
                 rows |= dict.fromkeys(
                     PassThrough(p.operands, (op,)) for p in rule.passes if i in p.operands and op in p.ops

@@ -30,11 +30,11 @@ class Rule:
     `unsharded` factors may not be sharded. A sharded factor that an output lacks leaves it partial: with `reduce[i]`
     for output `i`, or `reduce[0]` for all. `passes` are partial operands that leave the outputs partial. Only the
     layout of `unread` operands matters: they are not redistributed. `sizes` are the sizes of factors that are alone in
-    no dim. With `loops` a mesh axis may shard any factor, even one that no operand has sharded. The local work is one
-    matmul over all factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count
-    only pairs in which the index of the second is at most that of the first. If `held` is not 0, a tensor of all
-    factors but those `apart`, with elements of so many bytes, is held between the matmuls, and a triangle is computed
-    as a whole.
+    no dim. With `reshards` a mesh axis that shards a dim may shard any factor of the operand in its place. With `loops`
+    a mesh axis may shard any factor, even one that no operand has sharded. The local work is one matmul over all
+    factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count only pairs in which
+    the index of the second is at most that of the first. If `held` is not 0, a tensor of all factors but those `apart`,
+    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole.
     """
 
     inputs: tuple[Term, ...]
@@ -44,6 +44,7 @@ class Rule:
     passes: tuple[PassThrough, ...] = ()
     unread: frozenset[int] = frozenset()
     sizes: tuple[tuple[str, int], ...] = ()
+    reshards: bool = False
     loops: bool = False
     apart: tuple[str, ...] = ()
     triangle: tuple[str, str] | None = None

@@ -179,6 +179,8 @@ WIDE = {  # operator -> the bytes that the busiest rank receives, of 64 x 4096 f
     "pad": (lambda x: F.pad(x, (4, 0)), 768),
     "repeat": (lambda x: x.repeat(1, 2), 524288),
     "slice_scatter": (lambda x: torch.slice_scatter(x, x[:, :4000] + 0, 1, 0, 4000), 2 * 72 * 64 * 4),
+    "view": (lambda x: x.view(-1), 196608),
+    "view in parts": (lambda x: x.view(64, 2, 2048), 196608),
     "sort": (lambda x: x.sort(1), 196608),
     "median": (lambda x: x.median(1), 196608),
     "kthvalue": (lambda x: x.kthvalue(9, 1), 196608),
