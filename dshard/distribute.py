@@ -19,7 +19,7 @@ from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
 from dshard.core.signature import Function
-from dshard.core.spec import contiguous_spec
+from dshard.core.spec import contiguous_stride, spec_of
 from dshard.core.transforms import refuse_wrapped
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
@@ -42,9 +42,9 @@ def distribute_tensor(
     """The global `tensor`, which every rank passes, as a DTensor; a leaf, with the `requires_grad` of `tensor`.
 
     The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
-    copy and nothing is sent. On an axis with a Partial placement the tensor is the term of the first rank. On
-    a `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a mesh, the mesh
-    of the `with mesh:` block around the call is used.
+    copy, in the same memory order, and nothing is sent. On an axis with a Partial placement the tensor is the term of
+    the first rank. On a `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a
+    mesh, the mesh of the `with mesh:` block around the call is used.
 
     Raises:
         LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
@@ -84,11 +84,18 @@ def distribute_tensor(
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
             stacklevel=3,
         )
-    spec = contiguous_spec(term_layout, shape, tensor.dtype, device)
+    spec = spec_of(term_layout, shape, _stride(source, src_data_rank), tensor.dtype, device)
     out = as_dtensor(redistribute(wrap(local, spec), layout))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
     return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out
+
+
+def _stride(source: Tensor, src_data_rank: int | None) -> tuple[int, ...]:
+    """The strides of the distributed tensor: in the memory order of `source` where each rank cuts its own copy."""
+    if src_data_rank is not None or source.is_contiguous():
+        return contiguous_stride(tuple(source.shape))
+    return torch.empty_like(torch.empty_strided(source.shape, source.stride(), device="meta")).stride()
 
 
 def distribute_module(

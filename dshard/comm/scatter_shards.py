@@ -19,16 +19,17 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.torch_private import TracingContext
 
 
-def local_shard(x: Tensor, region: Region) -> Tensor:
-    """A contiguous copy of the elements of `x` within `region`."""
-    return view_of(x, region).clone(memory_format=torch.contiguous_format)
+def local_shard(x: Tensor, region: Region, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """A dense copy of the elements of `x` within `region`."""
+    return view_of(x, region).clone(memory_format=memory_format)
 
 
 def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     """This rank's local tensor, under `layout`, of the global tensor `x`.
 
     The rank number `source` of the mesh sends each rank its local tensor; with None each rank slices its own `x`, and
-    nothing is sent. A rank outside the mesh gets a tensor without data, as all do without processes.
+    nothing is sent. A slice has the memory order of `x`; what is sent is contiguous, as ranks may differ in that order.
+    A rank outside the mesh gets a tensor without data, as all do without processes.
 
     Raises:
         MeshError: `source` is not a rank of the mesh.
@@ -53,9 +54,13 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
                 "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
             )
         if not scatters(x, layout, source):
-            return local_shard(x, layout.region(x.shape, runtime.coordinate))
+            return local_shard(x, layout.region(x.shape, runtime.coordinate), _memory_format(source))
         assert source is not None
         return _scatter(x, layout, source)
+
+
+def _memory_format(source: int | None) -> torch.memory_format:
+    return torch.preserve_format if source is None else torch.contiguous_format
 
 
 def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
@@ -84,7 +89,8 @@ def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
 
     def shard_of(rank: int) -> Tensor:
         tensor = tensors[rank if source is None else mesh.ranks[source]]
-        return local_shard(tensor, layout.region(tuple(tensor.shape), mesh.coordinate(rank)))
+        region = layout.region(tuple(tensor.shape), mesh.coordinate(rank))
+        return local_shard(tensor, region, _memory_format(source))
 
     return per_rank(mesh, shard_of)
 

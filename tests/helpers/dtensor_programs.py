@@ -113,6 +113,21 @@ def strides_of_a_transposed_part(lib: Library) -> None:
 
 
 @program
+def parts_cut_of_copies_keep_the_memory_order(lib: Library) -> None:
+    orders = drawn(12, 8).t(), drawn(8, 8, 4, 4).to(memory_format=torch.channels_last), drawn(4, 8, 12).permute(2, 0, 1)
+    for whole in orders:
+        for placement in kinds(lib, 0, 1):
+            x = lib.distribute_tensor(whole, line(lib), [placement], src_data_rank=None)
+            assert x.stride() == whole.stride()
+            if placement.is_shard():  # torch's replicas are contiguous
+                assert x.to_local().stride() == whole.chunk(4, placement.dim)[dist.get_rank()].clone().stride()
+            assert_close(x.full_tensor(), whole)
+            assert_close((x * 2 + x.contiguous()).full_tensor(), 3 * whole)
+    images = lib.distribute_tensor(orders[1], line(lib), [lib.Shard(0)], src_data_rank=None)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+@program
 def strides_of_sliced_parts(lib: Library) -> None:
     part = drawn(6, 8, 10)
     for local, dim, strides in (
