@@ -33,9 +33,10 @@ NAMES: dict[str, object] = {
     "all_reduce": _OPS.all_reduce,
     "all_to_all": _OPS.all_to_all_single,
     "exchange": _OPS.all_to_all_single,
-    "broadcast": _OPS.broadcast,
+    "broadcast": torch.ops.c10d.broadcast_,
+    "scatter": torch.ops.c10d.scatter_,
 }
-"""torch's names of collectives; others keep dshard's name."""
+"""The operators as which torch counts collectives; others keep dshard's name."""
 
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
@@ -75,10 +76,10 @@ class CommDebugMode:
             model(x).sum().backward()
         comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
 
-    The counts are by torch's functional collectives, as in torch; `comm.trace` has bytes, predicted seconds and lines
-    of dshard's. One of dshard's counts once, however a backend carries it out. What the program sends by itself
-    counts as in torch: by functional collectives, or by the operators of torch.distributed, such as
-    `torch.ops.c10d.allreduce_`.
+    The counts are by the operators that torch sends them with, most of them functional collectives; `comm.trace` has
+    bytes, predicted seconds and lines of dshard's. One of dshard's counts once, however a backend carries it out. What
+    the program sends by itself counts as in torch: by functional collectives, or by the operators of torch.distributed,
+    such as `torch.ops.c10d.allreduce_`.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def _memory_format(source: int | None) -> torch.memory_format:
 
 
 def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
-    """Whether `scatter_shards` sends anything for these arguments."""
+    """Whether `scatter_shards` sends anything for these arguments: a broadcast of replicas, or a scatter."""
     runtime = runtime_of(layout.mesh)
     if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
         return False
@@ -76,6 +76,8 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     runtime = runtime_of(mesh)
     assert runtime is not None
     group = runtime.group(mesh.names)
+    if not layout.sharded_dims():  # pieces would be a copy of the tensor for each rank
+        return transport.broadcast(x.reshape(-1), source, group, mesh).view(x.shape)
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
     flat = x.new_empty(0)
     if group.index == source:

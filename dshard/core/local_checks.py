@@ -92,5 +92,6 @@ def scattered(tensor: Tensor, layout: Layout, source: int | None) -> Tensor:
     shape = tuple(tensor.shape)
     spec = contiguous_spec(layout, shape, tensor.dtype, tensor.device)
     nbytes = layout.local_numel(shape) * tensor.itemsize
-    decision = sending("distribute_tensor", [spec], [("scatter", layout.mesh.names, nbytes)], explicit=True)
+    kind = "scatter" if layout.sharded_dims() else "broadcast"
+    decision = sending("distribute_tensor", [spec], [(kind, layout.mesh.names, nbytes)], explicit=True)
     return observed(decision, comm.scatter_shards, (tensor, layout, source))  # type: ignore[no-any-return]

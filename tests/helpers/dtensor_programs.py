@@ -192,6 +192,14 @@ def distributing_takes_rank_zero(lib: Library) -> None:
 
 
 @program
+def what_distributing_sends(lib: Library) -> None:
+    with lib.CommDebugMode() as comm:
+        for placement in kinds(lib, 0):
+            on_line(lib, drawn(8, 3), placement)
+    assert comm.get_comm_counts() == {torch.ops.c10d.scatter_: 1, torch.ops.c10d.broadcast_: 1}
+
+
+@program
 def distributing_from_another_rank(lib: Library) -> None:
     x = lib.distribute_tensor(torch.full((4,), float(dist.get_rank())), line(lib), [lib.Replicate()], src_data_rank=2)
     assert x.full_tensor().tolist() == [2] * 4

@@ -75,7 +75,7 @@ def refused() -> None:
             flatten(laid_out(network(), mesh, Replicate()), device_mesh=dp)
         with pytest.raises(MeshError, match=r"flattens them as if they were plain .* device_mesh=mesh\[\"dp\"\]"):
             flatten(laid_out(network(), tp), process_group=dp.get_group())
-    assert {event.collective for event in events} <= {"scatter"}  # what lays the models out
+    assert {event.collective for event in events} <= {"scatter", "broadcast"}  # what lays the models out
 
 
 def flattened() -> None:
