@@ -145,10 +145,12 @@ class Layout(Drawn):
         _check_axis(self.mesh, axis)
         placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
         assert self._axes is not None
-        axes = {dim: tuple(a for a in order if a != axis) for dim, order in self._axes.items()}
+        axes, before = dict(self._axes), self.placements[axis]
+        if isinstance(before, Shard):
+            axes[before.dim] = tuple([a for a in axes[before.dim] if a != axis])
         if isinstance(placement, Shard):
             axes[placement.dim] = (*axes.get(placement.dim, ()), axis)
-        return Layout(self.mesh, placements, tuple((dim, order) for dim, order in axes.items() if order))
+        return Layout(self.mesh, placements, tuple(axes.items()))
 
     def split(self, dim: int, axes: Sequence[int]) -> Layout:
         """This layout with these mesh axes, which shard nothing, as the last ones that shard tensor dim `dim`.

@@ -24,7 +24,7 @@ def from_torch(
     Raises:
         LayoutError: a placement of torch's that no order of the axes makes, or that dshard does not have.
     """
-    if all(type(placement) in TORCH_TWINS for placement in placements):
+    if TORCH_TWINS.keys() >= {*map(type, placements)}:
         return tuple(placements), ()
     own = tuple(own_placement(placement) for placement in placements)
     factors = [getattr(placement, "split_factor", 1) for placement in placements]
