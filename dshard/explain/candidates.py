@@ -50,8 +50,9 @@ class Moved:
 def redistributed(moved: Plan, itemsize: int) -> Moved:
     """A redistribution on one mesh."""
     before, after = (layout.local_numel(moved.shape) * itemsize for layout in (moved.src, moved.dst))
-    steps = tuple(map("  ".join, moved.words()))
-    return Moved(moved.seconds, moved.busiest() * itemsize, moved.messages(), before, after, steps)
+    steps, loads = tuple(map("  ".join, moved.words())), moved.loads()
+    nbytes, messages = sum(load.received for load in loads) * itemsize, sum(load.messages for load in loads)
+    return Moved(moved.seconds, nbytes, messages, before, after, steps)
 
 
 def resharded(reshard: ReshardPlan) -> Moved:

@@ -26,7 +26,7 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import Plan, plan
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_bound import matmul_lower_bound
-from dshard.rules.matmul_loops import STORAGES, Schedule, schedules
+from dshard.rules.matmul_loops import STORAGES, Schedule, schedules, stored_layout
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
 from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
@@ -197,23 +197,18 @@ def _schedule_key(schedule: Schedule, tensor: int) -> ScheduleKey:
 
 def _tensor_plan(matmul: Matmul, schedule: Schedule, tensor: int) -> TensorPlan:
     """The redistribution of A, B or C between its stored layout and the one in which the ranks multiply."""
-    stored = schedule.layouts(matmul.mesh)[tensor]
-    local_schedule = Schedule(schedule.loops, tuple("P" if loop == "k" else "R" for loop in schedule.loops))
-    local_layout = local_schedule.layouts(matmul.mesh)[tensor]
+    mesh, loops = matmul.mesh, schedule.loops
+    stored = stored_layout(mesh, loops, schedule.stored, tensor)
+    local_layout = stored_layout(mesh, loops, tuple("P" if loop == "k" else "R" for loop in loops), tensor)
     shape, itemsize = (matmul.shapes[tensor], matmul.dtype.itemsize)
     pairs = [(stored, local_layout)]
-    if tensor == 2:
-        pairs = [(local_layout, completed.layouts(matmul.mesh)[2]) for completed in _completions(schedule)]
+    if tensor == 2:  # each partial sum is reduced, in every combination of replicated and sharded
+        storages = product(*(STORAGES["k"][1:] if where == "P" else (where,) for where in schedule.stored))
+        pairs = [(local_layout, stored_layout(mesh, loops, completed, tensor)) for completed in storages]
     plans = [plan(src, dst, shape, itemsize, matmul.topology) for src, dst in pairs]
-    cheapest = min(plans, key=lambda plan: (plan.seconds, plan.busiest()))
+    least = min(plan.seconds for plan in plans)
+    cheapest = min((plan for plan in plans if plan.seconds == least), key=Plan.busiest)
     return TensorPlan(cheapest, redistributed(cheapest, itemsize), str(stored), stored_once((stored,)))
-
-
-def _completions(schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule with each partial sum reduced, in every combination of replicated and sharded."""
-    choices = [STORAGES["k"][1:] if stored == "P" else (stored,) for stored in schedule.stored]
-    for stored in product(*choices):
-        yield Schedule(schedule.loops, stored)
 
 
 def _name(schedule: Schedule, mesh: Mesh) -> str:

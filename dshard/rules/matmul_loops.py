@@ -78,7 +78,7 @@ class Schedule:
         """
         if mesh.ndim != len(self.loops):
             raise LayoutError(f"a schedule for {len(self.loops)} mesh axes on the mesh ({mesh}) of {mesh.ndim}")
-        a, b, c = (_layout(mesh, self.loops, self.stored, tensor) for tensor in range(3))
+        a, b, c = (stored_layout(mesh, self.loops, self.stored, tensor) for tensor in range(3))
         return a, b, c
 
     def volume(self, mesh: Mesh, m: int, k: int, n: int) -> float:
@@ -187,7 +187,8 @@ def _gathering(rows: list[int], columns: list[int]) -> float:
     return 2.0 if columns else 0.0
 
 
-def _layout(mesh: Mesh, loops: tuple[Loop, ...], stored: tuple[Stored, ...], tensor: int) -> Layout:
+def stored_layout(mesh: Mesh, loops: tuple[Loop, ...], stored: tuple[Stored, ...], tensor: int) -> Layout:
+    """The layout in which one tensor of a schedule is stored, A, B or C by its number, see `Schedule.layouts`."""
     dims = _DIMS[tensor]
     placements: list[Placement] = []
     major: dict[int, list[int]] = {0: [], 1: []}
