@@ -84,7 +84,7 @@ def collective_seconds(
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
         case "exchange" if along:
             messages = n - 1 if peers is None else min(n - 1, peers)
-            return messages * link.latency + _crossing_seconds(nbytes, along, mesh, axes, topology)
+            return messages * link.latency + _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology))
         case "all_to_all" | "exchange":
             return messages_seconds(nbytes, n - 1 if peers is None else min(n - 1, peers), link)
         case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
@@ -231,18 +231,20 @@ def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> fl
     return min(seconds, *(messages_seconds(nbytes, 1, link) for link in links))
 
 
-def _crossing_seconds(
-    nbytes: float, along: Sequence[float], mesh: Mesh, axes: tuple[str, ...], topology: Topology
-) -> float:
-    """Seconds for the bytes of an exchange, each over the slowest of the axes that it crosses.
+@cached("links along axes", 1024)
+def _links_along(mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[Link | None, ...]:
+    """The link of an exchange along each of these axes alone; None along one of a single rank."""
+    return tuple(
+        [topology.link(mesh, (axis,), "exchange") if mesh.shape[mesh.axis(axis)] > 1 else None for axis in axes]
+    )
+
+
+def _crossing_seconds(nbytes: float, along: Sequence[float], links: Sequence[Link | None]) -> float:
+    """Seconds for the bytes of an exchange, each over the slowest of the links along which it crosses an axis.
 
     Bytes that cross one axis are not counted again on a faster one: what stays within a host does not load its link.
     """
-    crossed = [
-        (topology.link(mesh, (axis,), "exchange"), crossing)
-        for axis, crossing in zip(axes, along, strict=True)
-        if mesh.shape[mesh.axis(axis)] > 1
-    ]
+    crossed = [(link, crossing) for link, crossing in zip(links, along, strict=True) if link is not None]
     slowest_first = sorted(crossed, key=lambda pair: -pair[0].seconds(nbytes))
     seconds, left = 0.0, nbytes
     for link, crossing in slowest_first:

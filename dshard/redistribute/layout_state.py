@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from math import prod
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from dshard.caches import cached
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.placements import Partial, ReduceOp, chunk, nested_chunk
+from dshard.placements import Partial, ReduceOp, chunk, chunk_of
 from dshard.redistribute.step import Step
 
 Axes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -49,8 +50,12 @@ class State:
     def __init__(self, axes: Axes, partial: Partials, shape: Shape, sizes: tuple[int, ...]) -> None:
         self.axes, self.partial, self.shape, self.sizes = axes, partial, shape, sizes
         self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
-        self.wide = tuple([tuple([axis for axis in split if sizes[axis] > 1]) for split in axes])
-        parts = [prod([sizes[axis] for axis in split]) for split in axes]
+        wide, parts = [*axes], [1] * len(axes)
+        for axis, dim in self.split.items():
+            parts[dim] *= sizes[axis]
+            if sizes[axis] == 1:
+                wide[dim] = tuple([each for each in wide[dim] if each != axis])
+        self.wide = tuple(wide)
         self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
         self.numel, self.share = prod(self.local), 1 / prod(parts)
         self.exact = [size > 0 == size % n for size, n in zip(shape, parts, strict=True)]
@@ -226,13 +231,13 @@ def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int
     sizes, among = here.sizes, tuple(axes)
     counts_all = prod([sizes[axis] for axis in axes]) <= COUNTED
     fixed, tables = _needed_and_held(here, there, among, counts_all)
-    varying = {i for split, _ in tables for i in split}
+    varying = {axis for strides, _ in tables for axis, stride in enumerate(strides) if stride}
     places = _places(sizes, among, counts_all)
     received: list[list[int]] = []
-    for corner in product(*[places[i] if i in varying else (0,) for i in range(len(sizes))]):
+    for corner in product(*[on if axis in varying else (0,) for axis, on in enumerate(places)]):
         counts = fixed
-        for split, table in tables:
-            counts = list(map(mul, counts, table[tuple([corner[i] for i in split])]))
+        for strides, table in tables:
+            counts = list(map(mul, counts, table[sum(map(mul, corner, strides))]))
         received.append(list(map(counts[0].__sub__, counts[1:])))
     totals = [(max(each), -(-sum(each) // len(each))) for each in zip(*received, strict=True)]
     return totals[0][0], totals[0][1] if counts_all else None, tuple(totals[1:])
@@ -246,32 +251,33 @@ def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> 
     ]
 
 
-def _free(axes: tuple[int, ...], counts_all: bool) -> list[tuple[int, ...]]:
-    """The sets of axes over which held elements are summed: none, and all but one."""
-    all_but_one = [tuple([other for other in axes if other != axis]) for axis in axes]
-    return [(), *all_but_one] if counts_all and len(axes) > 1 else [()]
+def _crossed(axes: tuple[int, ...], counts_all: bool) -> tuple[int, ...]:
+    """The axes along each of which elements are counted."""
+    return axes if counts_all and len(axes) > 1 else ()
 
 
-Table: TypeAlias = dict[Coordinate, tuple[int, ...]]
+Table: TypeAlias = tuple[list[int], dict[int, tuple[int, ...]]]
+"""The stride of each mesh axis, 0 for those that do not shard a dim, and by their sum for a rank what it counts."""
 
 
 def _needed_and_held(
     here: State, there: State, axes: tuple[int, ...], counts_all: bool
-) -> tuple[list[int], list[tuple[tuple[int, ...], Table]]]:
-    """The elements that each rank needs, and for each set of free axes those of them held by ranks that differ there.
+) -> tuple[list[int], list[Table]]:
+    """The elements that each rank needs, those of them that it holds, and that all with its index on each axis hold.
 
-    A product over the dims: first the factor that is the same for all ranks, then a table for each other dim, by the
-    axes that shard it. Of a dim that is sharded evenly, in nested chunks, all ranks need and hold equally many.
+    A product over the dims: first the factor that is the same for all ranks, then a table for each other dim. Of a dim
+    that is sharded evenly, in nested chunks, all ranks need and hold equally many.
     """
-    sizes, free = here.sizes, _free(axes, counts_all)
-    fixed, tables = [1] * (1 + len(free)), list[tuple[tuple[int, ...], Table]]()
+    sizes, crossed = here.sizes, _crossed(axes, counts_all)
+    fixed, tables = [1] * (2 + len(crossed)), list[Table]()
     for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
         longer = max(have_axes, want_axes, key=len)
         parts = prod([sizes[i] for i in longer])
         if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
             inner = have_axes[len(want_axes) :]  # whose other chunks lie in what is needed, too
-            held = [size // parts * prod([sizes[i] for i in inner if i in each]) for each in free]
-            fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), *held]))
+            held, others = size // parts, prod([sizes[i] for i in inner if i in axes])
+            beside = [held * others // (sizes[axis] if axis in inner else 1) for axis in crossed]
+            fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), held, *beside]))
         else:
             tables.append(_table(size, have_axes, want_axes, sizes, axes, counts_all))
     return fixed, tables
@@ -285,28 +291,41 @@ def _table(
     sizes: tuple[int, ...],
     axes: tuple[int, ...],
     counts_all: bool,
-) -> tuple[tuple[int, ...], Table]:
-    """For one dim: the axes that shard it, and by indices on these the needed elements and how many of them are held.
+) -> Table:
+    """The needed indices of one dim, and how many of them are held, by the rank and by all with its index on an axis.
 
     The dim is sharded by `have_axes` before an exchange along `axes`, and by `want_axes` afterwards.
     """
-    split, places = tuple(sorted({*have_axes, *want_axes})), _places(sizes, axes, counts_all)
-    have, want = (
-        {at: nested_chunk(size, order, sizes, dict(zip(order, at, strict=True))) for at in product(*on)}
-        for order, on in ((order, [places[i] for i in order]) for order in (have_axes, want_axes))
-    )
-    both = {
-        (needed, held): max(0, min(want[needed].stop, have[held].stop) - max(want[needed].start, have[held].start))
-        for needed in want
-        for held in have
-    }
-    free, table = _free(axes, counts_all), Table()
-    for picked in product(*[places[i] for i in split]):
-        at = dict(zip(split, picked, strict=True))
-        needed = tuple([at[i] for i in want_axes])
-        options = [product(*[places[i] if i in each else (at[i],) for i in have_axes]) for each in free]
-        table[picked] = (len(want[needed]), *[sum(map(both.__getitem__, product((needed,), held))) for held in options])
-    return split, table
+    places, crossed = _places(sizes, axes, counts_all), _crossed(axes, counts_all)
+    have, want = (_chunks(size, order, sizes, places) for order in (have_axes, want_axes))
+    held, together = dict[tuple[Coordinate, Coordinate], int](), Counter[tuple[object, ...]]()
+    for to, needed in want.items():
+        for at, part in have.items():
+            both = max(0, min(needed.stop, part.stop) - max(needed.start, part.start))
+            held[to, at] = both
+            together[(to,)] += both
+            for axis, i in zip(have_axes, at, strict=True):
+                together[to, axis, i] += both
+    strides, counts, stride = [0] * len(sizes), dict[int, tuple[int, ...]](), 1
+    split = sorted({*have_axes, *want_axes})
+    for axis in split:
+        strides[axis], stride = stride, stride * sizes[axis]
+    for picked in product(*[places[axis] for axis in split]):
+        index = dict(zip(split, picked, strict=True))
+        at, to = (tuple(map(index.__getitem__, order)) for order in (have_axes, want_axes))
+        beside = [together[(to, axis, index[axis]) if axis in have_axes else (to,)] for axis in crossed]
+        counts[sum([strides[axis] * i for axis, i in index.items()])] = (len(want[to]), held[to, at], *beside)
+    return strides, counts
+
+
+def _chunks(
+    size: int, axes: tuple[int, ...], sizes: tuple[int, ...], places: list[Sequence[int]]
+) -> dict[Coordinate, range]:
+    """The chunk of a dim of this size, sharded by `axes` from major to minor, at each of the places on these."""
+    chunks: dict[Coordinate, range] = {(): range(size)}
+    for axis in axes:
+        chunks = {(*at, i): chunk_of(held, sizes[axis], i) for at, held in chunks.items() for i in places[axis]}
+    return chunks
 
 
 # -- relations of two states

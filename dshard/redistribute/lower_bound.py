@@ -88,8 +88,8 @@ class LowerBound:
     """Lower bounds for tensors of one shape on one mesh and topology."""
 
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
-        self.mesh, self.launch, self.itemsize = mesh, topology.launch, itemsize
-        self.numel = prod(shape)
+        self.sizes, self.ranks = mesh.shape, mesh.size
+        self.launch, self.itemsize, self.numel = topology.launch, itemsize, prod(shape)
         self.moves, self.reductions, self.slow = least_terms(mesh, topology)
 
     def seconds(self, src: State, dst: State) -> float:
@@ -101,7 +101,7 @@ class LowerBound:
         """
         terms, begins, ends = 1, 0, False
         if src.partial != dst.partial:
-            for op, target, n in zip(src.partial, dst.partial, self.mesh.shape, strict=True):
+            for op, target, n in zip(src.partial, dst.partial, self.sizes, strict=True):
                 if op != target:
                     begins += target is not None
                     if op is not None:
@@ -120,7 +120,7 @@ class LowerBound:
         lacking = float(dst.numel - (0 if separate else held))
         if terms > 1:
             latency += self.reductions.seconds[(terms - 1).bit_length()]
-            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.mesh.size))
+            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.ranks))
         steps = max(1, ends + begins + (ends and not nested))
         rate = max(self.moves.rate, self.reductions.rate) if any(src.partial) else self.moves.rate
         seconds = steps * self.launch + latency + lacking * self.itemsize / rate
@@ -135,7 +135,7 @@ class LowerBound:
         """
         most = 0.0
         for axis, moves, reductions in self.slow:
-            n, there, anywhere, times = self.mesh.shape[axis], moves, self.moves, doublings[0]
+            n, there, anywhere, times = self.sizes[axis], moves, self.moves, doublings[0]
             if src.partial[axis] != dst.partial[axis] and src.partial[axis] is not None:
                 numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
                 there, anywhere, times = reductions, self.reductions, doublings[1]
@@ -146,7 +146,7 @@ class LowerBound:
             else:
                 continue
             byte, begin = 1 / there.rate - 1 / rate, there.seconds[times] - anywhere.seconds[times]
-            most = max(most, numel / self.mesh.size * self.itemsize * byte + begin)
+            most = max(most, numel / self.ranks * self.itemsize * byte + begin)
         return most
 
 

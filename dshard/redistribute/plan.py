@@ -13,7 +13,7 @@ from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
 from dshard.notebook import Tabled
-from dshard.redistribute.layout_state import Begins, Load, Reached, State, changed
+from dshard.redistribute.layout_state import Begins, Load, Move, Reached, State, changed
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
 from dshard.redistribute.step import Step, after, describe, sizes_received
@@ -119,23 +119,20 @@ class PricedPlan(NamedTuple):
     steps: int
 
 
-def plan_price(src: Layout, dst: Layout, space: Space) -> PricedPlan:
-    """The price of the cheapest plan between two layouts of a space, found without making its steps.
+def plan_price(src: State, dst: State, space: Space) -> PricedPlan:
+    """The price of the cheapest plan between two states of a space, found without making its steps.
 
     For choices, where thousands of plans are priced and few are run. Redistributions that differ only by a permutation
     of interchangeable mesh axes share a price.
     """
-    if src == dst:
+    if src is dst:
         return PricedPlan(0.0, 0)
-    end = _cheapest(space, *space.canonical(space.state_of(src), space.state_of(dst)), "lean")
+    end = _cheapest(space, *space.canonical(src, dst), "lean")
     return PricedPlan(end.seconds, len(end.path()))
 
 
-def plan_price_within(src: Layout, dst: Layout, space: Space, most: float) -> PricedPlan | None:
-    """The price of the cheapest plan; None, which is faster to find, if it takes more than `most` seconds."""
-    if src == dst:
-        return PricedPlan(0.0, 0)
-    first, last = space.canonical(space.state_of(src), space.state_of(dst))
+def plan_price_within(first: State, last: State, space: Space, most: float) -> PricedPlan | None:
+    """The price of the cheapest plan between two canonical states; None, found faster, if it takes more than `most`."""
     end = _search(space, first, last, max(first.numel, last.numel), most)
     return None if end is None else PricedPlan(end.seconds, len(end.path()))
 
@@ -190,21 +187,18 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
             continue
         if not exact:
             assert here.before is not None
-            seconds = here.before.seconds + space.exact(here.before.state, state).seconds
-            if queue.open(state, seconds):
-                queue.push(here._replace(seconds=seconds))
+            queue.push(here.before, space.exact(here.before.state, state))
             continue
         if state is last:
             return here
         settled.add(state)
-        for there, kind, took, _ in space.onward(state, dims, begins):
-            total = here.seconds + took
-            if queue.open(there, total) and there.numel <= room and there not in settled:
-                queue.push(Reached(here, there, total, kind))
+        for move in space.onward(state, dims, begins):
+            if move.there.numel <= room and move.there not in settled:
+                queue.push(here, move)
         for target in targets:
-            move = space.straight(state, target)
-            if move is not None and target not in settled and queue.open(target, here.seconds + move.seconds):
-                queue.push(Reached(here, target, here.seconds + move.seconds, move.kind), move.exact)
+            straight = space.straight(state, target)
+            if straight is not None and target not in settled:
+                queue.push(here, straight)
     return None
 
 
@@ -216,19 +210,18 @@ class _Queue:
         self.best: dict[State, float] = {first: 0.0}
         self.entries: list[tuple[float, int, Reached, bool]] = [(0.0, 0, Reached(None, first, 0.0, None), True)]
 
-    def open(self, there: State, total: float) -> bool:
-        """Whether `total` seconds to reach `there` are below the best so far and within the limit."""
-        return total <= self.least and total < self.best.get(there, inf)
-
-    def push(self, reached: Reached, exact: bool = True) -> None:
-        """Add a state; seconds that are not `exact` are a lower bound."""
-        there, total = reached.state, reached.seconds
+    def push(self, here: Reached, move: Move) -> None:
+        """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit."""
+        there, kind, seconds, exact = move
+        total = here.seconds + seconds
+        if total > self.least or total >= self.best.get(there, inf):
+            return
         rest = self.space.least(there, self.last)
         if total + rest <= self.least:
             if exact:
                 self.best[there] = total
                 self.least = total if there is self.last else self.least
-            heapq.heappush(self.entries, (total + rest, next(self.ticket), reached, exact))
+            heapq.heappush(self.entries, (total + rest, next(self.ticket), Reached(here, there, total, kind), exact))
 
 
 def _greedy(space: Space, first: State, last: State) -> Reached | None:

@@ -54,6 +54,7 @@ class Space:
         self.mesh, self.topology, self.shape, self.itemsize = mesh, topology, shape, itemsize
         self.sizes = mesh.shape
         self.bound = LowerBound(mesh, topology, shape, itemsize)
+        self.roles = [role for role in roles(mesh, topology) if len(role) > 1]
         wide = [axis for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
         alone = {topology.link(mesh, (axis,), "exchange") for axis in wide}
         self.level = len(alone) < 2 and not any(link.measured for link in alone)
@@ -85,11 +86,10 @@ class Space:
 
         Interchangeable axes are sorted by their placements before and after, and by their places in the orders of dims.
         """
-        axes = list(range(self.mesh.ndim))
-        for role in roles(self.mesh, self.topology):
-            if len(role) > 1:
-                for axis, own in zip(role, sorted(role, key=lambda i: (_part(src, i), _part(dst, i))), strict=True):
-                    axes[own] = axis
+        axes, keys = list(range(self.mesh.ndim)), list(zip(_axis_keys(src), _axis_keys(dst), strict=True))
+        for role in self.roles:
+            for axis, own in zip(role, sorted(role, key=keys.__getitem__), strict=True):
+                axes[own] = axis
         return tuple(axes)
 
     def canonical(self, src: State, dst: State) -> tuple[State, State]:
@@ -99,6 +99,8 @@ class Space:
 
     def renamed(self, state: State, axes: Sequence[int]) -> State:
         """The state with `axes` in place of its mesh axes."""
+        if list(axes) == sorted(axes):
+            return state
         partial = dict(zip(axes, state.partial, strict=True))
         return self.state(
             tuple([tuple([axes[axis] for axis in split]) for split in state.axes]),
@@ -272,13 +274,13 @@ def commute(a: ReduceOp, b: ReduceOp) -> bool:
     return a == b or {a, b} == {"sum", "avg"}
 
 
-def _part(state: State, axis: int) -> tuple[int, int, str]:
-    """The key of one mesh axis in a state: equal for axes with the same placement and order."""
-    if axis in state.split:
-        dim = state.split[axis]
-        return dim, state.axes[dim].index(axis), ""
-    op = state.partial[axis]
-    return (-1, 0, "") if op is None else (-2, 0, op)
+def _axis_keys(state: State) -> list[tuple[int, int, str]]:
+    """A key for each mesh axis, equal for axes with the same placement and order."""
+    keys = [(-1, 0, "") if op is None else (-2, 0, op) for op in state.partial]
+    for dim, split in enumerate(state.axes):
+        for place, axis in enumerate(split):
+            keys[axis] = dim, place, ""
+    return keys
 
 
 def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]

@@ -8,9 +8,10 @@ from math import prod
 from typing import NamedTuple
 
 from dshard.cost import together_seconds, work_seconds
-from dshard.layout import Layout, Shape, interned
+from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
+from dshard.redistribute.layout_state import State
 from dshard.redistribute.plan import PricedPlan, plan_price_within
 from dshard.redistribute.space import Space, space_of
 from dshard.rules.attention_blocks import (
@@ -33,8 +34,8 @@ class _Move(NamedTuple):
     """A redistribution of operand `i`, or of its gradient, which runs `times` times."""
 
     i: int
-    src: Layout
-    dst: Layout
+    src: State
+    dst: State
     times: int
 
 
@@ -84,7 +85,8 @@ class Price:
             for axis in range(self.mesh.ndim)
             if all(operand.layout.placements[axis] == Replicate() for operand in operands)
         )
-        self.back = [interned(operand.layout.cotangent()) for operand in operands]
+        self.starts = [space.state_of(o.layout) for space, o in zip(self.spaces, operands, strict=True)]
+        self.back = [space.state_of(o.layout.cotangent()) for space, o in zip(self.spaces, operands, strict=True)]
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
@@ -97,19 +99,19 @@ class Price:
         """The lower bound of an expansion before any of its redistributions is priced."""
         gradients = self.constraints.gradients
         moves: list[_Move] = []
-        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
-            moves.append(_Move(i, operand.layout, layout, 1 + self.moved_again(i)))
+        for i, (space, layout) in enumerate(zip(self.spaces, expansion.inputs, strict=True)):
+            moves.append(_Move(i, self.starts[i], space.state_of(layout), 1 + self.moved_again(i)))
             if gradients and gradients[i]:
-                moves.append(_Move(i, expansion.gradients[i], self.back[i], 1))
+                moves.append(_Move(i, space.state_of(expansion.gradients[i]), self.back[i], 1))
         fixed = sum(self.local_work(expansion)) + self.end_at_least(expansion)
-        return Bound(fixed, [move for move in moves if move.src != move.dst])
+        return Bound(fixed, [move for move in moves if move.src is not move.dst])
 
     def at_least(self, move: _Move) -> float:
         """The seconds of a redistribution, or a lower bound if it is not priced."""
         key = move[:3]
         seconds = self.leasts.get(key)
         if seconds is None:
-            seconds = self.leasts[key] = _least(self.spaces[move.i], move.src, move.dst)
+            seconds = self.leasts[key] = self.spaces[move.i].least(move.src, move.dst)
         return seconds
 
     def end_at_least(self, expansion: Expansion) -> float:
@@ -136,7 +138,7 @@ class Price:
 
     # -- the price
 
-    def plan(self, i: int, src: Layout, dst: Layout) -> PricedPlan:
+    def plan(self, i: int, src: State, dst: State) -> PricedPlan:
         """The priced plan that redistributes operand `i`, or its gradient, from `src` to `dst`."""
         key = (i, src, dst)
         priced = self.plans.get(key)
@@ -148,10 +150,10 @@ class Price:
     def within(self, move: _Move, most: float) -> None:
         """Price a redistribution, or record that it takes more than `most` seconds; equivalent ones share the price."""
         space = self.spaces[move.i]
-        key = (move.i, *space.canonical(space.state_of(move.src), space.state_of(move.dst)))
+        key = (move.i, *space.canonical(move.src, move.dst))
         known = self.plans.get(key)
         if known is None and self.leasts.get(key, 0.0) < most:
-            known = plan_price_within(move.src, move.dst, space, most)
+            known = plan_price_within(*key[1:], space, most)
         for each in (key, move[:3]):
             if known is not None:
                 self.plans[each], self.leasts[each] = known, known.seconds
@@ -162,13 +164,13 @@ class Price:
         """The strategy of an expansion, with its price."""
         (compute, backward), constraints = self.local_work(expansion), self.constraints
         gather, reduce, moves = 0.0, 0.0, 0
-        for i, (operand, layout) in enumerate(zip(self.operands, expansion.inputs, strict=True)):
-            move = self.plan(i, operand.layout, layout)
+        for i, (space, layout) in enumerate(zip(self.spaces, expansion.inputs, strict=True)):
+            move = self.plan(i, self.starts[i], space.state_of(layout))
             gather, moves = gather + move.seconds, moves + move.steps
             backward += move.seconds * self.moved_again(i)
         for i, needed in enumerate(constraints.gradients):
             if needed:
-                backward += self.plan(i, expansion.gradients[i], self.back[i]).seconds
+                backward += self.plan(i, self.spaces[i].state_of(expansion.gradients[i]), self.back[i]).seconds
         ends = tuple(
             self.end(i, expansion, layout, shape, itemsize)
             for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
@@ -176,11 +178,11 @@ class Price:
         passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
         debt = self.topology if passes else self.topology.bytes_only()
         for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
-            reduce += plan_price(layout, end, space_of(self.mesh, debt, shape, itemsize)).seconds
+            reduce += _seconds(space_of(self.mesh, debt, shape, itemsize), layout, end)
             debt = self.topology.bytes_only()  # pieces of one tensor may be reduced together
             if any(constraints.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)
-                backward += plan_price(end.cotangent(), layout.cotangent(), space).seconds
+                backward += _seconds(space, end.cotangent(), layout.cotangent())
         return Strategy(
             expansion.inputs,
             expansion.outputs,
@@ -278,7 +280,7 @@ class Price:
         if len(ends) == 1:
             return ends[0]
         space = space_of(self.mesh, self.topology, shape, itemsize)
-        return min(ends, key=lambda end: plan_price(layout, end, space).seconds)
+        return min(ends, key=lambda end: _seconds(space, layout, end))
 
     def ends(self, i: int, expansion: Expansion, layout: Layout, shape: Shape) -> tuple[Layout, ...]:
         """The layouts in which output `i` may end: its partial axes sharded, or replicated."""
@@ -304,6 +306,10 @@ class Price:
 
 def _least(space: Space, src: Layout, dst: Layout) -> float:
     return space.least(space.state_of(src), space.state_of(dst))
+
+
+def _seconds(space: Space, src: Layout, dst: Layout) -> float:
+    return plan_price(space.state_of(src), space.state_of(dst), space).seconds
 
 
 def requested_layout(rule: Rule, constraints: Constraints, expansion: Expansion, shape: Shape) -> Layout:

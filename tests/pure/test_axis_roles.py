@@ -40,7 +40,7 @@ def test_a_renamed_plan_takes_as_long_as_one_that_is_searched(
     searched = None if src == dst else _search(space, space.state_of(src), space.state_of(dst), room)
     if searched is not None:
         assert found.seconds == pytest.approx(searched.seconds)
-    assert plan_price(src, dst, space) == (found.seconds, len(found.steps))
+    assert plan_price(space.state_of(src), space.state_of(dst), space) == (found.seconds, len(found.steps))
     alike = plan(*map(space.layout_of, space.canonical(space.state_of(src), space.state_of(dst))), shape, 4, topology)
     assert (alike.seconds, len(alike.steps)) == (found.seconds, len(found.steps))
     assert alike.busiest() == found.busiest()

@@ -97,7 +97,9 @@ def test_a_plan_is_found_within_its_seconds(
 ) -> None:
     expected = plan(src, dst, shape, 4, topology)
 
-    found = plan_price_within(src, dst, Space(CUBE, topology, shape, 4), expected.seconds * times)
+    space = Space(CUBE, topology, shape, 4)
+    first, last = space.canonical(space.state_of(src), space.state_of(dst))
+    found = plan_price_within(first, last, space, expected.seconds * times)
 
     if abs(times - 1) > 1e-9 and expected.seconds:
         assert (found is None) == (times < 1)
