@@ -27,16 +27,18 @@ BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
 class Block(nn.Module):
     """Attention and a feed-forward network, each applied to its normalised input and added to that input."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, *, causal: bool = False) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
+        """Tokens -> tokens, [batch, tokens, width]."""
         heads = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         query, key, value = heads.chunk(3, dim=-1)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
@@ -78,7 +80,7 @@ class Program:
 def program_on(mesh: Mesh, device: str = "cpu") -> Program:
     """Build the training step on `mesh`; with device "meta" the mesh needs no processes."""
     with torch.device("meta"):  # whose values are not drawn from anybody's generator
-        block = Block()
+        block = Block(WIDTH)
     for module in block.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             zeros = torch.zeros(parameter.shape, device=device)

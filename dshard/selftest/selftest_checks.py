@@ -13,11 +13,11 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import checkpoint, factories, functional
 from dshard.calibrate import measure
+from dshard.calibrate.block_program import Block
 from dshard.comm import DeviceMesh, bind, gather_objects, group_rank, init_device_mesh
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError, MeshError, StrategyError
@@ -45,7 +45,6 @@ CAPTURED = ("fsdp", "megatron")
 """The plans of steps that are captured in a CUDA graph."""
 _WARM = 3
 """Steps before one is captured."""
-_HEADS = 4
 _MEASURING = 1.0  # seconds
 
 
@@ -139,30 +138,11 @@ def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
         _same(_global(result), right, f"{name}: {what}", 1e-3)
 
 
-class Block(nn.Module):
-    """A transformer block: causal attention and a perceptron, each applied to its normalised input and added to it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens -> tokens, [batch, tokens, width]."""
-        y = self.norm1(x)
-        q, k, v = (f(y).unflatten(-1, (_HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
-
-
 def model_of(place: Place, width: int, blocks: int = 2) -> nn.Sequential:
-    """A stack of blocks, the same on all ranks."""
+    """A stack of transformer blocks with causal attention, the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(*(Block(width) for _ in range(blocks))).to(place.device)
+        return nn.Sequential(*(Block(width, causal=True) for _ in range(blocks))).to(place.device)
 
 
 def training_steps(place: Place) -> str:
