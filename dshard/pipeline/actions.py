@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from dshard.errors import ScheduleError
 from dshard.validate import as_int
@@ -48,43 +48,38 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class _Compute:
+    """What a stage computes for one microbatch; as text a letter and the microbatch."""
+
+    letter: ClassVar[str]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.letter}{self.microbatch}"
+
+
+class Forward(_Compute):
     """The stage's module on one microbatch."""
 
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"F{self.microbatch}"
+    letter = "F"
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(_Compute):
     """The backward pass of the stage on one microbatch: gradients of inputs and weights."""
 
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"B{self.microbatch}"
+    letter = "B"
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(_Compute):
     """The first half of a split backward pass: the gradients of the inputs, for which earlier stages wait."""
 
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"I{self.microbatch}"
+    letter = "I"
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(_Compute):
     """The second half of a split backward pass: the gradients of the weights, after `BackwardInput`."""
 
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"W{self.microbatch}"
+    letter = "W"
 
 
 @dataclass(frozen=True, slots=True)
