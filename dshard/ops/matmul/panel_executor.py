@@ -194,13 +194,10 @@ class PanelExecutor:
             space.give(panel)
 
         def use(t: int, pair: list[Tensor]) -> Program[None]:
-            result_panel = self.multiply(*pair)
             held, computed = todo.parts[t].held[2], todo.parts[t].computed
             assert held is not None
             assert computed is not None
-            if bias is not None:
-                last = dim == result_panel.ndim - 1
-                result_panel.add_(panel_of(bias, 0, computed, space) if last else bias)
+            result_panel = self.multiplied(pair, computed, bias, space)
             if waiting:
                 yield from land()
             flight = yield from begin(todo.parts[t].steps[2], result_panel, space)
@@ -233,9 +230,20 @@ class PanelExecutor:
             yield
 
         yield from self._panels(todo, space, uncut, use)
+        return (yield from self.ending(todo, total[0], bias, space))
+
+    def multiplied(self, pair: Sequence[Tensor], computed: Ranges, bias: Tensor | None, space: Session) -> Tensor:
+        """A panel of the result, with these indices along the dim that is cut, and the bias added."""
+        panel = self.multiply(*pair)
         if bias is not None:
-            total[0].add_(bias)
-        flight = yield from begin(todo.uncut[2], total[0].to(self.dtype), space)
+            panel.add_(panel_of(bias, 0, computed, space) if self.dims[2] == panel.ndim - 1 else bias)
+        return panel
+
+    def ending(self, todo: Compiled, total: Tensor, bias: Tensor | None, space: Session) -> Program[Program[Tensor]]:
+        """Begin to redistribute the result, to which the bias is added, in bulk; returns the program that finishes."""
+        if bias is not None:
+            total.add_(bias)
+        flight = yield from begin(todo.uncut[2], total.to(self.dtype), space)
 
         def rest() -> Program[Tensor]:
             end = yield from finish(flight, space)

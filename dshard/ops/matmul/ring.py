@@ -24,7 +24,6 @@ from dshard.comm import (
     Request,
     Runtime,
     Session,
-    begin,
     finish,
     flat,
     same_memory,
@@ -218,15 +217,7 @@ class RingExecutor(PanelExecutor):
             for i, x in enumerate(pair):
                 if (i in self.axes and not left) or (i not in self.axes and not same_memory(x, uncut[i])):
                     space.give(x)
-        if dim is None and bias is not None:
-            total.add_(bias)
-        flight = yield from begin(todo.uncut[2], total.to(self.dtype), space)
-
-        def rest() -> Program[Tensor]:
-            end = yield from finish(flight, space)
-            return end.clone() if todo.uncut[2] else end
-
-        return rest()
+        return (yield from self.ending(todo, total, bias if dim is None else None, space))
 
     def _use(self, total: Tensor, step: RingStep, pair: list[Tensor], bias: Tensor | None, space: Session) -> None:
         dim, held = self.dims[2], step.held[2]
@@ -236,13 +227,7 @@ class RingExecutor(PanelExecutor):
             total.add_(self.multiply(*pair))
         else:
             assert held is not None
-            place(total, dim, held, self._term(pair, held, bias, space))
-
-    def _term(self, pair: list[Tensor], held: Ranges, bias: Tensor | None, space: Session) -> Tensor:
-        term = self.multiply(*pair)
-        if bias is not None:
-            term.add_(panel_of(bias, 0, held, space) if self.dims[2] == term.ndim - 1 else bias)
-        return term
+            place(total, dim, held, self.multiplied(pair, held, bias, space))
 
     def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
         """Send this rank's own panel to the rank that holds its counterpart: Cannon's initial skew."""
@@ -285,7 +270,7 @@ class RingExecutor(PanelExecutor):
             panel, held = number % self.each, step.held[2]
             assert held is not None
             pair = [_cut(x, d, h, space) for x, d, h in zip(uncut, self.dims[:2], step.held[:2], strict=True)]
-            term = self._term(pair, held, bias, space)
+            term = self.multiplied(pair, held, bias, space)
             for x, y in zip(pair, uncut, strict=True):
                 if not same_memory(x, y):
                     space.give(x)
