@@ -20,7 +20,8 @@ from dshard.dispatch import fast_path
 from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 
-MAX_FILES, MAX_FRAMES = 6, 5
+MAX_FILES, MAX_FRAMES, MAX_FRAMES_TO_ALTERNATIVE = 6, 5, 6
+ALTERNATIVE = ("ops/small_reductions.py", "run")
 COLLECTIVE = ("comm/run.py", "run_collective")
 BESIDE = ("comm/collective.py", "core/local_results.py")
 """Who calls local operators beside the walk: the reduction of terms received, and the log that passes calls on."""
@@ -88,8 +89,7 @@ def stacks_at(call: Callable[[], Any], ends: tuple[str, ...]) -> dict[str, list[
 
 def frames_between(stack: Stack) -> Stack:
     """The frames after the entry; an alternative consists of operators that enter at `dispatch` themselves."""
-    alternative = ("ops/small_reductions.py", "run")
-    start = stack.index(alternative) + 1 if alternative in stack else 0
+    start = stack.index(ALTERNATIVE) + 1 if ALTERNATIVE in stack else 0
     return stack[start + 1 :]
 
 
@@ -111,6 +111,9 @@ def long_walks() -> list[str]:
                 longest = max(map(frames_between, stacks), key=len, default=[])
                 if turn == "warm" and len(longest) > MAX_FRAMES:
                     wrong.append(f"{walk}: {len(longest)} frames: {longest}")
+                before = [stack[1 : stack.index(ALTERNATIVE)] for stack in stacks if ALTERNATIVE in stack]
+                if turn == "warm" and any(len(frames) > MAX_FRAMES_TO_ALTERNATIVE for frames in before):
+                    wrong.append(f"{walk}: more frames before the alternative: {before}")
     return wrong
 
 
