@@ -25,7 +25,7 @@ from torch import Tensor
 from dshard import DeviceMesh, Layout, Mesh, Partial, Shard, init_device_mesh
 from dshard.errors import RankError
 from dshard.testing import RankPool
-from dshard.testing.terms import parted
+from dshard.testing.terms import local_tensor_of
 
 START_LIMIT = 120.0
 
@@ -48,7 +48,7 @@ def their_placement(placement: Any) -> Any:
 def laid(x: Tensor, layout: Layout, seed: int) -> Tensor:
     """The tensor as torch's DTensor, this rank's part made here."""
     mesh = mesh_like(layout.mesh)
-    local = parted(x, layout, seed)(layout.mesh.coordinate(dist.get_rank()))
+    local = local_tensor_of(x, layout, seed)(layout.mesh.coordinate(dist.get_rank()))
     placements = [their_placement(p) for p in layout.placements]
     return theirs.DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 

@@ -22,7 +22,7 @@ from dshard.cli.arguments import (
 from dshard.explain import parse_dtype
 from dshard.report.setup_tables import SHOWN, setups_table, step_table
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
-from dshard.simulate.queues import drawn
+from dshard.simulate.queues import chrome_trace
 from dshard.simulate.setup_files import read_setup, setup_data, step_data
 
 _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -107,7 +107,7 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
         step = simulate_step(model, setup, topology, arguments.batch, **kinds)
         slots = timeline(model, setup, topology, arguments.batch, **kinds)
     if arguments.trace is not None:
-        arguments.trace.write_text(drawn(slots))
+        arguments.trace.write_text(chrome_trace(slots))
     table = step_table(step, slots, topology, why)
     return print_result(arguments, step_data(step) | topology_data(topology, why), table)
 

@@ -159,4 +159,4 @@ def _explain(arguments: argparse.Namespace) -> int:
             explained = explain_source(arguments.source, tensors)
         explained = Report(tuple(replace(operator, topology_why=why) for operator in explained.operators))
     explained = explained.top(arguments.top)
-    return print_result(arguments, json.loads(explained.to_json()), report.drawn(explained))
+    return print_result(arguments, json.loads(explained.to_json()), report.drawing_of(explained))

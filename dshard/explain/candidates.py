@@ -27,7 +27,7 @@ Outputs = tuple[tuple[Shape, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MoveCost:
     """The cost of one redistribution, or collective, in a candidate, with its steps in words.
 
     The busiest rank receives `nbytes`, in `messages` one after the other; the first holds bytes `before` and `after`.
@@ -47,23 +47,23 @@ class Moved:
 
 
 @cached("explained plans", 8192)
-def redistributed(moved: Plan, itemsize: int) -> Moved:
+def redistribution_cost(moved: Plan, itemsize: int) -> MoveCost:
     """A redistribution on one mesh."""
     before, after = (layout.local_numel(moved.shape) * itemsize for layout in (moved.src, moved.dst))
     steps, loads = tuple(map("  ".join, moved.words())), moved.loads()
     nbytes, messages = sum(load.received for load in loads) * itemsize, sum(load.messages for load in loads)
-    return Moved(moved.seconds, nbytes, messages, before, after, steps)
+    return MoveCost(moved.seconds, nbytes, messages, before, after, steps)
 
 
-def resharded(reshard: ReshardPlan) -> Moved:
+def reshard_cost(reshard: ReshardPlan) -> MoveCost:
     """A plan to another mesh; bytes and messages are those of the busiest rank."""
     messages = dict.fromkeys(reshard.ranks, 0)
     for chain in reshard.chains:
         for _, receiver in chain.hops:
             messages[receiver] += chain.chunks
-    around = [redistributed(plan, reshard.itemsize) for plan in (reshard.first, reshard.last) if plan is not None]
+    around = [redistribution_cost(plan, reshard.itemsize) for plan in (reshard.first, reshard.last) if plan is not None]
     before, after = (layout.local_numel(reshard.shape) * reshard.itemsize for layout in (reshard.src, reshard.dst))
-    return Moved(
+    return MoveCost(
         reshard.seconds,
         max(map(reshard.received, reshard.ranks)) * reshard.itemsize + sum(move.nbytes for move in around),
         max(messages.values()) + sum(move.messages for move in around),
@@ -73,7 +73,7 @@ def resharded(reshard: ReshardPlan) -> Moved:
     )
 
 
-def exchanged(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[Moved]:
+def exchange_costs(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[MoveCost]:
     """The collectives that an operator runs beside its plans; a ring holds two buffers, for any number of messages."""
     sizes = sorted((sent.nbytes for sent in exchanges if sent.collective == "permute"), reverse=True)
     buffers, moves = sizes[:2], []
@@ -83,7 +83,7 @@ def exchanged(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[Moved]
         if sent.collective == "permute":
             messages, after = 1, buffers.pop() if buffers else 0
         step = f"{sent.collective}  {sent.axis}  {human_bytes(sent.nbytes)}"
-        moves.append(Moved(sent.seconds, sent.nbytes, messages, 0, after, (step,)))
+        moves.append(MoveCost(sent.seconds, sent.nbytes, messages, 0, after, (step,)))
     return moves
 
 
@@ -107,15 +107,15 @@ def candidate(
     """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
     mesh = operands[0].layout.mesh
     moves = [
-        redistributed(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
+        redistribution_cost(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)
     ]
-    moves += exchanged(strategy.exchanges, mesh)
+    moves += exchange_costs(strategy.exchanges, mesh)
     moves += [
-        redistributed(plan(layout, end, shape, itemsize, topology), itemsize)
+        redistribution_cost(plan(layout, end, shape, itemsize, topology), itemsize)
         for (shape, itemsize), layout, end in zip(outputs, strategy.outputs, strategy.ends, strict=True)
     ]
-    priced = combined(
+    priced = candidate_of_moves(
         strategy.name or name_of(strategy.rows, mesh.names),
         str(strategy),
         moves,
@@ -126,10 +126,10 @@ def candidate(
     return replace(priced, peak_bytes=priced.peak_bytes + strategy.held) if strategy.held else priced
 
 
-def combined(
+def candidate_of_moves(
     name: str,
     placements: str,
-    moves: Sequence[Moved],
+    moves: Sequence[MoveCost],
     seconds: tuple[float, float, float, float],
     bound: float | None = None,
     one_copy: bool = False,
@@ -140,7 +140,7 @@ def combined(
     return Candidate(name, placements, nbytes, messages, peak, *seconds, ratio, one_copy, steps)
 
 
-def add_moves(base: Candidate, moves: Sequence[Moved]) -> Candidate:
+def add_moves(base: Candidate, moves: Sequence[MoveCost]) -> Candidate:
     """The candidate `base` with further moves, after which it holds as much as before."""
     return replace(
         base,
@@ -152,7 +152,7 @@ def add_moves(base: Candidate, moves: Sequence[Moved]) -> Candidate:
     )
 
 
-def _steps(moves: Sequence[Moved]) -> tuple[str, ...]:
+def _steps(moves: Sequence[MoveCost]) -> tuple[str, ...]:
     return tuple([step for move in moves for step in move.steps])
 
 

@@ -9,13 +9,13 @@ from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
 from dshard.core.signature import Function
 from dshard.explain.candidates import (
-    Moved,
+    MoveCost,
     add_moves,
     candidate,
-    combined,
-    exchanged,
-    redistributed,
-    resharded,
+    candidate_of_moves,
+    exchange_costs,
+    redistribution_cost,
+    reshard_cost,
     rule_candidates,
 )
 from dshard.explain.report_values import Candidate, Explanation, Report, why_chosen
@@ -103,7 +103,7 @@ def _chosen_candidate(decision: Decision, ruled: dict[Strategy, Candidate]) -> C
     chosen = ruled.get(strategy)
     if chosen is None:
         chosen = candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
-    bias = [] if decision.bias is None else [redistributed(decision.bias, decision.outputs[0][1])]
+    bias = [] if decision.bias is None else [redistribution_cost(decision.bias, decision.outputs[0][1])]
     return add_moves(chosen, bias) if bias else chosen
 
 
@@ -115,11 +115,11 @@ def _why_alternative(ruled: dict[Strategy, Candidate]) -> str:
 def _without_strategy(decision: Decision) -> Candidate:
     """The candidate of an operator that only redistributes."""
     name, crossing = decision.op, decision.crossing
-    moves = [redistributed(plan, itemsize) for plan, itemsize in decision.moves()]
+    moves = [redistribution_cost(plan, itemsize) for plan, itemsize in decision.moves()]
     changes = [f"{plan.src} -> {plan.dst}" for plan, _ in decision.moves()]
     if crossing is not None:
-        name, moves, changes = "reshard", [resharded(crossing)], [f"{crossing.src} -> {crossing.dst}"]
-    alone = combined(name, ", ".join(changes), moves, (sum(move.seconds for move in moves), 0.0, 0.0, 0.0))
+        name, moves, changes = "reshard", [reshard_cost(crossing)], [f"{crossing.src} -> {crossing.dst}"]
+    alone = candidate_of_moves(name, ", ".join(changes), moves, (sum(move.seconds for move in moves), 0.0, 0.0, 0.0))
     if not moves:
         alone = replace(alone, peak_bytes=sum(o.layout.local_numel(o.shape) * o.itemsize for o in decision.operands))
     return add_moves(alone, _exchanges(decision))
@@ -128,13 +128,13 @@ def _without_strategy(decision: Decision) -> Candidate:
 def _add_decisions(extended: Candidate, within: tuple[Decision, ...]) -> Candidate:
     """A candidate with the redistributions, collectives and work of the decisions made within it added."""
     for decision in within:
-        moves = [redistributed(plan, itemsize) for plan, itemsize in decision.moves()]
+        moves = [redistribution_cost(plan, itemsize) for plan, itemsize in decision.moves()]
         compute = 0.0 if decision.strategy is None else decision.strategy.compute
         extended = add_moves(extended, [*moves, *_exchanges(decision)])
         extended = replace(extended, compute_seconds=extended.compute_seconds + compute)
     return extended
 
 
-def _exchanges(decision: Decision) -> list[Moved]:
+def _exchanges(decision: Decision) -> list[MoveCost]:
     """The collectives that a decision sends beside its plans."""
-    return exchanged(decision.exchanges, decision.operands[0].layout.mesh)
+    return exchange_costs(decision.exchanges, decision.operands[0].layout.mesh)

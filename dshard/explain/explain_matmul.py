@@ -17,7 +17,7 @@ from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
-from dshard.explain.candidates import Moved, combined, redistributed, rule_candidates, stored_once
+from dshard.explain.candidates import MoveCost, candidate_of_moves, redistribution_cost, rule_candidates, stored_once
 from dshard.explain.report_values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -67,7 +67,7 @@ class TensorPlan(NamedTuple):
     """The redistribution of one tensor, its stored layout as text, and whether each element is stored once."""
 
     plan: Plan
-    move: Moved
+    move: MoveCost
     text: str
     once: bool
 
@@ -177,7 +177,7 @@ def _schedule_candidates(matmul: Matmul) -> Iterator[tuple[Candidate, Plans]]:
         a, b, end = (each.move for each in tensors)
         if schedule.loops not in work:
             work[schedule.loops] = _compute(matmul, schedule, a, b, end)
-        candidate = combined(
+        candidate = candidate_of_moves(
             _name(schedule, matmul.mesh),
             f"{tensors[0].text}, {tensors[1].text} -> {tensors[2].text}",
             (a, b, end),
@@ -208,7 +208,7 @@ def _tensor_plan(matmul: Matmul, schedule: Schedule, tensor: int) -> TensorPlan:
     plans = [plan(src, dst, shape, itemsize, matmul.topology) for src, dst in pairs]
     least = min(plan.seconds for plan in plans)
     cheapest = min((plan for plan in plans if plan.seconds == least), key=Plan.busiest)
-    return TensorPlan(cheapest, redistributed(cheapest, itemsize), str(stored), stored_once((stored,)))
+    return TensorPlan(cheapest, redistribution_cost(cheapest, itemsize), str(stored), stored_once((stored,)))
 
 
 def _name(schedule: Schedule, mesh: Mesh) -> str:
@@ -239,7 +239,7 @@ def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     return names
 
 
-def _compute(matmul: Matmul, schedule: Schedule, a: Moved, b: Moved, c: Moved) -> float:
+def _compute(matmul: Matmul, schedule: Schedule, a: MoveCost, b: MoveCost, c: MoveCost) -> float:
     """Seconds of the local matmul."""
     sizes = tuple(zip(matmul.mesh.shape, schedule.loops, strict=True))
     ranks = {counted: prod(n for n, loop in sizes if loop == counted) for counted in _MOVING}

@@ -69,7 +69,7 @@ class State:
         size = self.local[dim]
         return self.numel // size if size else prod((*self.local[:dim], *self.local[dim + 1 :]))
 
-    def gathered(self, dim: int) -> int:
+    def gathered_size(self, dim: int) -> int:
         """The first rank's size of `dim` before the last mesh axis that shards it."""
         return -(-self.shape[dim] // prod([self.sizes[axis] for axis in self.axes[dim][:-1]]))
 
@@ -83,10 +83,10 @@ class Move(NamedTuple):
     exact: bool = True
 
 
-class Reached(NamedTuple):
+class ReachedState(NamedTuple):
     """A state that a search has reached: from which state, after how many seconds, and by which kind of step."""
 
-    before: Reached | None
+    before: ReachedState | None
     state: State
     seconds: float
     kind: type[Step] | None
@@ -133,7 +133,7 @@ class Load(NamedTuple):
 
 def all_gather_load(here: State, dim: int, n: int) -> Load:
     """The load of an all_gather of `dim` along its last mesh axis, of `n` ranks."""
-    size = here.gathered(dim)
+    size = here.gathered_size(dim)
     received = (size - len(chunk(size, n, n - 1))) * here.others(dim)
     return Load(received, here.numel * n if dim and n > 1 else 0, n - 1, even=not size % n)
 
@@ -158,7 +158,7 @@ def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
     may hold nothing.
     """
     copied = here.numel * ((src != 0) + (dst != 0)) if n > 1 else 0
-    size, needed = here.gathered(src), here.local[dst]
+    size, needed = here.gathered_size(src), here.local[dst]
     if not needed:
         return Load(0, copied, n - 1)
     rest, chunks = here.others(src) // needed, needed // len(chunk(needed, n, 0))
@@ -179,7 +179,7 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
     copied = 2 * there.numel if here.axes[1:] != there.axes[1:] and n > 1 else 0
     messages = min(n - 1, _senders(here, there))
     if exact:
-        received, average, along = _exchanged(here, there, axes)
+        received, average, along = _exchange_counts(here, there, axes)
         return Load(received, copied, messages, average, along)
     kept = [min(have, want) for have, want in zip(here.local, there.local, strict=True)]
     received = there.numel - (0 if apart(here, there) else prod(kept))
@@ -221,7 +221,9 @@ COUNTED = 16
 """The most ranks of an exchange that are all counted: among more ranks, few are idle."""
 
 
-def _exchanged(here: State, there: State, axes: Sequence[int]) -> tuple[int, int | None, tuple[tuple[int, int], ...]]:
+def _exchange_counts(
+    here: State, there: State, axes: Sequence[int]
+) -> tuple[int, int | None, tuple[tuple[int, int], ...]]:
     """The most elements that a rank receives in an exchange, the average of its ranks, and both along each axis.
 
     Of more than `COUNTED` ranks only those at corners of the mesh are counted, where the maximum is, and there is no
@@ -251,7 +253,7 @@ def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> 
     ]
 
 
-def _crossed(axes: tuple[int, ...], counts_all: bool) -> tuple[int, ...]:
+def _counted_axes(axes: tuple[int, ...], counts_all: bool) -> tuple[int, ...]:
     """The axes along each of which elements are counted."""
     return axes if counts_all and len(axes) > 1 else ()
 
@@ -268,7 +270,7 @@ def _needed_and_held(
     A product over the dims: first the factor that is the same for all ranks, then a table for each other dim. Of a dim
     that is sharded evenly, in nested chunks, all ranks need and hold equally many.
     """
-    sizes, crossed = here.sizes, _crossed(axes, counts_all)
+    sizes, crossed = here.sizes, _counted_axes(axes, counts_all)
     fixed, tables = [1] * (2 + len(crossed)), list[Table]()
     for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
         longer = max(have_axes, want_axes, key=len)
@@ -296,7 +298,7 @@ def _table(
 
     The dim is sharded by `have_axes` before an exchange along `axes`, and by `want_axes` afterwards.
     """
-    places, crossed = _places(sizes, axes, counts_all), _crossed(axes, counts_all)
+    places, crossed = _places(sizes, axes, counts_all), _counted_axes(axes, counts_all)
     have, want = (_chunks(size, order, sizes, places) for order in (have_axes, want_axes))
     held, together = dict[tuple[Coordinate, Coordinate], int](), Counter[tuple[object, ...]]()
     for to, needed in want.items():
@@ -336,13 +338,13 @@ def nests(before: Axes, after: Axes) -> bool:
     return [want[: len(have)] for have, want in zip(before, after, strict=True)] == list(before)
 
 
-def reordered(here: State, there: State) -> tuple[int, ...]:
+def reordered_axes(here: State, there: State) -> tuple[int, ...]:
     """The mesh axes of the dims that are sharded by different mesh axes, or in another order, before and after."""
     pairs = zip(here.axes, there.axes, strict=True)
     return tuple(sorted({axis for have, want in pairs if have != want for axis in (*have, *want)}))
 
 
-def changed(here: State, there: State) -> tuple[int, ...]:
+def changed_axes(here: State, there: State) -> tuple[int, ...]:
     """The mesh axes on which the placements differ."""
     return tuple(
         [

@@ -13,7 +13,7 @@ from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
 from dshard.notebook import Tabled
-from dshard.redistribute.layout_state import Begins, Load, Move, Reached, State, changed
+from dshard.redistribute.layout_state import Begins, Load, Move, ReachedState, State, changed_axes
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
 from dshard.redistribute.step import Step, after, describe, sizes_received
@@ -161,7 +161,7 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     return Plan(src, dst, shape, steps, end.seconds)
 
 
-def _cheapest(space: Space, first: State, last: State, search: Search) -> Reached:
+def _cheapest(space: Space, first: State, last: State, search: Search) -> ReachedState:
     """The end of the cheapest path, cached in its space."""
     end = space.ends.get((first, last, search))
     if end is None:
@@ -174,7 +174,7 @@ def _cheapest(space: Space, first: State, last: State, search: Search) -> Reache
     return end
 
 
-def _search(space: Space, first: State, last: State, room: float = inf, most: float = inf) -> Reached | None:
+def _search(space: Space, first: State, last: State, room: float = inf, most: float = inf) -> ReachedState | None:
     """Search best-first over states for steps of at most `most` seconds, with a lower bound on what remains."""
     dims, begins = useful_dims(first, last), begins_of(last)
     targets = tuple({last: None, space.before_partial(first, last): None})
@@ -208,9 +208,11 @@ class _Queue:
     def __init__(self, space: Space, first: State, last: State, most: float) -> None:
         self.space, self.last, self.least, self.ticket = space, last, most, count(1)
         self.best: dict[State, float] = {first: 0.0}
-        self.entries: list[tuple[float, int, Reached, bool]] = [(0.0, 0, Reached(None, first, 0.0, None), True)]
+        self.entries: list[tuple[float, int, ReachedState, bool]] = [
+            (0.0, 0, ReachedState(None, first, 0.0, None), True)
+        ]
 
-    def push(self, here: Reached, move: Move) -> None:
+    def push(self, here: ReachedState, move: Move) -> None:
         """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit."""
         there, kind, seconds, exact = move
         total = here.seconds + seconds
@@ -221,15 +223,17 @@ class _Queue:
             if exact:
                 self.best[there] = total
                 self.least = total if there is self.last else self.least
-            heapq.heappush(self.entries, (total + rest, next(self.ticket), Reached(here, there, total, kind), exact))
+            heapq.heappush(
+                self.entries, (total + rest, next(self.ticket), ReachedState(here, there, total, kind), exact)
+            )
 
 
-def _greedy(space: Space, first: State, last: State) -> Reached | None:
+def _greedy(space: Space, first: State, last: State) -> ReachedState | None:
     """The end of a path on which after each step more mesh axes agree with `last`; None if there is no such path.
 
     Takes the steps that leave the fewest elements, and of these the fewest seconds for each such axis.
     """
-    here = Reached(None, first, 0.0, None)
+    here = ReachedState(None, first, 0.0, None)
     while here.state is not last:
         state, straight, away = here.state, space.straight(here.state, last), _off(here.state, last)
         moves = [*space.onward(state, useful_dims(state, last), begins_of(last)), *([straight] if straight else [])]
@@ -240,14 +244,14 @@ def _greedy(space: Space, first: State, last: State) -> Reached | None:
         exact = [move if move.exact else space.exact(state, last) for move in nearer if move.there.numel == least]
         prices = ((move.seconds / (away - _off(move.there, last)), i, move) for i, move in enumerate(exact))
         _, _, move = min(prices)
-        here = Reached(here, move.there, here.seconds + move.seconds, move.kind)
+        here = ReachedState(here, move.there, here.seconds + move.seconds, move.kind)
     return here
 
 
 def _off(state: State, last: State) -> int:
     """The number of mesh axes on which the states differ, plus one if their orders of axes differ."""
     orders = ([split if split != tuple(sorted(split)) else () for split in each.axes] for each in (state, last))
-    return len(changed(state, last)) + (next(orders) != next(orders))
+    return len(changed_axes(state, last)) + (next(orders) != next(orders))
 
 
 def useful_dims(src: State, dst: State) -> tuple[int, ...]:

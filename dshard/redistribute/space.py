@@ -17,18 +17,18 @@ from dshard.redistribute.layout_state import (
     Load,
     Move,
     Partials,
-    Reached,
+    ReachedState,
     State,
     all_gather_load,
     all_reduce_load,
     all_to_all_load,
     axes_and_partial,
-    changed,
+    changed_axes,
     exchange_load,
     nests,
     reduce_exchange_load,
     reduce_scatter_load,
-    reordered,
+    reordered_axes,
     slice_load,
 )
 from dshard.redistribute.lower_bound import LowerBound
@@ -62,7 +62,7 @@ class Space:
         self.states: dict[tuple[Axes, Partials], State] = {}
         self.by_layout: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
-        self.ends: dict[tuple[State, State, str], Reached] = {}
+        self.ends: dict[tuple[State, State, str], ReachedState] = {}
         self.exchanges: dict[tuple[State, State], Move] = {}
 
     def state(self, axes: Axes, partial: Partials) -> State:
@@ -95,9 +95,9 @@ class Space:
     def canonical(self, src: State, dst: State) -> tuple[State, State]:
         """Source and destination of the canonical redistribution."""
         axes = self.canonical_axes(src, dst)
-        return self.renamed(src, axes), self.renamed(dst, axes)
+        return self.with_axes(src, axes), self.with_axes(dst, axes)
 
-    def renamed(self, state: State, axes: Sequence[int]) -> State:
+    def with_axes(self, state: State, axes: Sequence[int]) -> State:
         """The state with `axes` in place of its mesh axes."""
         if list(axes) == sorted(axes):
             return state
@@ -111,7 +111,7 @@ class Space:
 
     def step(self, here: State, there: State, kind: type[Step], axes: Sequence[int]) -> Step:
         """The step of this kind from one state to another, with `axes` in place of its mesh axes."""
-        moved = reordered(here, there) if kind is Exchange else changed(here, there)
+        moved = reordered_axes(here, there) if kind is Exchange else changed_axes(here, there)
         if kind is ReduceExchange:
             moved = tuple([axis for axis in moved if here.partial[axis] != there.partial[axis]])
         names = tuple([self.mesh.names[axis] for axis in sorted([axes[axis] for axis in moved])])
@@ -121,9 +121,9 @@ class Space:
         if kind is AllToAll:
             return AllToAll(names[0], here.split[axis], there.split[axis])
         if kind is Slice:
-            return Slice(names, self.layout_of(self.renamed(there, axes)))
+            return Slice(names, self.layout_of(self.with_axes(there, axes)))
         if kind is Exchange:
-            return Exchange(names, self.layout_of(self.renamed(there, axes)))
+            return Exchange(names, self.layout_of(self.with_axes(there, axes)))
         if kind is MakePartial:
             assert after is not None
             return MakePartial(names[0], after)
@@ -132,7 +132,7 @@ class Space:
             return AllReduce(names, before)
         if kind is ReduceScatter:
             return ReduceScatter(names[0], before, there.split[axis])
-        return ReduceExchange(names, before, self.layout_of(self.renamed(there, axes)))
+        return ReduceExchange(names, before, self.layout_of(self.with_axes(there, axes)))
 
     def layout_of(self, state: State) -> Layout:
         """The `Layout` of a state."""
@@ -236,9 +236,9 @@ class Space:
         if state is target:
             return None
         if nests(state.axes, target.axes):
-            n = prod([self.sizes[axis] for axis in changed(state, target)])
+            n = prod([self.sizes[axis] for axis in changed_axes(state, target)])
             return Move(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
-        axes = reordered(state, target)
+        axes = reordered_axes(state, target)
         # where all is even, one rank that holds nothing lacks most, or all lack as much
         many = prod([self.sizes[axis] for axis in axes]) > COUNTED
         exact = state.even and target.even and (many or len(axes) == 1 or self.level)
@@ -263,7 +263,7 @@ class Space:
         """
         move = self.exchanges.get((state, target))
         if move is None:
-            axes = reordered(state, target)
+            axes = reordered_axes(state, target)
             seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
             move = self.exchanges[state, target] = Move(target, Exchange, seconds)
         return move

@@ -65,7 +65,7 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
         file.write_text(value.to_json(), encoding="utf-8")
         return
     console = Console(record=True, file=StringIO(), width=WIDE)
-    console.print(drawn(value))
+    console.print(drawing_of(value))
     match form:
         case "html":
             console.save_html(str(file))
@@ -77,7 +77,7 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
             raise NotationError(f"cannot write {str(file)!r}: use a name that ends in .html, .svg, .txt or .json")
 
 
-def drawn(value: Exported | Drawing) -> Drawing:
+def drawing_of(value: Exported | Drawing) -> Drawing:
     """Return the table of a value, or `value` itself if it is drawable."""
     match value:
         case Report(operators):

@@ -11,7 +11,7 @@ from rich.console import Console
 from dshard.layout import Layout, Shape
 from dshard.notebook import Drawn
 from dshard.placements import Shard
-from dshard.report import Exported, drawn
+from dshard.report import Exported, drawing_of
 from dshard.report.console import WIDE
 from dshard.report.visualize import visualize
 from dshard.tensor import DTensor
@@ -36,7 +36,7 @@ def html(value: Drawn | DTensor) -> str:
     if not isinstance(value, Exported):
         return _PRE.format(code=escape(str(value)))
     console = Console(record=True, file=StringIO(), width=WIDE)
-    console.print(drawn(value))
+    console.print(drawing_of(value))
     return console.export_html(inline_styles=True, code_format=_PRE)
 
 

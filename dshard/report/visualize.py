@@ -105,7 +105,7 @@ class Picture:
             if lead:
                 parts.append(f'<text x="{MARGIN}" y="{y - LINE / 2 - 8}" fill="#555555">{_lead(lead)}</text>')
             for tile in tiles:
-                parts += _drawn(tile, y, height / max(1, rows), width / max(1, columns))
+                parts += _tile_svg(tile, y, height / max(1, rows), width / max(1, columns))
             y += height + 2 * LINE
         if self.idle:
             parts.append(f'<text x="{MARGIN}" y="{y}">{self._foot()}</text>')
@@ -177,11 +177,13 @@ def _grid(tiles: Sequence[Tile]) -> tuple[list[range], list[range], dict[tuple[r
 
 def _table(tiles: Sequence[Tile]) -> Table:
     rows, columns, held = _grid(tiles)
-    cells: list[list[str | Text]] = [[_span_text(r), *(_coloured(held.get((r, c), ())) for c in columns)] for r in rows]
+    cells: list[list[str | Text]] = [
+        [_span_text(r), *(_coloured_ranks(held.get((r, c), ())) for c in columns)] for r in rows
+    ]
     return table(("", *map(_span_text, columns)), cells)
 
 
-def _coloured(ranks: Sequence[int]) -> Text:
+def _coloured_ranks(ranks: Sequence[int]) -> Text:
     return Text(" ").join(Text(f" {rank} ", style=f"black on {colour(rank)}") for rank in ranks)
 
 
@@ -190,7 +192,7 @@ def colour(rank: int) -> str:
     return COLOURS[rank % len(COLOURS)]
 
 
-def _drawn(tile: Tile, top: float, down: float, across: float) -> list[str]:
+def _tile_svg(tile: Tile, top: float, down: float, across: float) -> list[str]:
     """Draw one tile as SVG: a rectangle for each rank, side by side, then their common frame and label."""
     x, y = MARGIN + tile.columns.start * across, top + tile.rows.start * down
     width, height = len(tile.columns) * across, len(tile.rows) * down

@@ -48,13 +48,13 @@ class Slot:
         return self.begin + self.event.seconds
 
 
-def placed(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
+def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
     """Place events in the order of the program, each as early as its queue allows.
 
     Work and collectives wait for each other; with `overlap`, collectives without `waits` do not delay following work.
 
     >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
-    >>> [slot.begin for slot in placed((a, b))], [slot.begin for slot in placed((a, b), overlap=True)]
+    >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=True)]
     ([0.0, 2.0], [0.0, 0.0])
     """
     clock, ends, slots = StepClock(), dict[int, float](), list[Slot]()
@@ -76,7 +76,7 @@ def makespan(slots: Sequence[Slot]) -> float:
     return max((slot.end for slot in slots), default=0.0)
 
 
-def drawn(slots: Sequence[Slot], rank: int = 0) -> str:
+def chrome_trace(slots: Sequence[Slot], rank: int = 0) -> str:
     """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
     queues: tuple[Queue, ...] = ("compute", "network")
     return to_chrome((_slice(slot, rank) for slot in slots), [(rank, queue) for queue in queues])

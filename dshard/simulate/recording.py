@@ -24,7 +24,7 @@ from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import is_for_shapes
 from dshard.cost import collective_seconds
 from dshard.mesh import Mesh
-from dshard.simulate.queues import Event, Slot, makespan, placed
+from dshard.simulate.queues import Event, Slot, makespan, place_events
 from dshard.topology import Topology
 from dshard.torch_private import pytree
 from dshard.validate import check_callable
@@ -80,7 +80,7 @@ def record(step: Callable[[], object], topology: Topology | None = None, *, warm
     result = _watched(step, recorder)
     held = recorder.stable_bytes()
     del result
-    return Recorded(placed(recorder.events, overlap=True), recorder.memory.most, held)
+    return Recorded(place_events(recorder.events, overlap=True), recorder.memory.most, held)
 
 
 def _watched(step: Callable[[], object], recorder: _Recorder) -> object:

@@ -10,7 +10,7 @@ from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
 from dshard.simulate.block import BlockCosts, Matmul, block_events, matmuls
 from dshard.simulate.memory import Memory, memory_of
-from dshard.simulate.queues import Event, Phase, Slot, makespan, placed
+from dshard.simulate.queues import Event, Phase, Slot, makespan, place_events
 from dshard.simulate.setup import STAGES, Setup
 from dshard.simulate.transformer import Linear, Model
 from dshard.simulate.vectors import vectors
@@ -88,8 +88,10 @@ def simulate_step(
     sequences = batch // setup.microbatches
     parts = parts_of(costs, sequences)
     blocks, slots = model.layers // setup.stages, setup.microbatches + setup.stages - 1
-    each = makespan(placed(_microbatch(parts, blocks, setup), overlap=overlap))
-    last = makespan(placed([*_microbatch(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap))
+    each = makespan(place_events(_microbatch(parts, blocks, setup), overlap=overlap))
+    last = makespan(
+        place_events([*_microbatch(parts, blocks, setup, parts.sums), _BARRIER, parts.update], overlap=overlap)
+    )
     seconds = (slots - 1) * each + last + slots * 2 * parts.hop
     return Step(
         setup,
@@ -120,7 +122,7 @@ def timeline(
     setup.check(model, batch)
     parts = parts_of(BlockCosts(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
     events = _microbatch(parts, model.layers // setup.stages, setup, parts.sums)
-    return placed([*events, _BARRIER, parts.update], overlap=overlap)
+    return place_events([*events, _BARRIER, parts.update], overlap=overlap)
 
 
 def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:

@@ -21,8 +21,8 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.testing.alternative_runs import check_alternatives
-from dshard.testing.choices import Choice, has_gradient, layouts_of, sampled
-from dshard.testing.operator_calls import recorded, resolve
+from dshard.testing.choices import Choice, has_gradient, layouts_of, sample_combinations
+from dshard.testing.operator_calls import recorded_calls, resolve
 from dshard.testing.rule_rows import Same, check_rows
 from dshard.testing.simulated_ranks import distribute, simulated, whole
 from dshard.torch_private import OpOverload
@@ -67,7 +67,7 @@ def check_rule(
     for sample in samples:
         call = _Call.of(function, sample)
         expected = call.on_one_device(gradients)
-        calls = recorded(function, call.args, call.kwargs, expected.recorded)
+        calls = recorded_calls(function, call.args, call.kwargs, expected.recorded)
         for shape in mesh_shapes:
             mesh = Mesh(shape, device_type=call.device_type())
             for func, args, kwargs in calls:
@@ -75,7 +75,7 @@ def check_rule(
             with simulated(mesh):
                 for func, args, kwargs in calls:
                     check_alternatives(func, args, kwargs, mesh, same)
-                for i, layouts in enumerate(sampled(call.choices(mesh, placements), limit)):
+                for i, layouts in enumerate(sample_combinations(call.choices(mesh, placements), limit)):
                     call.compare(layouts, expected, i, same)
 
 

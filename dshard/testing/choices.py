@@ -36,7 +36,7 @@ def in_other_order(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.placements, orders)
 
 
-def sampled(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
+def sample_combinations(choices: Sequence[Sequence[Layout]], limit: int) -> Iterator[Choice]:
     """All combinations of one layout for each operand, or a fixed sample of `limit` of them."""
     total = prod(map(len, choices))
     numbers: Sequence[int] = range(total) if total <= limit else sorted(Random(0).sample(range(total), limit))

@@ -42,7 +42,7 @@ def _only_overload(op: Any) -> OpOverload:
     return overload
 
 
-def recorded(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence[bool]) -> list[Recorded]:
+def recorded_calls(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence[bool]) -> list[Recorded]:
     """List the distinct operators that `function` calls on these arguments, with the arguments of each.
 
     Its backward pass runs for the operands that `gradients` marks. Views and copies are left out, unless they are the

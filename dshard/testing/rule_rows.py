@@ -24,7 +24,7 @@ from dshard.rules.expand import Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
 from dshard.testing.choices import in_other_order
-from dshard.testing.terms import Parts, joined, parted
+from dshard.testing.terms import Parts, join_local_tensors, local_tensor_of
 from dshard.torch_private import OpOverload
 
 Same: TypeAlias = Callable[[Tensor, Tensor], None]
@@ -66,7 +66,7 @@ def blaming(what: str, mesh: Mesh, strategy: Strategy) -> Iterator[None]:
 def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[object, object]) -> list[Tensor]:
     """Run a call under one strategy, and join the local outputs of all ranks into global ones."""
     pairs = zip(tensors_in(arguments), strategy.inputs, strict=True)
-    operands = [parted(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
+    operands = [local_tensor_of(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
         local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
@@ -74,7 +74,7 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[
         for output, local in zip(outputs, local_outputs, strict=True):
             output[at] = local
     return [
-        joined(output, layout, tuple(out.shape), out.dtype)
+        join_local_tensors(output, layout, tuple(out.shape), out.dtype)
         for output, layout, out in zip(outputs, strategy.outputs, call.outs, strict=True)
     ]
 

@@ -17,7 +17,7 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.tensor import DTensor
-from dshard.testing.terms import Parts, joined, parted
+from dshard.testing.terms import Parts, join_local_tensors, local_tensor_of
 from dshard.torch_private import LocalTensorMode, current_mode, pop_mode, push_mode
 from dshard.validate import as_int, check_type
 
@@ -105,7 +105,7 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
     layout.check(x.shape)
     x = comm.of_first_rank(x)  # made within simulated(...), alike on all ranks
     with comm.plain():
-        part = parted(x, layout, seed)
+        part = local_tensor_of(x, layout, seed)
     local = comm.local_of(layout, lambda at, device: part(at).to(device))
     shape = tuple(x.shape)
     device = comm.device_of_result(local, layout.mesh)
@@ -123,7 +123,7 @@ def whole(x: DTensor) -> Tensor:
         MeshError: this rank is not in the mesh.
     """
     with comm.plain():
-        return joined(_parts(x), x.layout, tuple(x.shape), x.dtype)
+        return join_local_tensors(_parts(x), x.layout, tuple(x.shape), x.dtype)
 
 
 def parts(x: DTensor) -> dict[int, Tensor]:

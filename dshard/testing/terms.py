@@ -18,14 +18,14 @@ from dshard.placements import Partial, ReduceOp
 Parts: TypeAlias = dict[Coordinate, Tensor]
 
 
-def parted(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
+def local_tensor_of(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinate], Tensor]:
     """Return a function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
     ops, sizes = _partial_ops(layout)
     terms = split(x.detach(), ops, sizes, seed)
     return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
 
 
-def joined(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
+def join_local_tensors(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Join local tensors into the global tensor.
 
     Raises:

@@ -51,10 +51,10 @@ def test_one_redistribution_stands_for_all_that_are_alike(src: Layout, dst: Layo
     space = space_of(MESH, FLAT_CPU, (8, 8), 4)
     ends = space.state_of(src), space.state_of(dst)
 
-    other = [space.renamed(state, names) for state in ends]
+    other = [space.with_axes(state, names) for state in ends]
 
     assert space.canonical(*other) == space.canonical(*ends)
-    assert space.renamed(other[0], [names.index(axis) for axis in range(3)]) is ends[0]
+    assert space.with_axes(other[0], [names.index(axis) for axis in range(3)]) is ends[0]
     for axis, name in enumerate(names):
         assert space.layout_of(other[0]).placements[name] == src.placements[axis]
 

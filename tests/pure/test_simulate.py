@@ -18,7 +18,7 @@ from dshard.errors import MeshError, ShapeError, StrategyError
 from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
 from dshard.simulate.block import BlockCosts, block_events
 from dshard.simulate.memory import memory_of
-from dshard.simulate.queues import Event, makespan, placed
+from dshard.simulate.queues import Event, makespan, place_events
 from dshard.simulate.setup_files import read_setup, setup_data, setup_from
 from dshard.simulate.setup_search import MOST_TENSOR, setups
 from dshard.simulate.training_step import parts_of
@@ -160,7 +160,7 @@ def test_a_timeline_is_as_long_as_the_step_says() -> None:
 
 def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
     events = [Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)] * 3
-    blocking, hidden = (makespan(placed(events, overlap=overlap)) for overlap in (False, True))
+    blocking, hidden = (makespan(place_events(events, overlap=overlap)) for overlap in (False, True))
     assert (blocking, hidden) == (9.0, 7.0)
 
 
