@@ -7,6 +7,8 @@ hooks.py              gradients, nodes and hooks of tensors that were recorded o
 joined_gradients.py   gradients of leaves reduced together, in buckets
 gathered_weights.py   weights gathered together for a module, and their gradients
 accumulation.py       gradients of microbatches added before they are reduced
+sole_owner.py         whether nobody else holds a gradient, so that it may be written
+outside.py            crossings on ranks outside a mesh, which hold nothing
 """
 
 from dshard.autograd.crossing import redistribute

@@ -11,10 +11,13 @@ A plan is run in these stages, each in a file:
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
 - `peer_failure`: waits for a collective, unless another rank has failed or is in `deadlock`; `graph_collectives`: the
-  same for collectives of compiled graphs.
+  same for collectives of compiled graphs; `traced_collectives`: those that torch traces.
 
-`runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives. `agreement`
-exchanges shapes and values, `scatter_shards` distributes global tensors; `rank_checks` compares programs in debug mode.
+`runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives, with the
+`reshard_buffers` of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
+`stored_chunks` describes them to checkpoints; `rank_checks` compares programs in debug mode, `even_parts` assumed local
+shapes. Ranks leave `store_messages` for each other. All of these use `scoped` values, `streams` of a GPU, and
+the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `graph_split` serve launches and pipelines.
 """
 
 from dshard.comm.agreement import (

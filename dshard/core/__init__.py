@@ -17,8 +17,11 @@ view_sync.py        views with memory of their own, kept equal to their base
 plain_tensors.py    plain tensors among distributed ones
 panel_cost.py       seconds and buffers of a matmul in panels
 wrapper.py          the base class of DTensor: a local tensor and a spec
+torch_placements.py placements of classes that are torch's and dshard's
+torch_wrappers.py   torch's wrappers for data parallelism, refused where they would be wrong
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           arguments that torch refuses, refused before anything is sent
 torch_function.py   calls of torch's functions: their arguments by name, autocast
 provenance.py       the user's line and module
+signature.py        types of functions and of their arguments
 """

@@ -1,12 +1,19 @@
-"""One operator: notation -> expansions -> priced strategies, and the loops of matmuls. Pure values, no torch.
+"""One operator: notation -> expansions -> priced strategies; the loops of matmuls and attention. Pure values, no torch.
 
-rule.py                 the notation: an operator by the factors of its tensors, "m k, k n -> m n"
+rule.py                 an operator by the factors in each dim of its tensors
+rule_notation.py        the notation of rules, "m k, k n -> m n"
 expand.py               a rule on a mesh: each mesh axis takes at most one factor; the layouts of all operands
-strategy.py             expansions priced, the cheapest chosen
+strategy.py             strategies as values, and constraints on them
+strategy_price.py       prices of expansions: redistributions, local work
+strategy_choice.py      the cheapest strategy, by branch and bound
 reshape.py              the rule of a reshape, from its shapes
 matmul_loops.py         matmuls: a loop m, n or k for each mesh axis, all schedules in closed form
 matmul_strategies.py    named schedules
 split_contraction.py    a contraction dim whose operands are sharded at different levels
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
 matmul_bound.py         a lower bound on the communication of a matmul
+attention_loops.py      attention: a loop b, h, q or k for each mesh axis
+attention_blocks.py     blocks of the scores of which a rank has queries and keys
+attention_ring.py       the panels of keys and values that go round a ring
+attention_bound.py      a lower bound on the communication of attention
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -167,6 +168,13 @@ def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
 def test_no_two_files_share_a_name() -> None:
     names = Counter(path.name for path in SOURCES if path.name not in ("__init__.py", "__main__.py"))
     assert {name for name, n in names.items() if n > 1} == set()
+
+
+@pytest.mark.parametrize("package", ["rules", "comm", "core", "autograd", "ops", "compile", "dispatch"])
+def test_a_package_names_its_files(package: str) -> None:
+    """docs/design/0012-the-path-of-a-call.md sends its readers to these lists."""
+    listed = {*re.findall(r"\w+", ast.get_docstring(parsed(PACKAGE / package / "__init__.py")) or "")}
+    assert {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"} <= listed
 
 
 def test_no_function_is_handed_the_class_of_distributed_tensors() -> None:
