@@ -285,24 +285,32 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     Raises:
         LayoutError: a parameter without data that no function initialises.
     """
-    by_id: dict[int, object] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
     replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}
+
+    def distributed(name: str, p: Tensor) -> Tensor:
+        placements = plan.parameters.get(name, replicated)
+        return p if isinstance(p, DTensor) else _distribute(p, plan, placements, fresh, name)
+
+    replace_parameters(model, distributed)
     for path, module in model.named_modules():
-        for own, parameter in list(module._parameters.items()):
-            if parameter is not None and not isinstance(parameter, DTensor):
-                if id(parameter) not in by_id:
-                    name = names[id(parameter)]
-                    by_id[id(parameter)] = _distribute(
-                        parameter, plan, plan.parameters.get(name, replicated), fresh, name
-                    )
-                module._parameters[own] = by_id[id(parameter)]
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
                 module._buffers[own] = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
     if fresh:
         _reset(model, fresh)
+
+
+def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace each parameter by `replace(name, p)`; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        for own, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in replaced:
+                    replaced[id(p)] = replace(names[id(p)], p)
+                module._parameters[own] = replaced[id(p)]
 
 
 def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,6 +16,7 @@ from dshard.core.plain_tensors import from_torch, implicit_replication, is_torch
 from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
+from dshard.parallel.apply_plan import replace_parameters
 from dshard.parallel.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
 from dshard.parallel.plan_options import plan_options
@@ -136,7 +137,7 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: PlanArgument, example: di
             placements = form.while_loading(tuple(p.shape), placements, load.plan.mesh)
         return distribute_tensor(p, load.plan.mesh, placements, src_data_rank=None)
 
-    _replace_parameters(model, laid_out)
+    replace_parameters(model, laid_out)
     return load
 
 
@@ -153,28 +154,18 @@ def _move_as_planned(model: nn.Module, load: _Load) -> None:
         planned.__dict__.update({key: value for key, value in p.__dict__.items() if key not in planned.__dict__})
         return planned
 
-    _replace_parameters(model, moved)
-
-
-def _replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace each parameter by `replace(name, p)`; tied ones stay tied."""
-    replaced: dict[int, Any] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    for module in model.modules():
-        for own, p in module._parameters.items():
-            if p is not None:
-                if id(p) not in replaced:
-                    replaced[id(p)] = replace(names[id(p)], p)
-                module._parameters[own] = replaced[id(p)]
+    replace_parameters(model, moved)
 
 
 def _adopt_tensors(model: nn.Module) -> None:
     """Replace torch's distributed tensors, which transformers loads, by dshard's, of the same memory."""
-    adopted: dict[int, object] = {}
-    for module in model.modules():
-        for own, p in module._parameters.items():
-            if isinstance(p, TorchDTensor) and is_torchs(p):
-                if id(p) not in adopted:
-                    adopted[id(p)] = nn.Parameter(from_torch(p.detach()), p.requires_grad)
-                    adopted[id(p)].__dict__.update(p.__dict__)
-                module._parameters[own] = adopted[id(p)]
+
+    def adopted(name: str, p: Tensor) -> Tensor:
+        if isinstance(p, TorchDTensor) and is_torchs(p):
+            detached: Any = p.detach()
+            own = nn.Parameter(from_torch(detached), p.requires_grad)
+            own.__dict__.update(p.__dict__)
+            return own
+        return p
+
+    replace_parameters(model, adopted)
