@@ -128,7 +128,7 @@ class Side:
 
 @cached("rule texts", 4096)
 def read_rule(text: str) -> tuple[Side, Side]:
-    """Both sides of the arrow. Names in brackets keep their brackets."""
+    """The terms on both sides of a rule's arrow. Names in brackets keep their brackets."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise NotationError(f"the rule {text!r} has no '->': write it like 'm k, k n -> m n'")

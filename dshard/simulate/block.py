@@ -81,11 +81,10 @@ def move_event(name: str, phase: Phase, plan: Plan, itemsize: int, *, waits: boo
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis (s: stages,
-    which have matmuls of their own).
+    """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis.
 
-    `sums` is the layout of the weight's gradient after backward; sums over the replicas are reduced once a step, to
-    `state`, the layout of the optimizer's state.
+    Loop s is that of stages, which have matmuls of their own. `sums` is the layout of the weight's gradient after
+    backward; sums over the replicas are reduced once a step, to `state`, the layout of the optimizer's state.
     """
 
     linear: Linear

@@ -173,9 +173,9 @@ class _Candidates:
         return candidates
 
     def fewest_bytes(self, best: Strategy, candidates: dict[Strategy, How]) -> tuple[Strategy, How]:
-        """Of the candidates that take about as long as the `best` and receive half its bytes or less, that of fewest.
+        """The candidate of fewest bytes among those about as fast as `best` that receive half as much; and how it runs.
 
-        The best itself where there is none; and how it runs.
+        It is the best itself where there is none.
         """
         received, near = {best: self._received(best)}, candidates
         if received[best]:
@@ -209,7 +209,7 @@ class _Candidates:
         return choose(rule, operands, self.outputs, self.topology, replace(self.constraints, among=rows))
 
     def _repeated(self, rows: tuple[Allowed, ...]) -> dict[Strategy, How]:
-        """Those with loop h, in which key heads are repeated until there are enough of them."""
+        """The candidates with loop h in which key heads are repeated until there are enough of them."""
         candidates: dict[Strategy, How] = {}
         for times in repeats(self.specs):
             specs = repeated(self.specs, times)
@@ -225,7 +225,7 @@ class _Candidates:
         return candidates
 
     def _windows(self) -> dict[Strategy, How]:
-        """Those in which ranks receive the keys that their queries reach."""
+        """The candidates in which ranks receive only the keys that their queries reach."""
         stored = [spec.layout.placements for spec in self.specs[1:3]]
         shape = self.specs[0].layout.mesh.shape
         axes = tuple(axis for axis, n in enumerate(shape) if n > 1 and all(p[axis] == Shard(2) for p in stored))
@@ -239,7 +239,7 @@ class _Candidates:
         return RingCall(rule, self.specs, self.outputs, self.options, constraints, self.topology, self.reach)
 
     def _rings(self) -> dict[Strategy, How]:
-        """Those in which keys and values go round."""
+        """The candidates in which keys and values go round a ring."""
         candidates: dict[Strategy, How] = {}
         for rows, axes in self.rings:
             for is_balanced in _forms(self.balanced, self._call):

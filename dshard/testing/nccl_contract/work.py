@@ -52,7 +52,7 @@ class ContractWork(dist.Work):
         return self._operation.done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has run without an error."""
+        """Whether the operation has run without an error."""
         return self._operation.done.is_set() and self._operation.error is None
 
     def exception(self) -> BaseException | None:
