@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
-from math import prod
+from math import lcm, prod
 from operator import mul
 from typing import NamedTuple, TypeAlias
 
@@ -182,7 +182,7 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
         received, average, along = _exchange_counts(here, there, axes)
         return Load(received, copied, messages, average, along)
     kept = [min(have, want) for have, want in zip(here.local, there.local, strict=True)]
-    received = there.numel - (0 if apart(here, there) else prod(kept))
+    received = there.numel - (0 if nested_and_apart(here, there)[1] else prod(kept))
     if n > COUNTED:
         return Load(received, copied, messages)
     needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
@@ -268,7 +268,8 @@ def _needed_and_held(
     """The elements that each rank needs, those of them that it holds, and that all with its index on each axis hold.
 
     A product over the dims: first the factor that is the same for all ranks, then a table for each other dim. Of a dim
-    that is sharded evenly, in nested chunks, all ranks need and hold equally many.
+    that is sharded evenly, in nested chunks, all ranks need and hold equally many; of one that is sharded evenly in
+    other chunks, as many as of the smallest such dim, times a factor.
     """
     sizes, crossed = here.sizes, _counted_axes(axes, counts_all)
     fixed, tables = [1] * (2 + len(crossed)), list[Table]()
@@ -281,7 +282,10 @@ def _needed_and_held(
             beside = [held * others // (sizes[axis] if axis in inner else 1) for axis in crossed]
             fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), held, *beside]))
         else:
-            tables.append(_table(size, have_axes, want_axes, sizes, axes, counts_all))
+            chunks = lcm(*[prod([sizes[i] for i in split]) for split in (have_axes, want_axes)])
+            times = size // chunks if size and size % chunks == 0 else 1
+            tables.append(_table(size // times, have_axes, want_axes, sizes, axes, counts_all))
+            fixed = [times * each for each in fixed]
     return fixed, tables
 
 
@@ -300,14 +304,15 @@ def _table(
     """
     places, crossed = _places(sizes, axes, counts_all), _counted_axes(axes, counts_all)
     have, want = (_chunks(size, order, sizes, places) for order in (have_axes, want_axes))
-    held, together = dict[tuple[Coordinate, Coordinate], int](), Counter[tuple[object, ...]]()
+    held, together = (defaultdict[tuple[object, ...], int](int) for _ in range(2))
     for to, needed in want.items():
         for at, part in have.items():
-            both = max(0, min(needed.stop, part.stop) - max(needed.start, part.start))
-            held[to, at] = both
-            together[(to,)] += both
-            for axis, i in zip(have_axes, at, strict=True):
-                together[to, axis, i] += both
+            if part.start < needed.stop and needed.start < part.stop:
+                both = min(needed.stop, part.stop) - max(needed.start, part.start)
+                held[to, at] = both
+                together[(to,)] += both
+                for axis, i in zip(have_axes, at, strict=True):
+                    together[to, axis, i] += both
     strides, counts, stride = [0] * len(sizes), dict[int, tuple[int, ...]](), 1
     split = sorted({*have_axes, *want_axes})
     for axis in split:
@@ -355,11 +360,15 @@ def changed_axes(here: State, there: State) -> tuple[int, ...]:
     )
 
 
-def apart(here: State, there: State) -> bool:
-    """Whether some rank holds none of its needed elements: an evenly sharded dim has different leading mesh axes."""
+def nested_and_apart(here: State, there: State) -> tuple[bool, bool]:
+    """Whether chunks of `there` lie within those of `here`, and whether some rank holds none of its needed elements.
+
+    Some rank holds none if an evenly sharded dim has different leading mesh axes.
+    """
+    nested, apart = True, False
     for dim, (have, want) in enumerate(zip(here.wide, there.wide, strict=True)):
-        if have != want and here.exact[dim] and there.exact[dim]:
-            shared = min(len(have), len(want))
-            if have[:shared] != want[:shared]:
-                return True
-    return False
+        if have != want and want[: len(have)] != have:
+            nested = False
+            if here.exact[dim] and there.exact[dim] and have[: len(want)] != want:
+                apart = True
+    return nested, apart

@@ -11,7 +11,7 @@ from dshard.cost import Terms
 from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.redistribute.axis_roles import step_terms
-from dshard.redistribute.layout_state import State, apart, nests
+from dshard.redistribute.layout_state import State, nested_and_apart
 from dshard.topology import Collective, Topology
 
 MOVES: tuple[Collective, ...] = ("all_gather", "all_to_all", "exchange")
@@ -106,7 +106,7 @@ class LowerBound:
                     begins += target is not None
                     if op is not None:
                         ends, terms = True, terms * n
-        nested = nests(src.wide, dst.wide)
+        nested, separate = nested_and_apart(src, dst)
         held, sources = 1, 1
         for have, want in zip(src.local, dst.local, strict=True):
             if want > have:
@@ -114,17 +114,16 @@ class LowerBound:
                 sources *= -(-want // have) if have else 1
             else:
                 held *= want
-        separate = not nested and apart(src, dst)
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
-        latency = self.moves.seconds[doublings]
+        latency, meetings = self.moves.seconds[doublings], (terms - 1).bit_length() if terms > 1 else 0
         lacking = float(dst.numel - (0 if separate else held))
         if terms > 1:
-            latency += self.reductions.seconds[(terms - 1).bit_length()]
+            latency += self.reductions.seconds[meetings]
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.ranks))
         steps = max(1, ends + begins + (ends and not nested))
         rate = max(self.moves.rate, self.reductions.rate) if any(src.partial) else self.moves.rate
         seconds = steps * self.launch + latency + lacking * self.itemsize / rate
-        return seconds + self._crossing(src, dst, rate, (doublings, (terms - 1).bit_length())) if self.slow else seconds
+        return seconds + self._crossing(src, dst, rate, (doublings, meetings)) if self.slow else seconds
 
     def _crossing(self, src: State, dst: State, rate: float, doublings: tuple[int, int]) -> float:
         """The least seconds, beyond those at `rate`, for elements that must be sent along a slow axis.
