@@ -22,7 +22,7 @@ from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.mesh import Mesh
 from dshard.testing.check import _Call
-from dshard.testing.operator_calls import recorded
+from dshard.testing.operator_calls import recorded_calls
 
 HERE = Path(__file__).parent
 PAGE = HERE / "operators.md"
@@ -37,7 +37,7 @@ def examples() -> dict[str, tuple[str, str]]:
     for function, sample in SAMPLES.values():
         expected = _Call.of(function, sample).on_one_device(gradients=True)
         args, kwargs = (sample[:-1], sample[-1]) if isinstance(sample[-1], dict) else (sample, {})
-        for func, call_args, call_kwargs in recorded(function, args, kwargs, expected.recorded):
+        for func, call_args, call_kwargs in recorded_calls(function, args, kwargs, expected.recorded):
             name = func._schema.name.removesuffix("_")
             if name not in found and known(func).op is not None:
                 found[name] = example(func, call_args, call_kwargs)

@@ -31,7 +31,7 @@ from dshard.core.moves import replace_tensors, tensors_in
 from dshard.dispatch.registry import known
 from dshard.errors import DShardError
 from dshard.testing.check import _Call
-from dshard.testing.operator_calls import recorded
+from dshard.testing.operator_calls import recorded_calls
 from helpers.fake_cuda_world import FakeCuda, fake_cuda_world
 from helpers.operator_samples import SAMPLES, Sample
 
@@ -161,7 +161,7 @@ def summary(seen: Sequence[Seen]) -> tuple[int, int]:
         function, sample = SAMPLES[each.name]
         args, kwargs = (sample[:-1], sample[-1]) if sample and isinstance(sample[-1], dict) else (sample, {})
         expected = _Call.of(function, sample).on_one_device(gradients=True)
-        for func, *_ in recorded(function, args, kwargs, expected.recorded):
+        for func, *_ in recorded_calls(function, args, kwargs, expected.recorded):
             name = func._schema.name.removesuffix("_")
             if known(func).op is not None:
                 called[name] = called.get(name, True) and each.draws > 0 and not each.failures

@@ -31,7 +31,7 @@ from dshard.testing import (
 )
 from dshard.testing.check import _Call
 from dshard.testing.choices import layouts_of
-from dshard.testing.operator_calls import recorded
+from dshard.testing.operator_calls import recorded_calls
 
 THOROUGH = settings().max_examples > 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ def test_every_registered_operator_has_a_sample() -> None:
 def called(function: Any, sample: tuple[Any, ...]) -> list[Any]:
     """The operators that check_rule verifies for a sample."""
     expected = _Call.of(function, sample).on_one_device(gradients=True)
-    return [func for func, _, _ in recorded(function, *arguments(sample), expected.recorded)]
+    return [func for func, _, _ in recorded_calls(function, *arguments(sample), expected.recorded)]
 
 
 @pytest.mark.parametrize(
