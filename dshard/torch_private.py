@@ -176,6 +176,9 @@ torch_check: Callable[..., None] = _needed("torch._check", "errors of wrong argu
 has_internal_overlap: Callable[[Tensor], int] = _needed(
     "torch._debug_has_internal_overlap", "refusing writes to tensors that overlap themselves"
 )
+is_alias_of: Callable[[Tensor, Tensor], bool] = _needed(
+    "torch._C._is_alias_of", "refusing writes to memory that another operand shares"
+)
 assert_async: Callable[..., None] = _needed("torch._assert_async", "bounds of indices on accelerators")
 has_compatible_shallow_copy_type: Callable[..., bool] = _needed(
     "torch._has_compatible_shallow_copy_type", "module.to(...) of distributed parameters"

@@ -225,19 +225,6 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
     return out
 
 
-def giving_same_memory_once(local_op: LocalOp) -> LocalOp:
-    """`local_op`, which writes to its first operand, called with that object for every operand of the same memory.
-
-    torch refuses to write to memory that another operand shares in part, and takes different strides for that, even
-    the strides of a dim of local size one.
-    """
-
-    def run(written: Tensor, *rest: object, **kwargs: object) -> Any:
-        return local_op(written, *[written if is_same_memory(x, written) else x for x in rest], **kwargs)
-
-    return run
-
-
 def is_same_memory(x: object, written: object) -> bool:
     """Whether two local tensors have the same elements of the same memory."""
     return (

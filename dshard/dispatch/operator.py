@@ -33,7 +33,6 @@ from dshard.core.executable import (
 )
 from dshard.core.moves import (
     count_write,
-    giving_same_memory_once,
     leaves,
     redistribute_local,
     replace_leaves,
@@ -44,6 +43,7 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, observed
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
+from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.view_sync import (
@@ -85,13 +85,16 @@ def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | 
         if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
             return wrap_in_flight(x._lazy_local, x._spec)
         if type(x._local_tensor) is Tensor and x._view_sync is None and not (CALL_LOG or OBSERVERS):
-            return wrap(
-                x._local_tensor, x._spec
-            )  # not a view of `_local_tensor`, which would have a version counter of its own
+            with no_torch_function():
+                start = x.storage_offset()
+            # not a view of `_local_tensor`, which would have a version counter of its own
+            return wrap(x._local_tensor, x._spec, start)
     elif func is _ADD and not kwargs and "_lazy_local" in getattr(args[1], "__dict__", ()) and add_later(*args):
         return args[0]
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
+    if facts.reads:
+        args = without_shared(func, args, kwargs)
     composed = facts.composed
     if composed is not None and composed.applies(args):
         if CALL_LOG:
@@ -216,18 +219,7 @@ def operator_executable(
 def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
     operator = with_meta_form(call.func) if op.kernel is None else op.kernel(call, strategy, coordinate)
-    if writes_first(call.func) and _may_look_shared(call, strategy, coordinate):
-        return giving_same_memory_once(operator)
     return sharing_version(operator) if views_first(call.func) else operator
-
-
-def _may_look_shared(call: Call, strategy: Strategy, coordinate: Coordinate) -> bool:
-    """Whether another operand may be the written one, viewed with other strides of a dim whose local size is one."""
-    first, *rest = call.specs
-    local = strategy.inputs[0].local_shape(first.shape, coordinate)
-    return any(n == 1 < size for n, size in zip(local, first.shape, strict=True)) and any(
-        spec.shape == first.shape and spec.stride == first.stride for spec in rest
-    )
 
 
 def _finish(call: Call, result: object, strategy: Strategy, is_moved: bool, specs: Sequence[Spec]) -> Finish:
@@ -281,11 +273,14 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
     has_own_memory = leaves_terms or call.func in COMPUTED
     reshapes = call.func in RESHAPED_VIEWS
     offset = result.storage_offset() if isinstance(result, Tensor) else None
+    itemsize = specs[0].itemsize if specs else 1
 
     def finish(out: Any, args: Values, local: Values) -> object:
         base = args[0]
         with no_torch_function():
             start = base.storage_offset()
+            if base.itemsize != itemsize:
+                start = start * base.itemsize // itemsize
         if has_own_memory and offset is not None:
             return part_of(base, out, specs[0], start + offset, call.func, tuple(args[1:]))
         wrap_one = partial(wrap_inference_view, base) if torch.is_inference_mode_enabled() else wrap

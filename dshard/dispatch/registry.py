@@ -13,6 +13,7 @@ from torch import Tag
 from dshard.caches import Cache, cached, clear_caches
 from dshard.core.call import Call, Composed, Operator, writes_first
 from dshard.core.checks import CHECKS, META
+from dshard.core.shared_memory import reads_more
 from dshard.core.signature import Args, Kwargs
 from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
 from dshard.errors import NotationError
@@ -219,7 +220,7 @@ class Known:
 
     `op` is its row. `composed` says which of its calls run as other operators, `values` whether the rule depends on the
     values of scalar arguments, `changes` whether the first operand is changed in place, and `writes` whether its
-    elements are, not its shape alone.
+    elements are, not its shape alone; `reads` whether there are other operands, too.
     """
 
     func: OpOverload
@@ -228,6 +229,7 @@ class Known:
     values: bool
     changes: bool
     writes: bool
+    reads: bool
 
     def is_composed(self, args: Args) -> bool:
         """Whether a call with these arguments runs as other operators."""
@@ -246,7 +248,8 @@ def known(func: OpOverload) -> Known:
         changes = writes_first(func)
         writes = changes and Tag.inplace_view not in func.tags
         values = func not in INDEPENDENT_OF_VALUES and (op is None or op.values)
-        facts = FACTS.add(id(func), Known(func, op, _composed(func, op), values, changes, writes))
+        reads = writes and reads_more(func)
+        facts = FACTS.add(id(func), Known(func, op, _composed(func, op), values, changes, writes, reads))
     return facts
 
 

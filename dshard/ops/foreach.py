@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +26,14 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import DispatchKey, OpOverload, increment_version, list_types, optimizer_list_types
+from dshard.torch_private import (
+    DispatchKey,
+    OpOverload,
+    increment_version,
+    is_alias_of,
+    list_types,
+    optimizer_list_types,
+)
 
 ForEach: TypeAlias = Callable[[OpOverload, Args, Kwargs], ComposedExecutable]
 """Plans the calls of an operator with arguments like these."""
@@ -117,10 +125,22 @@ def _elementwise(func: OpOverload, specs: Sequence[Spec], args: Args, kwargs: Kw
     mesh = specs[0].layout.mesh
     local_args = [_local(func, arg, mesh) for arg in args]
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
+    if func._schema.is_mutable and (any(map(_origin_of, args[0])) or _share_memory(*local_args)):
+        return _one_by_one(func, args, kwargs)
     out = _run_on_lists(mesh, func, local_args, local_kwargs)
     if out is None:
         return None
     return [wrap(t, spec.with_dtype(t.dtype)) for t, spec in zip(out, specs, strict=True)]
+
+
+_origin_of = attrgetter("_view_sync")
+"""Gives the origin of a view with memory of its own."""
+
+
+def _share_memory(written: Sequence[Tensor], *others: Any) -> bool:
+    """Whether a tensor that is written shares memory with another one of its entry."""
+    lists = [other for other in others if isinstance(other, list) and isinstance(other[0], Tensor)]
+    return any(any(map(is_alias_of, written, tensors)) for tensors in lists)
 
 
 def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[object], kwargs: Kwargs) -> Any:

@@ -11,9 +11,11 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.core.call import arguments_by_name
 from dshard.core.moves import leaves
+from dshard.core.shared_memory import APART, refuse_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import LayoutError, ShapeError
 from dshard.ops.custom import check
+from dshard.ops.pointwise import is_pointwise
 from dshard.torch_private import OpOverload, no_torch_function
 
 
@@ -32,6 +34,9 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     arguments = arguments_by_name(func, args, kwargs)
     check(func, args, kwargs)
+    if is_pointwise(func) or func._schema.name in APART:
+        for name in names:
+            refuse_shared(func, arguments[name], {n: value for n, value in arguments.items() if n not in names})
     with no_torch_function():
         form, out = without_out(func), arguments[names[0]]
         inputs = {name: value for name, value in arguments.items() if name not in names}

@@ -123,6 +123,65 @@ def test_lookups_in_an_empty_dim_are_refused_on_all_ranks_alike(ranks: RankPool)
         assert issubclass(kind, torchs), (name, kind, torchs)
 
 
+SHARED: dict[str, Callable[[Any], object]] = {
+    "row from all": lambda y: y.sub_(y[0]),
+    "rows, moved on": lambda y: y[1:].add_(y[:-1]),
+    "rows, assigned": lambda y: y.__setitem__(slice(1, None), y[:-1]),
+    "row into all": lambda y: y.copy_(y[0]),
+    "rows into other rows": lambda y: y[:2].copy_(y[1:3]),
+    "a row into another": lambda y: y[0].copy_(y[1]),
+    "a row to another": lambda y: y[0].add_(y[1]),
+    "disjoint rows": lambda y: y.narrow(0, 0, 2).add_(y.narrow(0, 2, 2)),
+    "transposed": lambda y: y.t().add_(y),
+    "transposed alike": lambda y: y.t().mul_(y.t()),
+    "one element": lambda y: y.mul_(y[0, 0]),
+    "one element to fill with": lambda y: y.masked_fill_(y > 0, y[0, 0]),
+    "itself": lambda y: y.add_(y),
+    "detached": lambda y: y.add_(y.detach()),
+    "detached rows": lambda y: y[1:].detach().add_(y[:-1].detach()),
+    "with another dim": lambda y: y.unsqueeze(0).add_(y),
+    "in another shape": lambda y: y.view(35)[1:].add_(y.view(35)[:-1]),
+    "rows and no rows": lambda y: y[:0].add_(y[0]),
+    "column and row": lambda y: y[:, 0].add_(y[1:2, :5].view(5)),
+    "diagonal": lambda y: y.diagonal().add_(y[0, :5]),
+    "expanded": lambda y: y.copy_(y[:1].expand(5, 7)),
+    "row by index": lambda y: y.index_add_(0, (y[:, 0] * 0).long(), y),
+    "matmul": lambda y: y[:, :5].addmm_(y[:, :5], y[:, :5]),
+    "out": lambda y: torch.add(y[:2], 1, out=y[1:3]),
+    "out itself": lambda y: torch.mul(y, y, out=y),
+    "gathered out": lambda y: torch.gather(y, 0, (y * 0).long(), out=y),
+    "list": lambda y: torch._foreach_add_([y[1:]], [y[:-1]]),
+    "list of rows": lambda y: torch._foreach_add_([y], [y[0]]),
+    "real and imaginary": lambda y: torch.view_as_complex(y[:, :6].reshape(5, 3, 2)).real.add_(1),
+    "real parts": lambda y: torch.view_as_real(torch.complex(y, y)[1:]).add_(y[1:, :, None]),
+}
+
+
+def written_over_shared_memory(y: Any, call: Callable[[Any], object]) -> tuple[type | None, list[float]]:
+    """The kind of error that a call on `y` meets, and the numbers that `y` then holds."""
+    kind, _ = outcome(lambda: call(y))
+    return kind, (y.full_tensor() if isinstance(y, dshard.DTensor) else y).flatten().tolist()
+
+
+def writes_over_shared_memory() -> dict[tuple[str, str], tuple[type | None, list[float]]]:
+    mesh, found = bind(dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))), {}
+    for name, call in SHARED.items():
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            y = distribute(torch.arange(35.0).view(5, 7), Layout(mesh, (placement,)))
+            found[name, str(placement)] = written_over_shared_memory(y, call)
+    return found
+
+
+@pytest.mark.ranks
+def test_writes_to_memory_that_operands_share_are_those_of_one_device(ranks: RankPool) -> None:
+    first, *others = ranks.run(writes_over_shared_memory)
+
+    assert all(other == first for other in others)
+    for (name, placement), found in first.items():
+        if (name, placement) != ("out", "P(sum)"):  # its operand is another tensor: the sum
+            assert found == written_over_shared_memory(torch.arange(35.0).view(5, 7), SHARED[name]), (name, placement)
+
+
 def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
     """What torch's own list of refused arguments meets on this rank; runs on every rank.
 

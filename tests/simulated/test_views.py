@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from random import Random
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from helpers.view_cases import Function, assert_same, rows
 from torch import Tensor
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
-from dshard.placements import ReduceOp
+from dshard.placements import Placement, ReduceOp
 from dshard.testing import distribute, simulated
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -220,3 +221,17 @@ def test_views_of_partial_operands_equal_one_device(op: ReduceOp) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_views_on_larger_meshes_equal_one_device(name: str, shape: tuple[int, ...]) -> None:
     check(name, Mesh(shape, ("x", "y", "z")[: len(shape)]), 200)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
+def test_views_begin_where_those_of_one_device_do(placement: Placement) -> None:
+    views: tuple[Callable[[Any], Any], ...] = (
+        lambda z: z[1:].detach(),
+        lambda z: z[1:].imag,
+        lambda z: torch.view_as_real(z[1:]),
+        lambda z: torch.view_as_complex(torch.view_as_real(z)[1:]),
+    )
+    z, mesh = torch.complex(rows(4, 3), rows(4, 3)), Mesh((2,), ("x",))
+    with simulated(mesh):
+        y = distribute(z, Layout(mesh, (placement,)))
+        assert [view(y).storage_offset() for view in views] == [view(z).storage_offset() for view in views]
