@@ -205,6 +205,12 @@ def check_embedding(arguments: Kwargs) -> None:
     _require(has_rows, "index_select(): self indexing axis dim should be positive")
 
 
+def check_nll_loss(arguments: Kwargs) -> None:
+    x, target = arguments["self"], arguments["target"]
+    if target.numel() and x.dim() and not x.shape[min(1, x.dim() - 1)]:  # a rank that has no target would not see it
+        raise IndexError("Target 0 is out of bounds.")  # even if all are ignored, which only their values tell
+
+
 def check_gather(arguments: Kwargs) -> None:
     x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
     if index.numel():
@@ -238,11 +244,20 @@ def check_multinomial(arguments: Kwargs) -> None:
 
 
 def check_convolution(arguments: Kwargs) -> None:
-    weight, channels = arguments["weight"], 1 if arguments["transposed"] else 0
-    _require(weight.shape[channels] > 0, f"convolution: a weight of shape {tuple(weight.shape)} has no output channels")
+    x, weight, channels = arguments["input"], arguments["weight"], 1 if arguments["transposed"] else 0
+    has_channels = weight.shape[0] > 0 and weight.shape[channels] > 0
+    _require(has_channels, f"convolution: a weight of shape {tuple(weight.shape)} has no output channels")
+    _require(0 not in weight.shape[2:], f"convolution: a weight of shape {tuple(weight.shape)} has no positions")
+    only_channels_or_batch = x.numel() > 0 or 0 in x.shape[:2]
+    _require(only_channels_or_batch, f"convolution: an input of shape {tuple(x.shape)} has no positions")
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
         fits = all(n >= least for n in arguments[name])
         _require(fits, f"convolution: {name} {tuple(arguments[name])} is not supported: too small")
+
+
+def check_resampled(arguments: Kwargs) -> None:
+    x = arguments["self"]
+    _require(0 not in x.shape[1:], f"an input with sizes for all dims but the batch is expected, not {tuple(x.shape)}")
 
 
 def check_lstsq(arguments: Kwargs) -> None:

@@ -22,6 +22,7 @@ from dshard.ops import (
     batched,
     concat,
     convolution,
+    decompositions,
     distances,
     grouped_matmul,
     indexing,
@@ -60,7 +61,7 @@ TABLES: tuple[dict[str, Operator], ...] = (
     distances.RULES,
     grouped_matmul.RULES,
 )
-META.update(grouped_matmul.META)
+META |= {**grouped_matmul.META, **batched.META, **decompositions.META}
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dshard.comm import depending_on
 from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
+from dshard.core.checks import check_resampled, with_meta_form
+from dshard.core.signature import Function
 from dshard.mesh import Coordinate
 from dshard.ops.views import with_local_size
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import OpOverload
 
 
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
@@ -51,7 +56,7 @@ def or_nothing(kernel: Kernel | None = None) -> Kernel:
         sizes = (zip(spec.shape, layout.local_shape(spec.shape, coordinate), strict=True) for layout, spec in pairs)
         if any(n > 0 and not here for shape in sizes for n, here in shape):
             return _nothing(call, strategy, coordinate)
-        return call.func if kernel is None else kernel(call, strategy, coordinate)
+        return with_meta_form(call.func) if kernel is None else kernel(call, strategy, coordinate)
 
     return choose
 
@@ -97,6 +102,28 @@ def _one(ndim: int) -> int:
     return 1
 
 
+def _without_batch(func: OpOverload) -> Function:
+    """The meta form of an operator of which torch's refuses a batch of no entries."""
+
+    def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if x.shape[0]:
+            return func(x, *args, **kwargs)  # type: ignore[no-any-return]
+        return func(x.new_empty((1, *x.shape[1:])), *args, **kwargs)[:0]  # type: ignore[no-any-return]
+
+    return run
+
+
+META = {
+    func: _without_batch(func)
+    for n in (1, 2, 3)
+    for func in (
+        getattr(torch.ops.aten, f"upsample_nearest{n}d").default,
+        getattr(torch.ops.aten, f"_upsample_nearest_exact{n}d").default,
+    )
+}
+"""Meta forms of operators that stand in for torch's own."""
+
+
 def _pooling(n: int) -> dict[str, Operator]:
     """Operators over `n` spatial dims, and their backward forms."""
     plain = [f"reflection_pad{n}d", f"replication_pad{n}d"]
@@ -112,6 +139,8 @@ def _pooling(n: int) -> dict[str, Operator]:
     table = {f"aten::{name}": forward for name in (*plain, *sized)}
     table |= {f"aten::{name}_backward": forward for name in plain}
     table |= {f"aten::{name}": Operator(leading(but(n)), or_nothing()) for name in chosen}
+    checked = [f"aten::{name}" for name in (*sized, f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d")]
+    table |= {name: replace(table[name], check=check_resampled) for name in checked if name in table}
     table |= {f"aten::{name}_backward": forward for name in chosen}
     backward = Operator(leading(but(n), (0,)), or_nothing(with_local_size("input_size")))
     return table | {f"aten::{name}_backward": backward for name in sized}

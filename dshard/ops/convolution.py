@@ -18,9 +18,13 @@ from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
+_BACKWARD = torch.ops.aten.convolution_backward.default
+
 
 def _terms(call: Call) -> tuple[str, str, str, str]:
     """The terms of input, weight, bias and output: with several groups, these are the major part of the channels."""
+    if not call.shapes[call.func is _BACKWARD][1]:  # then torch gives the output no channels, either
+        return "n i [...]", "[o] i [...]", "[o]", "n [] [...]"
     inner, outer = ("(g [i])", "(g [o])") if call.argument("groups") > 1 else ("i", "o")
     weight = f"{inner} o" if call.argument("transposed") else f"{outer} i"
     return f"n {inner} [...]", f"{weight} [...]", outer, f"n {outer} [...]"
@@ -29,7 +33,7 @@ def _terms(call: Call) -> tuple[str, str, str, str]:
 def _with_sizes(call: Call, x: int, rule: Rule) -> Rule:
     """The rule with the sizes of merged factors; operand number `x` is the input, the next one the weight."""
     groups = call.argument("groups")
-    if groups == 1:
+    if groups == 1 or not call.shapes[x][1]:
         return rule
     channels, weight = call.shapes[x][1], call.shapes[x + 1]
     per_output = weight[1] if call.argument("transposed") else weight[0] // groups
@@ -73,7 +77,8 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
         *rest_, _, mask = rest
         sizes = [grad.shape[1]] if bias else None
         if not grad.numel() or not x.numel() or not weight.numel():
-            zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1]))
+            outputs = grad.shape[1] if call.shapes[1][1] else bias or 0
+            zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(outputs))
             empty = [depending_on(t, (grad, x, weight)) for t in zeros]
             return tuple(t if is_needed else None for t, is_needed in zip(empty, mask, strict=True))
         gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)

@@ -139,6 +139,26 @@ def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor
     return loss if x.dim() > 1 else loss.reshape(()), is_target
 
 
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    batch: int,
+    channels: int,
+    size: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of group norm as torch decomposes them, which divides by the elements of a group."""
+    has_elements = channels * size > 0
+    decomposition = decomposition_table[aten.native_group_norm_backward.default]
+    sizes = batch, channels, size, groups
+    of_x, *others = decomposition(grad, x, mean, rstd, weight, *sizes, [mask[0] and has_elements, *mask[1:]])
+    return of_x if has_elements or not mask[0] else torch.zeros_like(x), *others
+
+
 # -- attention, where torch's functions call its kernel for CPUs below `__torch_function__`
 
 
@@ -258,10 +278,14 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.trace.default: trace,
     aten.rot90.default: rot90,
     aten.multilabel_margin_loss_forward.default: multilabel_margin,
+    aten.native_group_norm_backward.default: group_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_attention_backward,
 }
 """Operators that are decomposed into others; torch checks their arguments first."""
+
+META: dict[OpOverload, Function] = {aten.native_group_norm_backward.default: group_norm_backward}
+"""Meta forms of operators whose meta forms in torch refuse arguments that their kernels take."""
 
 QUESTIONS: dict[OpOverload, Function] = {
     aten.equal.default: equal,

@@ -30,9 +30,9 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     distributed = isinstance(table, Wrapper) and isinstance(indices, Wrapper) and table.dim() == 2
     if not distributed or not table._spec.layout.axes_of(0) or not (table.requires_grad and torch.is_grad_enabled()):
         return call_torch(func, args, kwargs)
-    if max_norm is not None or by_frequency or sparse:
-        return call_torch(func, args, kwargs)
     size = table.shape[0]
+    if max_norm is not None or by_frequency or sparse or not (padding is None or -size <= padding < size):
+        return call_torch(func, args, kwargs)
 
     def local(table: Tensor, indices: Tensor) -> Tensor:
         return look_up(table, indices, -1 if padding is None else padding % size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
-from dshard.core.checks import check_dim, check_embedding
+from dshard.core.checks import check_dim, check_embedding, check_nll_loss
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Kwargs
 from dshard.mesh import Coordinate
@@ -166,8 +166,8 @@ RULES: dict[str, Operator] = {
     ),
     "aten::embedding": Operator(embedding, embedding_kernel, check=check_embedding),
     "aten::embedding_dense_backward": Operator(embedding_backward),
-    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),
-    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD),
+    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
+    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
     "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
     "aten::nll_loss2d_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
 }
