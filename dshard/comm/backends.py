@@ -89,5 +89,7 @@ def waits_on_host(name: str) -> bool:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms of `dtype` are summed, to be rounded once: single precision for half."""
-    return torch.float32 if dtype in HALF else dtype
+    """The dtype in which terms of `dtype` are summed, to be rounded once: single precision for half and less."""
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 2 else dtype

@@ -100,6 +100,10 @@ def reduces(dtype: torch.dtype, op: ReduceOp, backend: Backend) -> bool:
     return dtype in backend.sums
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The dtypes in whose place numbers are reduced that torch cannot add or compare; the highest bit orders them."""
+
+
 def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
     """Terms along dim 0 -> their reduction, in the terms' own dtype; half precision is reduced in single.
 
@@ -107,6 +111,10 @@ def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
         ShapeError: the max or min of complex numbers, or the mean of integers.
     """
     dtype = terms.dtype
+    if dtype in _SIGNED:
+        signed = terms.view(_SIGNED[dtype])
+        lowest = torch.iinfo(signed.dtype).min if op in ("max", "min") else 0
+        return (reduce(signed ^ lowest, op) ^ lowest).view(dtype)
     wide = terms.to(sum_dtype(dtype))
     match op:
         case "sum":

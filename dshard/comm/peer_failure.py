@@ -47,7 +47,7 @@ PATIENCE = timedelta(seconds=1)
 _CHECKS = 5  # of the records, before a wait for what all others say to have sent is given up
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (IndexError, PeerError, RuntimeError, TypeError, ValueError)
+    kind.__name__: kind for kind in (IndexError, PeerError, NotImplementedError, RuntimeError, TypeError, ValueError)
 }
 _NAMES = {0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter"}
 """Names of collectives by torch's numbers; all other numbers are exchanges."""

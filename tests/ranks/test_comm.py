@@ -121,6 +121,36 @@ def test_a_nan_is_never_lost(ranks: RankPool) -> None:
     assert ranks.run(with_nan) == [[True] * len(REDUCE_OPS)] * 4
 
 
+ODD_DTYPES = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.complex32]
+"""Dtypes that torch moves, but does not add on a CPU."""
+
+
+def of_odd_dtypes() -> list[str]:
+    """What is not reduced right; the last rank has no elements of its own chunk."""
+    g, wrong = group(ORDERS[0]), []
+    for dtype in ODD_DTYPES:
+        is_whole = not (dtype.is_floating_point or dtype.is_complex)
+        top = torch.iinfo(dtype).max // 2 + 1 if is_whole else 4
+        expected_numbers = {"sum": [12, 2, top + 3], "product": [81, 0, top], "max": [3, 1, top], "min": [3, 0, 1]}
+        for op, numbers in expected_numbers.items():
+            if dtype.is_complex and op in ("max", "min"):
+                continue
+            term = torch.tensor([3, g.index % 2, top if g.index == 1 else 1], dtype=torch.uint64).to(dtype)
+            reduced = transport.all_reduce(term, op, g)  # type: ignore[arg-type]
+            expected = torch.tensor(numbers, dtype=torch.uint64).to(dtype)
+            wrong += (
+                []
+                if transport.bytes_of(reduced).equal(transport.bytes_of(expected))
+                else [f"{op} of {dtype}: {reduced.tolist()}"]
+            )
+    return wrong
+
+
+@pytest.mark.ranks
+def test_dtypes_that_torch_cannot_add_are_reduced(ranks: RankPool) -> None:
+    assert ranks.run(of_odd_dtypes) == [[]] * 4
+
+
 # -- process groups
 
 
