@@ -12,7 +12,7 @@ from torch.backends import mkldnn
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
 from dshard.comm import of_first_rank
-from dshard.core.moves import on_all_ranks, redistribute_local
+from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves
 from dshard.core.plain_tensors import wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
@@ -23,7 +23,7 @@ from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
-from dshard.ops.custom import accept_call
+from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
@@ -123,6 +123,19 @@ def number(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     layout = replicated(x._spec.layout.mesh)
     return func(of_first_rank(redistribute_local(x._local_tensor, x._spec, layout, func.__name__)))
+
+
+def new_of_numbers(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`x.new_tensor([loss, ...])` with the distributed numbers read first: torch runs no Python kernel within it."""
+
+    def read(given: object) -> Any:
+        if type(given) not in (list, tuple):
+            return given
+        return replace_leaves(given, lambda leaf: leaf.item() if isinstance(leaf, Wrapper) else leaf)
+
+    x, *rest = args
+    new = func(x, *map(read, rest), **{name: read(given) for name, given in kwargs.items()})
+    return wrapped(new, x)
 
 
 def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -249,6 +262,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.__getitem__: getitem,
     Tensor.tolist: tolist,
     **{getattr(Tensor, f"__{kind}__"): number for kind in ("float", "int", "index", "bool", "complex")},
+    **dict.fromkeys((Tensor.new_tensor, Tensor.new), new_of_numbers),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
     Tensor.share_memory_: share_memory,
     Tensor.__setitem__: getitem,

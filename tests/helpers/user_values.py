@@ -225,6 +225,8 @@ def collected(lay_out: LayOut) -> Iterator[Any]:
     yield torch.tensor([*losses, *shares]).mean(), torch.as_tensor(shares).tolist()
     yield float(np.mean(shares)), np.asarray(shares).sum()
     yield torch.tensor([[share > 0, share < 0] for share in shares]).tolist()
+    yield model(x).new_tensor([shares, (1.0, 2.0)]).tolist(), x.new_tensor(data=shares, dtype=torch.float32).sum()
+    yield shares[0].new_tensor(data=shares, dtype=torch.float32).sum()
 
 
 VALUES: tuple[Callable[[LayOut], Iterator[Any]], ...] = (
