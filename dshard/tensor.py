@@ -20,7 +20,7 @@ from dshard.autograd.local_tensors import AnyPlacement, compare_gradients, from_
 from dshard.autograd.outside import Emptied
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
-from dshard.compile.graph_runs import tell_of_failures
+from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
 from dshard.core.signature import Args, Function, Kwargs
@@ -253,7 +253,7 @@ class DTensor(Wrapper):
         # each tensor, so the tensors that AOTAutograd takes apart have the local tensor alone.
         names = ["_local_tensor"]
         if TracingContext.try_get() is not None:
-            tell_of_failures()
+            wrap_graph_runs()
             if IS_TORCHS and not traced(self._local_tensor):
                 names.append("device_mesh")
         return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)

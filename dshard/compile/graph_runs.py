@@ -1,4 +1,5 @@
-"""Runs of compiled graphs, which publish their errors so that ranks waiting for this one raise them too.
+"""Runs of compiled graphs: they publish their errors, so that ranks waiting for this one raise them too, and give
+distributed gradients to results that a loss leaves out.
 
 torch.compile returns functions that run no line of dshard. AOTAutograd wraps each graph, forward and backward, in a
 function of its own, and has no hook for it; what makes that function is replaced by one that wraps it once more, where
@@ -8,20 +9,23 @@ the graph takes distributed tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dshard.comm import publish_failure, wait_in_graphs_as_in_eager, watch_backward
 from dshard.compile.metadata import CompileMetadata
+from dshard.core.signature import Context
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import late
 
 _WRAPPER = "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper"
 
 
-def tell_of_failures() -> None:
-    """Publish errors of graphs compiled from now on, and read other ranks' errors while waiting in them.
+def wrap_graph_runs() -> None:
+    """Wrap graphs compiled from now on, and read other ranks' errors while waiting in them.
 
     Without torch's private name, graphs read those of others, and are silent about their own.
     """
@@ -34,9 +38,13 @@ def tell_of_failures() -> None:
     original = wrapper.post_compile
 
     @wraps(original)
-    def post_compile(self: Any, *args: Any, runtime_metadata: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        run: Callable[[Any], Any] = original(self, *args, runtime_metadata=runtime_metadata, **kwargs)
+    def post_compile(
+        self: Any, graph: Callable[..., Any], *args: Any, runtime_metadata: Any, **kwargs: Any
+    ) -> Callable[[Any], Any]:
         ranks = _ranks(getattr(each, "meta", None) for each in runtime_metadata.subclass_inp_meta)
+        if ranks and self.trace_joint:
+            graph = _with_all_gradients(graph)
+        run: Callable[[Any], Any] = original(self, graph, *args, runtime_metadata=runtime_metadata, **kwargs)
         return _publishing(run, ranks) if ranks else run
 
     wrapper.post_compile = post_compile
@@ -61,3 +69,45 @@ def _publishing(run: Callable[[Any], Any], ranks: tuple[int, ...]) -> Callable[[
         return outs
 
     return compiled_graph
+
+
+def _with_all_gradients(graph: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(graph)
+    def run(*args: object) -> Any:
+        outs = list(graph(*args))
+        tracked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
+        if len(tracked) > 1 and any(isinstance(outs[i], Wrapper) for i in tracked):
+            results = Results.apply(*(outs[i] for i in tracked))  # type: ignore[no-untyped-call]
+            for i, out in zip(tracked, results, strict=True):
+                outs[i] = out
+        return outs
+
+    return run
+
+
+class Results(torch.autograd.Function):
+    """Results of a graph, unchanged; backward: zeros distributed alike for those that a loss does not depend on.
+
+    Torch would give plain zeros to a backward graph, which was compiled for a distributed gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, *outs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.zeros = [_zeros_like(out) if isinstance(out, Wrapper) else None for out in outs]
+        return tuple(wrap(out._local_tensor, out._spec) if isinstance(out, Wrapper) else out.detach() for out in outs)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            zeros() if grad is None and zeros is not None else grad
+            for grad, zeros in zip(grads, ctx.zeros, strict=True)
+        )
+
+
+def _zeros_like(out: Wrapper) -> Callable[[], Wrapper]:
+    """What makes the gradient of a result that a loss does not depend on; it keeps no memory of the result."""
+    local: Tensor = out._local_tensor
+    empty = partial(torch.empty_strided, tuple(local.shape), local.stride(), dtype=local.dtype, device=local.device)
+    spec = out._spec.with_layout(out._spec.layout.cotangent())
+    return lambda: wrap(empty().zero_(), spec)

@@ -248,3 +248,38 @@ def compiled_with_a_mask() -> None:
 
 def test_attention_with_a_mask_that_the_model_makes_compiles(ranks: RankPool) -> None:
     ranks.run(compiled_with_a_mask, timeout=300.0)
+
+
+class Several(nn.Module):
+    """Its results are a loss, and others, views among them, that a loss may not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        inner = self.up(x).relu()
+        out = self.down(inner)
+        return out.square().mean(), out, inner.t(), (inner + 1)[1:], out.sum(0).detach()
+
+
+def compiled_with_unused_results(strategy: str) -> None:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    model, single, x = Several(), Several(), torch.linspace(-1, 1, 48).view(6, 8)
+    parallelize(model, mesh, strategy, x)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for used in ((0,), (2,), (3,), (1, 2)):
+        for one in (run, single):
+            one.zero_grad()
+            results = one(x)
+            torch.stack([results[i].sum() for i in used]).sum().backward()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            grad = torch.zeros_like(q) if q.grad is None else q.grad
+            torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("megatron", marks=pytest.mark.thorough)])
+def test_a_loss_may_leave_results_of_a_graph_out(ranks: RankPool, strategy: str) -> None:
+    ranks.run(compiled_with_unused_results, strategy, timeout=300.0)
