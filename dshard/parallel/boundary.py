@@ -33,6 +33,18 @@ class Boundary:
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Refuse to be pickled, for the model that is.
+
+        Raises:
+            ArgumentError: with the ways to save the model.
+        """
+        raise ArgumentError(
+            f"a model laid out by parallelize ({self.plan.strategy!r}) cannot be pickled, nor saved whole: its hooks "
+            "are of this process; save its state, dshard.checkpoint.save({'model': model}, path) or "
+            "model.state_dict(), and load that into a model that parallelize laid out; copy.deepcopy(model) copies it"
+        )
+
 
 def _compare_plans(plan: Plan) -> None:
     """Check that all ranks have made the same plan, each from an example of its own.
@@ -58,7 +70,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             return None
         return boundary.inputs((args, kwargs), lambda: named_inputs(module, args, kwargs))
 
-    model._dshard_boundary = boundary  # type: ignore[assignment]
+    model.__dict__ = {"_dshard_boundary": boundary, **model.__dict__}  # first, so that pickle asks it before the hooks
     model.register_forward_pre_hook(enter, with_kwargs=True)
 
 

@@ -46,7 +46,20 @@ else:
     _Model = object
 
 
-class ParallelizedModel(_Model):
+class Adopted(_Model):
+    """The mixin of a class that no module has by its name: a copy is made of it, and a pickle refused."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The parts that `copy` puts together again; pickle begins with the boundary, which refuses."""
+        state = super().__reduce_ex__(protocol)[2]
+        return _blank, (boundary_of(self), type(self)), state
+
+
+def _blank(boundary: Boundary, cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+class ParallelizedModel(Adopted):
     """The mixin of a parallelized model's class, before the model's own class of transformers."""
 
     accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
@@ -87,7 +100,7 @@ class ParallelizedModel(_Model):
         return gathered(model_to_save, state_dict, save_on_this_rank)
 
 
-class ParallelizedAdapters(_Model):
+class ParallelizedAdapters(Adopted):
     """A parallelized model of peft."""
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:

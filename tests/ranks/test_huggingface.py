@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
+import pickle
 import runpy
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from helpers.hugging_face import CONFIGS, language_model, mesh_for, parallel, pr
 from torch import Tensor
 
 import dshard
-from dshard import LayoutError, MeshError
+from dshard import ArgumentError, LayoutError, MeshError
 from dshard.ops.random import seeded_alike
 from dshard.parallel import from_pretrained
 from dshard.parallel.boundary import boundary_of
@@ -224,6 +226,15 @@ def test_from_pretrained_reads_each_rank_its_part(ranks: RankPool, family: str, 
     ranks.run(loaded, str(tmp_path), family, STRATEGIES, timeout=300)
 
 
+def test_copies_keep_the_class_and_pickles_are_refused() -> None:
+    mesh, tokens = dshard.Mesh((2,), ("tp",)), {"input_ids": prompt()["input_ids"]}
+    for model in (language_model("llama"), with_adapters(language_model("llama"))):
+        dshard.parallelize(model, mesh, "megatron", **tokens)
+        assert type(copy.copy(model)) is type(copy.deepcopy(model)) is type(model)
+        with pytest.raises(ArgumentError, match=r"cannot be pickled, .*model.state_dict\(\)"):
+            pickle.dumps(model)
+
+
 def refuses_axes_without_names(folder: str) -> None:
     mesh = dshard.init_device_mesh("cpu", (2, 2))
     with pytest.raises(MeshError, match=r"2 axes without names, .*mesh_dim_names=\('dp', 'tp'\)"):
@@ -328,7 +339,8 @@ def trains_under_the_trainer(folder: str, expected: list[list[float]], options: 
 @pytest.mark.thorough
 def test_the_trainer_trains_as_on_one_device_or_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}]
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}, compiled]
     expected = [trained(language_model("llama"), str(tmp_path), 4, **asked) for asked in options]
     ranks.run(trains_under_the_trainer, str(tmp_path), expected, options, timeout=300)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import LayoutError, Mesh, Replicate, Shard, parallelize
+from dshard import ArgumentError, LayoutError, Mesh, Replicate, Shard, parallelize
 from dshard.testing import RankPool, simulated
 
 WIDTH, CLASSES = 8, 5
@@ -308,3 +310,13 @@ def given_containers(inputs: str) -> None:
 @pytest.mark.parametrize("inputs", ["global", "per-data-rank"])
 def test_inputs_in_containers_of_any_class(ranks: RankPool, inputs: str) -> None:
     ranks.run(given_containers, inputs)
+
+
+def test_a_model_is_copied_and_its_pickle_refused() -> None:
+    x = data(4, torch.float64)[0]
+    model = parallelize(Net().double(), Mesh((2,), ("a",)), "megatron", x)
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert copied(x.to("meta")).layout == model(x.to("meta")).layout
+    for save in (pickle.dumps, lambda whole: torch.save({"model": whole}, io.BytesIO())):
+        with pytest.raises(ArgumentError, match=r"'megatron'\) cannot be pickled, .*model.state_dict\(\)"):
+            save(model)
