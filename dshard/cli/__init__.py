@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import signal
 from collections.abc import Sequence
@@ -39,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.error(str(error))
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        report.error(f"{error.filename}: {error.strerror}")
+        report.error(f"{error.filename or 'stdout'}: {error.strerror}")
+        if error.filename is None:
+            report.drop_output()
         return 1
     except KeyboardInterrupt:
         return 130

@@ -21,7 +21,7 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
         if arguments.json:
             report.data(dict(words_of(parser)))
         else:
-            print(script(parser, arguments.shell))
+            report.text(script(parser, arguments.shell))
         return 0
 
     own.set_defaults(command=command)

@@ -25,9 +25,11 @@ from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
 from dshard.report.console import WIDE, Drawing, count, table, title
 from dshard.report.console import data as data
+from dshard.report.console import drop_output as drop_output
 from dshard.report.console import error as error
 from dshard.report.console import note as note
 from dshard.report.console import show as show
+from dshard.report.console import text as text
 from dshard.report.progress import checkpoint_progress as checkpoint_progress
 from dshard.report.progress import demo_progress as demo_progress
 from dshard.report.progress import measure_progress as measure_progress

@@ -50,7 +50,17 @@ def note(message: str) -> None:
 
 def data(value: object) -> None:
     """Print a value as JSON."""
-    print(json.dumps(value, indent=2), file=sys.stdout, flush=True)
+    text(json.dumps(value, indent=2))
+
+
+def text(value: str) -> None:
+    """Print text as it is; where nobody reads it any more, the program ends, as with `show`."""
+    Console().out(value, highlight=False)
+
+
+def drop_output() -> None:
+    """Drop what was not written to stdout: Python would try once more at its end, and print a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def table(

@@ -88,6 +88,25 @@ def test_nothing_is_coloured_where_there_is_no_terminal(
     assert "\x1b" not in said.out + said.err
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("path", CALLS)
+def test_a_closed_pipe_or_a_full_disk_ends_without_a_traceback(
+    path: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit, match="1"):  # as rich ends it
+            main([*call(path, tmp_path), *options])
+    assert capsys.readouterr().err == ""
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([*call(path, tmp_path), *options]) == 1
+    assert capsys.readouterr().err == "error: stdout: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
