@@ -246,6 +246,9 @@ is_transforming: Callable[[], bool] = _needed("torch._C._are_functorch_transform
 is_functorch_wrapped: Callable[[Tensor], bool] = _needed(
     "torch._C._functorch.is_functorch_wrapped_tensor", "torch.func"
 )
+functorch_unwrapped: Callable[[Tensor], Tensor] = _needed(
+    "torch._C._functorch.get_unwrapped", "torch.func through parallelized models"
+)
 is_legacy_batched: Callable[[Tensor], bool] = _needed(
     "torch._C._functorch.is_legacy_batchedtensor", "refusing torch.autograd.functional with vectorize=True"
 )

@@ -323,8 +323,17 @@ def _histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
     return x.new_empty((bins,))
 
 
-META: dict[OpOverload, Function] = {_ATEN.histc.default: _histogram}
-"""Meta forms of operators whose meta forms in torch refuse arguments that their kernels on some device take."""
+def _fake_quantized(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+META: dict[OpOverload, Function] = {
+    _ATEN.histc.default: _histogram,
+    _ATEN.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantized,
+    _ATEN.fake_quantize_per_channel_affine_cachemask.default: _fake_quantized,
+    _ATEN._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: _fake_quantized,
+}
+"""Meta forms of operators that have none in torch, or one that refuses what their kernels on some device take."""
 
 
 def with_meta_form(func: OpOverload) -> Function:

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from dshard.errors import MixedError
 from dshard.torch_private import (
     DispatchKey,
+    functorch_unwrapped,
     is_functorch_wrapped,
     is_key_excluded,
     is_legacy_batched,
@@ -33,6 +34,13 @@ def is_differentiating_forward() -> bool:
 def is_wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func wraps `x`."""
     return is_functorch_wrapped(x)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor within all that transforms of torch.func have wrapped around it, or `x` itself."""
+    while is_functorch_wrapped(x):
+        x = functorch_unwrapped(x)
+    return x
 
 
 def refuse_wrapped(x: Tensor, what: str) -> None:

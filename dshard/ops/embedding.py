@@ -10,6 +10,7 @@ from torch import Tensor
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
+from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
 from dshard.ops.lookup import look_up, rows_held
@@ -25,13 +26,21 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.embedding` of a table that is sharded over its rows and needs a gradient.
 
     Any other call runs as a torch operator, which would replicate the gradient of a table on every rank.
+
+    Raises:
+        LayoutError: a sparse gradient of a distributed table.
     """
     indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
-    distributed = isinstance(table, Wrapper) and isinstance(indices, Wrapper) and table.dim() == 2
-    if not distributed or not table._spec.layout.axes_of(0) or not (table.requires_grad and torch.is_grad_enabled()):
+    recorded = isinstance(table, Wrapper) and table.requires_grad and torch.is_grad_enabled()
+    if recorded and sparse:
+        raise LayoutError(
+            "embedding(sparse=True) of a distributed table: its gradient is strided, and each rank computes "
+            "that of the rows it holds; leave out sparse=True, and give the table to Adam in place of SparseAdam"
+        )
+    if not recorded or not isinstance(indices, Wrapper) or table.dim() != 2 or not table._spec.layout.axes_of(0):
         return call_torch(func, args, kwargs)
     size = table.shape[0]
-    if max_norm is not None or by_frequency or sparse or not (padding is None or -size <= padding < size):
+    if max_norm is not None or by_frequency or not (padding is None or -size <= padding < size):
         return call_torch(func, args, kwargs)
 
     def local(table: Tensor, indices: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dshard.comm import compare_calls, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.spec import Spec
+from dshard.core.transforms import unwrapped
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.factories import full
@@ -259,8 +260,9 @@ def distribute_inputs(inputs: object, plan: Plan) -> Any:
     placements_of = {"rows and sequence": plan.batch, "rows": rows_alone(plan), "neither": replicated}
 
     def distributed(leaf: Tensor) -> Tensor:
-        if isinstance(leaf, DTensor) and not _unfolded(leaf, plan):
-            return leaf
+        whole = unwrapped(leaf)
+        if isinstance(whole, DTensor) and (whole is not leaf or not _unfolded(leaf, plan)):
+            return leaf  # a transform of torch.func that follows a distributed tensor goes on with it
         placements = placements_of[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
             return leaf.redistribute(plan.mesh, placements)

@@ -259,7 +259,7 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
     """Run the forward pass of `model` without data; nothing of the model is changed.
 
     Raises:
-        LayoutError: the forward pass depends on the values of tensors.
+        LayoutError: the forward pass depends on the values of tensors, or torch cannot run it without data.
     """
     state = {name: without_data(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
     parameters = {name: state[name] for name, _ in model.named_parameters()}
@@ -279,10 +279,10 @@ def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str,
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), _Heads(traced.heads), values:
             functional_call(model, state, args, dict(kwargs))
     except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, LayoutError) or "meta" not in str(error):
+        if isinstance(error, LayoutError) or "meta" not in str(error).lower():
             raise
         raise LayoutError(
-            f"the forward pass of {type(model).__name__} depends on the values of its tensors ({error}): "
+            f"the forward pass of {type(model).__name__} does not run without data ({str(error).partition('. ')[0]}): "
             "give the placements of its parameters by name, {pattern: placements}"
         ) from error
     finally:

@@ -289,6 +289,16 @@ def test_a_forward_pass_that_looks_at_values() -> None:
         plan_model(Looks(), mesh, "data", torch.ones(2, 2, device="meta"))
 
 
+def test_an_operator_that_torch_cannot_run_without_data_is_refused_in_our_words() -> None:
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scale, zero = torch.ones(1), torch.zeros(1)
+            return super().forward(torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, -8, 7, 1.0))
+
+    with pytest.raises(LayoutError, match=r"Rounded.*give the placements of its parameters by name"):
+        plan_model(Rounded(2, 2), Mesh((2,), ("tp",)), "data", torch.ones(2, 2))
+
+
 # -- what is sent
 
 

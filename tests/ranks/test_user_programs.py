@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.default_cases import one_way_each
 from helpers.user_loops import LOOPS, LayOut
+from helpers.user_methods import METHODS
 from helpers.user_models import MODELS
 from helpers.user_objectives import OBJECTIVES
 from helpers.user_values import VALUES
@@ -19,7 +20,7 @@ from dshard.comm import plain
 from dshard.testing import RankPool
 
 PROGRAMS: dict[str, Callable[[LayOut], Iterator[Any]]] = {
-    program.__name__: program for program in (*LOOPS, *MODELS, *OBJECTIVES, *VALUES)
+    program.__name__: program for program in (*LOOPS, *MODELS, *OBJECTIVES, *VALUES, *METHODS)
 }
 MESHES: dict[str, tuple[int, ...]] = {
     "megatron": (4,),

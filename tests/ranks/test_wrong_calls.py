@@ -130,6 +130,11 @@ def measured(**changes: Any) -> Measured:
 
 
 MESHES: list[Row] = [
+    (
+        lambda: nn.functional.embedding(planned(3, dtype=torch.int64), planned(4, 4).requires_grad_(), sparse=True),
+        LayoutError,
+        r"embedding\(sparse=True\) of a distributed table.*leave out sparse=True.*Adam",
+    ),
     (lambda: Mesh(4), MeshError, r"4 is no sequence: give each axis at least one rank"),
     (lambda: Mesh(None), MeshError, "None is no sequence"),
     (lambda: Mesh("22"), MeshError, "'22' is no sequence"),
