@@ -167,6 +167,12 @@ no_dispatch: Callable[[], Any] = _needed("torch.utils._mode_utils.no_dispatch", 
 disable_modes: Callable[[], _GeneratorContextManager[None]] = _needed(
     "torch.utils._python_dispatch._disable_current_modes", "the price of a step that is simulated within modes"
 )
+dispatch_mode: Callable[[], object] = _needed(
+    "torch.utils._python_dispatch._get_current_dispatch_mode", "gathered weights in selectively checkpointed blocks"
+)
+without_dispatch_mode: Callable[[], _GeneratorContextManager[object]] = _needed(
+    "torch.utils._python_dispatch._pop_mode_temporarily", "gathered weights in selectively checkpointed blocks"
+)
 n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stack", "fast calls only outside of modes")
 is_autocasting: Callable[[], bool] = _needed("torch._C._is_any_autocast_enabled", "autocast of composite operators")
 decomposition_table: dict[OpOverload, Callable[..., Any]] = _needed(

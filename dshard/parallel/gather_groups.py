@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
@@ -24,7 +25,13 @@ from dshard.parallel.plan_values import Plan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.tensor import DTensor
-from dshard.torch_private import graph_task_id, is_transforming
+from dshard.torch_private import (
+    dispatch_mode,
+    graph_task_id,
+    is_transforming,
+    n_dispatch_modes,
+    without_dispatch_mode,
+)
 
 Place = tuple[nn.Module, str]
 """A module and its own name of a parameter."""
@@ -106,6 +113,10 @@ class GatherGroup:
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
+        with _outside_checkpoint():
+            self._gather(stored, stack)
+
+    def _gather(self, stored: list[Wrapper], stack: ExitStack) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         recorded = torch.is_grad_enabled() and not self.keeps
         before = self.order.last() if recorded and not is_recomputed and self.order.last else None
@@ -140,6 +151,15 @@ class GatherGroup:
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
+
+
+def _outside_checkpoint() -> AbstractContextManager[object]:
+    """Out of torch's mode of selective checkpoints, which would count operators of a gather among the block's own.
+
+    A forward pass finds its weights gathered, and begins to gather the next block's; a recomputed one does neither.
+    """
+    is_selective = n_dispatch_modes() and type(dispatch_mode()).__module__ == checkpoint.__module__
+    return without_dispatch_mode() if is_selective else nullcontext()
 
 
 class GatherOrder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import dshard
 from helpers.user_loops import LayOut, Perceptron, classified
@@ -105,6 +111,10 @@ def pruned(lay_out: LayOut) -> Iterator[Any]:
     yield (model.stem.weight == 0).sum(), model(x).sum()
 
 
+def kept_products(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Checkpointed(Perceptron):
     """Its blocks are recomputed in the ways that torch has."""
 
@@ -115,15 +125,17 @@ class Checkpointed(Perceptron):
         if self.how.startswith("sequential"):
             x = checkpoint_sequential(nn.Sequential(*self.blocks), 2, x, use_reentrant="reentrant" in self.how)
         else:
+            contexts = partial(create_selective_checkpoint_contexts, kept_products)
+            options: dict[str, Any] = {"context_fn": contexts} if self.how == "selective" else {}
             for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=self.how == "reentrant")
+                x = x + checkpoint(block, x, use_reentrant=self.how == "reentrant", **options)
         return self.head(self.norm(x))
 
 
 def checkpointed(lay_out: LayOut) -> Iterator[Any]:
     model, (x, y) = Checkpointed(), classified(8)
     lay_out(model, x)
-    for model.how in ("sequential", "sequential reentrant", "reentrant", "each"):
+    for model.how in ("sequential", "sequential reentrant", "reentrant", "each", "selective"):
         yield from trained(model, lambda: F.cross_entropy(model(x), y), steps=1)
 
 
