@@ -260,6 +260,11 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
         else _local(func, arg, mesh)
         for arg in args
     ]
+    for arg in local_args[1:]:  # torch's kernels pair elements by their place in memory
+        for i, x in enumerate(arg if isinstance(arg, list) else ()):
+            parameter = local_args[0][i]
+            if x.stride() != parameter.stride() and x.shape == parameter.shape:
+                arg[i] = torch.empty_like(parameter, dtype=x.dtype).copy_(x)
     local_kwargs = {name: _local(func, arg, mesh) for name, arg in kwargs.items()}
     _run_on_lists(mesh, func, local_args, local_kwargs)
     for parameter, argument, local in zip(func._schema.arguments, args, local_args, strict=False):
