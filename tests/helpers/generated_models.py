@@ -62,6 +62,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
     "foreach": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, fused=True),
     "amsgrad": partial(torch.optim.Adam, lr=0.02, eps=1e-3, amsgrad=True, foreach=False),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-2, centered=True),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-3),
@@ -149,7 +150,8 @@ Numbers: TypeAlias = dict[str, Tensor]
 class Design:
     """A model and the loop that trains it.
 
-    `frozen` are the numbers of the parameters that need no gradient; `way` is what the loop does beside a step;
+    `frozen` are the numbers of the parameters that need no gradient; those of a `reordered` model have their last dim
+    first in memory. `way` is what the loop does beside a step;
     `compiled` what torch.compile compiles on the ranks: "", "blocks", or the "model".
     """
 
@@ -162,12 +164,14 @@ class Design:
     optimizer: str
     way: str
     frozen: frozenset[int]
+    reordered: bool = False
     compiled: str = ""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         head = f"# {self.strategy} on {MESHES[self.strategy]}; {sizes}; {'tied' if self.tied else 'not tied'}"
-        end = f"# {self.optimizer}, {self.way}; frozen: {sorted(self.frozen)}; compiled: {self.compiled or 'no'}"
+        rest = f"{'reordered' if self.reordered else 'in order'}; compiled: {self.compiled or 'no'}"
+        end = f"# {self.optimizer}, {self.way}; frozen: {sorted(self.frozen)}; {rest}"
         return "\n".join([head, *self.blocks, f"loss = {self.loss}", end])
 
 
@@ -259,6 +263,8 @@ def trained(design: Design, lay_out: Callable[..., Any], shift: float = 0.0) -> 
             p.mul_(1 + shift)
     for number, p in enumerate(model.parameters()):
         p.requires_grad_(number not in design.frozen)
+        if design.reordered and p.dim() > 1:
+            p.data = p.data.movedim(-1, 0).contiguous().movedim(0, -1)
     b, s, words = (design.sizes[name] for name in ("b", "s", "words"))
     batches = [(torch.randint(words, (b, s)), torch.randint(words, (b, s))) for _ in range(4)]
     lay_out(model, batches[0][0])
@@ -350,7 +356,8 @@ def generated(seed: int) -> Design:
         optimizer, way = random.choice(list(OPTIMIZERS)), random.choice(WAYS)
         frozen = frozenset(random.sample(range(12), 3)) if random.random() < 0.2 else frozenset()
         tied = random.random() < 0.3
-        design = Design(seed, strategy, sizes, blocks, random.choice(LOSSES), tied, optimizer, way, frozen)
+        loss, reordered = random.choice(LOSSES), random.random() < 0.3
+        design = Design(seed, strategy, sizes, blocks, loss, tied, optimizer, way, frozen, reordered)
         if in_double(fits, design):
             return design
 
@@ -445,7 +452,8 @@ def shrunk(pool: RankPool, design: Design, word: str) -> Design:
         if outcome_on(pool, fewer)[0] == word:
             return shrunk(pool, fewer, word)
     for plainer in (
-        replace(design, way="plain"), replace(design, tied=False), replace(design, frozen=frozenset()),
+        replace(design, way="plain"), replace(design, tied=False), replace(design, reordered=False),
+        replace(design, frozen=frozenset()),
         replace(design, optimizer="SGD"), replace(design, loss=LOSSES[0]), replace(design, loss=LOSSES[3]),
         *(replace(design, sizes=design.sizes | {name: size}) for name in "bsf" for size in (4, 8)),
     ):  # fmt: skip
