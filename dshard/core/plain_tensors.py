@@ -283,8 +283,9 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
                 return
             raise MixedError(
                 f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
-                "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; or run "
-                "this `with dshard.implicit_replication():` if it is the same on all ranks; "
+                "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; beside a "
+                "parallelized model take dshard.distribute_batch(model, batch); or run this "
+                "`with dshard.implicit_replication():` if it is the same on all ranks; "
                 "0-d tensors, and others of one element, are taken as they are"
             )
 
