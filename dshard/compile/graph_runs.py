@@ -106,7 +106,7 @@ class Results(torch.autograd.Function):
 
 
 def _zeros_like(out: Wrapper) -> Callable[[], Wrapper]:
-    """What makes the gradient of a result that a loss does not depend on; it keeps no memory of the result."""
+    """A function that makes the gradient of a result that no loss depends on; it keeps no memory of the result."""
     local: Tensor = out._local_tensor
     empty = partial(torch.empty_strided, tuple(local.shape), local.stride(), dtype=local.dtype, device=local.device)
     spec = out._spec.with_layout(out._spec.layout.cotangent())

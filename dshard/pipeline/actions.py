@@ -49,7 +49,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Compute:
-    """What a stage computes for one microbatch; as text a letter and the microbatch."""
+    """The work of a stage on one microbatch; as text a letter and the microbatch."""
 
     letter: ClassVar[str]
     microbatch: int

@@ -62,7 +62,7 @@ class BlockResult:
     def __init__(self, q: Tensor, v: Tensor) -> None:
         self.q, self.size = q, v.shape[-1]
         self.reached: list[range] = []
-        self.found: tuple[Tensor, Tensor] | None = None
+        self.merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, panel: Panel) -> None:
         """Merge attention to the blocks of a panel into the result."""
@@ -72,7 +72,7 @@ class BlockResult:
             block_result = _attended(operands)
             match join_of(block, self.reached, rows):
                 case "taken":
-                    self.found = block_result
+                    self.merged = block_result
                 case "copied":
                     for all_rows, part in zip(self._wide((*operands.q.shape[:2], rows)), block_result, strict=True):
                         _span(all_rows, 2, block.queries).copy_(part)
@@ -83,7 +83,7 @@ class BlockResult:
     def complete(self) -> tuple[Tensor, Tensor]:
         """The result, wide if blocks were merged, and the log-sum-exps: minus infinity for rows that see no key."""
         lead = self.q.shape[:-1]
-        out, lse = self._wide(lead) if self.found is None else self.found
+        out, lse = self._wide(lead) if self.merged is None else self.merged
         return out.reshape(*lead, self.size), lse.reshape(lead)
 
     def _merge(self, queries: range, part: Tensor, part_lse: Tensor) -> None:
@@ -96,12 +96,12 @@ class BlockResult:
     def _wide(self, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The result so far, in single precision at least; before the first block zeros with these leading dims."""
         dtype = sum_dtype(self.q.dtype)
-        if self.found is None:
+        if self.merged is None:
             out = self.q.new_zeros((*lead, self.size), dtype=dtype)
-            self.found = out, out.new_full(lead, -inf)
-        out, lse = self.found
-        self.found = out.to(dtype), lse
-        return self.found
+            self.merged = out, out.new_full(lead, -inf)
+        out, lse = self.merged
+        self.merged = out.to(dtype), lse
+        return self.merged
 
 
 class RowGradients:
