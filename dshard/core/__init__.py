@@ -14,6 +14,7 @@ local_checks.py     checks of local and global tensors that become distributed, 
 local_work.py       seconds of the local work of an operator
 observe.py          observers of decisions, calls and memory: for `trace`, `explain`, `strict` and the fast path
 view_sync.py        views with memory of their own, kept equal to their base
+shared_memory.py    operands that share memory with what an in-place operator writes
 plain_tensors.py    plain tensors among distributed ones
 panel_cost.py       seconds and buffers of a matmul in panels
 wrapper.py          the base class of DTensor: a local tensor and a spec
