@@ -183,7 +183,7 @@ has_internal_overlap: Callable[[Tensor], int] = _needed(
     "torch._debug_has_internal_overlap", "refusing writes to tensors that overlap themselves"
 )
 is_alias_of: Callable[[Tensor, Tensor], bool] = _needed(
-    "torch._C._is_alias_of", "refusing writes to memory that another operand shares"
+    "torch._C._is_alias_of", "writes to memory that another operand shares, and to recorded tensors"
 )
 assert_async: Callable[..., None] = _needed("torch._assert_async", "bounds of indices on accelerators")
 has_compatible_shallow_copy_type: Callable[..., bool] = _needed(

@@ -23,7 +23,13 @@ from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.placements import Partial, Replicate
-from dshard.torch_private import is_functorch_wrapped, is_legacy_batched, no_torch_function, tensor_references
+from dshard.torch_private import (
+    is_alias_of,
+    is_functorch_wrapped,
+    is_legacy_batched,
+    no_torch_function,
+    tensor_references,
+)
 
 
 class ToLocal(torch.autograd.Function):
@@ -83,7 +89,7 @@ class OperandFromLocal(FromLocal):
 
 
 class LocalGraph:
-    """The recorded local tensors of a distributed tensor, valid until the tensor is written.
+    """The recorded local tensors of a distributed tensor, valid until autograd records that the tensor is written.
 
     The gradient of `home` has the layout of the distributed tensor's gradient; `make` computes `home` at its first use.
     `others` are local tensors whose gradients have other layouts, by spec. `is_local_result` says that operators on
@@ -111,7 +117,7 @@ class LocalGraph:
 def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
     """The recorded local tensor of `x` whose gradient has spec `grad`; `is_home` if x's gradient has its layout."""
     graph: LocalGraph | None = x._local_graph
-    if graph is None or graph.version != x._version:
+    if graph is None or (graph.version != x._version and not _still_records(graph, x)):
         if x.is_leaf:  # not cached: its gradient is accumulated as soon as it is known
             return to_local(x, grad)  # type: ignore[no-any-return]
         graph = x._local_graph = LocalGraph(x._version)
@@ -137,7 +143,27 @@ def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
 def local_graph_of(x: Wrapper) -> LocalGraph | None:
     """The local graph of `x` as the result of operators on local tensors, or None."""
     graph: LocalGraph | None = x._local_graph
-    return graph if graph is not None and graph.is_local_result and graph.version == x._version else None
+    if graph is None or not graph.is_local_result:
+        return None
+    return graph if graph.version == x._version or _still_records(graph, x) else None
+
+
+def _still_records(graph: LocalGraph, x: Wrapper) -> bool:
+    """Whether `graph` is that of `x` after a write that autograd did not record, as within `no_grad`.
+
+    The gradient of such a tensor is that of all its uses, those before the write and those after it. A view gets
+    another node of the graph by any write to its memory, on one device too.
+    """
+    home, local = graph.home, x._local_tensor
+    if home is None or x._is_view() or not is_alias_of(local, home) or local.stride() != home.stride():
+        return False
+    with no_torch_function():
+        node: object = x.grad_fn
+    if getattr(node, "_forward_cls", None) is not FromLocal:  # a recorded write has another node
+        return False
+    graph.others.clear()
+    graph.version = x._version
+    return True
 
 
 def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Wrapper:

@@ -20,6 +20,39 @@ from dshard.testing import RankPool
 
 RIGHT = {"equal", "raised"}
 ONCE_WRONG = {
+    "a tensor written unseen between its uses": Program((2, 2), (
+        "t1 = leaf((5, 4), 'x:S(0) y:S(1)', 876)",
+        "t2 = t1 * 2",
+        "t2.register_hook(lambda g: g * 3)",
+        "t3 = t2 * 0.5",
+        "with no_grad(): t2[1:].div_(1.5)",
+        "t4 = t2.cumsum(0)",
+        "loss = t3.sum().sin() + t4.square().sum()",
+        "g_t1, g_t2 = grad(loss, [t1, t2], create_graph=True)",
+        "(g_t1 * g_t2).sum().backward()",
+    ), runs=3),
+    "a retained gradient of a tensor written unseen": Program((4,), (
+        "t1 = leaf((3, 4), 'x:S(1)', 877)",
+        "t2 = t1 * 2",
+        "t2.retain_grad()",
+        "loss = (t2 * 0.5).sum().sin()",
+        "t2.detach().t().zero_()",
+        "loss = loss + (t2 + t1).square().sum()",
+        "loss.backward()",
+        "g_t2 = t2.grad",
+    ), runs=2),
+    "a tensor written seen and unseen": Program((2, 1, 2), (
+        "t1 = leaf((6, 3), 'x:P(sum) y:R z:S(0)', 878)",
+        "t2 = t1 * 2",
+        "t3 = t2 * 0.5",
+        "with no_grad(): t2.add_(1)",
+        "t2.mul_(3)",
+        "t4 = t2 + 1",
+        "with no_grad(): t2[0] = 0.5",
+        "loss = t3.sum().sin() + t4.square().sum() + t2.sum().cos()",
+        "g_t1, g_t2, g_t3 = grad(loss, [t1, t2, t3], create_graph=True, allow_unused=True)",
+        "(g_t1 * g_t1).sum().backward()",
+    ), runs=2),
     "a table without features on some ranks": Program((2, 2), (
         "t1 = leaf((5, 1), 'x:S(1) y:S(0)', 447)",
         "loss = F.embedding(index([2, 3, 2, 1], 'x:R y:R'), t1).exp().sum()",
