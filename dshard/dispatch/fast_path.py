@@ -35,7 +35,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
-from dshard.dispatch.logged_call import Shortcut, distributed_operands
+from dshard.dispatch.logged_call import Shortcut
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
 from dshard.ops.matmul.options import OPTION_BLOCKS, current_options
@@ -97,8 +97,10 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                 key = (*key, id(current_options()))  # equal options are one object, which is kept
             if key is not None:
                 shortcuts = planning_context().shortcuts
+                if len(args) == 2 and args[0] is args[1] and not kwargs:  # the most usual of repeated operands
+                    key = (*key, _SAME, (0, 0))
                 shortcut = shortcuts.get(key)
-                if shortcut is None and (repeated := _repeated(args, kwargs)):
+                if shortcut is None and _SAME not in key and (repeated := _repeated(args, kwargs)):
                     key = (*key, _SAME, repeated)
                     shortcut = shortcuts.get(key)
                 if shortcut:
@@ -120,8 +122,9 @@ def _repeated(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 
     A log tells operands by identity, so that of `x.mm(x)` does not say which one is which for `a.mm(b)`.
     """
-    operands = [id(x) for _, x in distributed_operands(args, kwargs)]
-    return tuple(map(operands.index, operands)) if len(set(operands)) < len(operands) else ()
+    cls = Wrapper.public
+    operands = [id(x) for x in (*args, *kwargs.values()) if type(x) is cls]
+    return tuple([operands.index(each) for each in operands]) if len({*operands}) < len(operands) else ()
 
 
 def _ranks(args: Args) -> tuple[int, ...]:

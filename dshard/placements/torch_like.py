@@ -24,7 +24,10 @@ def from_torch(
     Raises:
         LayoutError: a placement of torch's that no order of the axes makes, or that dshard does not have.
     """
-    if TORCH_TWINS.keys() >= {*map(type, placements)}:
+    for placement in placements:
+        if type(placement) not in TORCH_TWINS:
+            break
+    else:
         return tuple(placements), ()
     own = tuple(own_placement(placement) for placement in placements)
     factors = [getattr(placement, "split_factor", 1) for placement in placements]
