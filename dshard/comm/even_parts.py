@@ -55,10 +55,12 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
     The next collective of this rank begins once the others have assumed the same.
     """
     world = this_world()
-    part = Part(shape, str(dtype))
-    taken = world.even_parts.setdefault(layout, {})
-    if part in taken:
+    taken = world.even_parts.get(layout)
+    if taken is None:
+        taken = world.even_parts[layout] = {}
+    elif (shape, dtype) in taken:
         return
+    part = Part(shape, dtype)
     taken[part] = len(taken)
     runtime = runtime_of(layout.mesh)
     if runtime is None or runtime.coordinate is None or not runtime.group(layout.mesh.names).backend.carries_data:

@@ -70,10 +70,10 @@ def hosts_of(ranks: Sequence[int], local: str) -> int:
 
 
 class Part(NamedTuple):
-    """The shape of a rank's local tensor, and the name of its dtype."""
+    """The shape and dtype of a rank's local tensor."""
 
     shape: Shape
-    dtype: str
+    dtype: torch.dtype
 
     def __str__(self) -> str:
         return f"{self.shape} of {self.dtype}"

@@ -1,7 +1,7 @@
 """Placements whose classes derive from torch's and from dshard's, for the code of either library.
 
 torch's functions ask for its own classes, and count what is none of them as replicated. So `Shard(0)` makes an instance
-of both, once this module is there.
+of both, once this module is there; equal ones are one object, so that warm calls make none and compare none.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from typing_extensions import Self
+
+from dshard.caches import Cache
 from dshard.layout import Layout
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.placements.types import TORCH_TWINS, checked_dim, checked_reduce_op
@@ -17,11 +20,26 @@ from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, Torch
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "strided", "torch_placements"]
 
 
+_MADE = Cache("placements", 256)
+
+
+def _made(kind: Any, *fields: object) -> Any:
+    """The one placement of class `kind` with these fields."""
+    placement = _MADE.get((kind, *fields))
+    if placement is None:
+        placement = super(kind, kind).__new__(kind)
+        super(kind, placement).__init__(*fields)
+        _MADE.add((kind, *fields), placement)
+    return placement
+
+
 class TensorShard(TorchShard, Shard):
     """A Shard of both libraries: what `Shard(dim)` makes."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(checked_dim(dim))
+    def __new__(cls, dim: int) -> Self:
+        return _made(cls, dim if type(dim) is int else checked_dim(dim))  # type: ignore[no-any-return]
+
+    __init__ = object.__init__
 
     __eq__, __hash__, __str__ = Shard.__eq__, Shard.__hash__, Shard.__str__
 
@@ -44,6 +62,10 @@ class TensorStridedShard(TorchStridedShard, Shard):  # type: ignore[misc]  # a c
 class TensorReplicate(TorchReplicate, Replicate):
     """A Replicate of both libraries: what `Replicate()` makes."""
 
+    def __new__(cls) -> Self:
+        return _made(cls)  # type: ignore[no-any-return]
+
+    __init__ = object.__init__
     __eq__, __hash__, __str__ = Replicate.__eq__, Replicate.__hash__, Replicate.__str__
 
     def __repr__(self) -> str:
@@ -56,9 +78,10 @@ class TensorReplicate(TorchReplicate, Replicate):
 class TensorPartial(TorchPartial, Partial):  # type: ignore[misc]
     """A Partial of both libraries: what `Partial(reduce_op)` makes."""
 
-    def __init__(self, reduce_op: ReduceOp = "sum") -> None:
-        super().__init__(checked_reduce_op(reduce_op))
+    def __new__(cls, reduce_op: ReduceOp = "sum") -> Self:
+        return _made(cls, checked_reduce_op(reduce_op))  # type: ignore[no-any-return]
 
+    __init__ = object.__init__
     __eq__, __hash__, __str__ = Partial.__eq__, Partial.__hash__, Partial.__str__
 
     def __repr__(self) -> str:

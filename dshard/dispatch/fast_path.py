@@ -25,7 +25,7 @@ from torch.compiler import is_exporting
 from dshard.autograd.gathered_weights import is_local
 from dshard.comm import publish_failure
 from dshard.core.call import writes_first
-from dshard.core.call_key import call_key
+from dshard.core.call_key import call_key, repeats_apart
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable
 from dshard.core.moves import leaves
@@ -62,7 +62,7 @@ Nor the setter of hooks: autograd calls it for a written view while it holds a l
 """
 _WRITES: set[object] = set()
 """Functions among `_NEVER` that are one in-place operator, and so make no view."""
-_SAME = object()
+_PLACES = object()
 """Stands in a key before the places of arguments that are one object."""
 AS_IT_IS = ()
 """Cached in place of a shortcut: call torch's own function, and let autograd record the distributed tensors."""
@@ -97,11 +97,9 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                 key = (*key, id(current_options()))  # equal options are one object, which is kept
             if key is not None:
                 shortcuts = planning_context().shortcuts
-                if len(args) == 2 and args[0] is args[1] and not kwargs:  # the most usual of repeated operands
-                    key = (*key, _SAME, (0, 0))
                 shortcut = shortcuts.get(key)
-                if shortcut is None and _SAME not in key and (repeated := _repeated(args, kwargs)):
-                    key = (*key, _SAME, repeated)
+                if shortcut is None and (places := repeats_apart(args, kwargs)):
+                    key = (*key, _PLACES, places)
                     shortcut = shortcuts.get(key)
                 if shortcut:
                     shortcuts.hits += 1
@@ -115,16 +113,6 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
-
-
-def _repeated(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
-    """For each distributed argument the first place of the same object; empty if no object comes twice.
-
-    A log tells operands by identity, so that of `x.mm(x)` does not say which one is which for `a.mm(b)`.
-    """
-    cls = Wrapper.public
-    operands = [id(x) for x in (*args, *kwargs.values()) if type(x) is cls]
-    return tuple([operands.index(each) for each in operands]) if len({*operands}) < len(operands) else ()
 
 
 def _ranks(args: Args) -> tuple[int, ...]:

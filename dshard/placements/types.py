@@ -20,7 +20,10 @@ TORCH_PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
 TORCH_TWINS: dict[type, type] = {}
-"""For each class below the one that derives from torch's, too, whose instances are made; empty until torch is there."""
+"""For each class below the one that derives from torch's, too, whose instances are made; empty until torch is there.
+
+These initialise what they make in `__new__`.
+"""
 
 
 class _Placement:
@@ -28,7 +31,7 @@ class _Placement:
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         kind: Any = TORCH_TWINS.get(cls)
-        return super().__new__(cls) if kind is None else kind.__new__(kind)
+        return super().__new__(cls) if kind is None else kind.__new__(kind, *args, **kwargs)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is a Shard, of tensor dim `dim` if one is given."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -99,5 +102,13 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 @pytest.mark.parametrize("dim", ["0", 1.0, None, True])
 def test_a_dim_is_an_int(dim: object) -> None:
+    assert Shard(1).dim == 1  # which equals two of these
+
     with pytest.raises(LayoutError, match=r"the tensor dim must be an int, such as Shard\(0\)"):
         Shard(dim)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("placement", [Shard(2), Shard(dim=-1), Replicate(), Partial(), Partial(reduce_op="max")])
+def test_equal_placements_are_one_object(placement: Placement) -> None:
+    assert parse_placement(str(placement)) is placement
+    assert copy.deepcopy(placement) is pickle.loads(pickle.dumps(placement)) is copy.copy(placement) is placement

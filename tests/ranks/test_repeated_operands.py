@@ -44,6 +44,7 @@ MATRICES: dict[str, Call] = {
     "kl_div": lambda x, y, z: F.kl_div(x, y.square(), reduction="sum"),
     "triplet_margin_loss": lambda x, y, z: F.triplet_margin_loss(x, y, z),
     "layer_norm": lambda x, y, z: F.layer_norm(x, (4,), y[0], z[0]),
+    "named operands": lambda x, y, z: F.layer_norm(x, (4, 4), weight=y, bias=z),
     "cdist": lambda x, y, z: torch.cdist(x, y + 1),
     "outer": lambda x, y, z: torch.outer(x[0], y[1]),
     "kron": lambda x, y, z: torch.kron(x, y),
