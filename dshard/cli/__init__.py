@@ -6,6 +6,7 @@ import argparse
 import errno
 import gc
 import signal
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,11 @@ def script() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        arguments = _parser().parse_args(argv)
+        parser, words = _parser(), sys.argv[1:] if argv is None else argv
+        for word in words:
+            if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of this value
+                parser.error(f"{word}: give a value after the =")
+        arguments = parser.parse_args(words)
         status: int = arguments.command(arguments)
     except DShardError as error:
         report.error(str(error))

@@ -157,11 +157,11 @@ def _nearest(ndim: int, mesh: Mesh) -> str:
 def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
     """`roles` without inner features fewer than the ranks that would shard them, such as those of low-rank adapters.
 
-    Fewer heads are refused: ranks would have nothing to do.
+    Fewer heads, or groups of a GroupNorm, are refused: ranks would have nothing to do.
 
     Raises:
-        StrategyError: too few heads; names the parameter and the largest mesh that would do. No sequence for an axis
-            that shards it, or no attention to shard by heads.
+        StrategyError: too few heads or groups; names the parameter and the largest mesh that would do. No sequence for
+            an axis that shards it, or no attention to shard by heads.
     """
     if not roles.has_sequence and any(axis.sequence for axis in axes):
         raise StrategyError(
@@ -178,8 +178,9 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
         )
         for i, (role, n) in enumerate(zip(fitting[name], ranks, strict=True)):
             if role.kind is Kind.INNER and not role.summed and role.units < n:
+                units = "groups" if roles.heads is None else "heads"
                 raise StrategyError(
-                    f"{name} has {role.units} heads in dim {i}, split over {n} ranks of the mesh ({mesh}): "
+                    f"{name} has {role.units} {units} in dim {i}, split over {n} ranks of the mesh ({mesh}): "
                     f"{n - role.units} would have none; use at most {_legal(role.units, n)} ranks there, and the "
                     "other axes for the batch"
                 )

@@ -120,6 +120,7 @@ TOO_MUCH = [
     (f"plan redistribute --mesh 2 --shape 8x{HUGE} --from R --to R", f"argument --shape: {HUGE} is too large"),
     ("simulate pipeline --stages 4 --microbatches 100000", "4 stages of 100,000 microbatches: simulate at most"),
     ("demo --ranks 1 --device cuda", "1 rank on CUDA needs a GPU and this host has 0: ask for the CPU"),
+    ("plan matmul --m 8 --k 8 --n 8 --mesh=--", "dshard: error: --mesh=--: give a value after the ="),
     ("simulate step --model '' --batch 1", "the model '' cannot be read: No such file or directory"),
     ("simulate step --model pyproject.toml --batch 1", "pyproject.toml: the model is no JSON: "),
     ("simulate pipeline --stages 4 --microbatches 4 --skip 3-1", "error: the edge skip 3->1 must go from a stage to"),

@@ -9,7 +9,7 @@ from helpers.generated_models import compiled, generated, outcome_on
 
 from dshard.testing import RankPool
 
-REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads in dim")
+REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads in dim", "groups in dim")
 """Strategies that have nothing to split, or too few heads."""
 
 

@@ -253,6 +253,12 @@ def test_more_ranks_than_heads() -> None:
         demo_plan("megatron", Mesh((16,), ("tp",)))
 
 
+def test_more_ranks_than_groups() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GroupNorm(2, 16), nn.ReLU(), nn.Linear(16, 8))
+    with pytest.raises(StrategyError, match=r"has 2 groups in dim 0, split over 4 ranks .* use at most 2 ranks there"):
+        plan_model(model, Mesh((4,), ("tp",)), "megatron", torch.randn(4, 8))
+
+
 def test_heads_that_do_not_divide_work() -> None:
     mesh = Mesh((3,), ("tp",))
     model = build_demo(0)
