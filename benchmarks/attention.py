@@ -118,11 +118,13 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
     runs: dict[str, Callable[[], object]] = {}
     names: dict[object, str] = {}
+    predicted: dict[str, float] = {}
     for loops in _all_loops(mesh.ndim, case.causal):
         with suppress(StrategyError), use_strategy(attention=loops):
             name = " ".join(map(str, loops))
             if names.setdefault(_decided(call), name) == name:
                 runs[name] = partial(_with, loops, call)
+                predicted[name] = explain(partial(_forward, operands, case)).chosen.seconds
     chosen = names.setdefault(_decided(call), "none")
     runs.setdefault(chosen, call)
     times = in_turns(runs, clock, turns, SECONDS)
@@ -146,6 +148,7 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
         "gathered": _ratio(beside["gathered"], beside["chosen"]),
         "torch": _ratio(beside["torch"], beside["chosen"]) if ring is not None else None,
         "times": {name: typical(each) for name, each in times.items()},
+        "predicted": predicted,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -12,12 +13,14 @@ import torch.nn.functional as F
 
 from dshard import Layout, Mesh, Shard, Topology, distribute_tensor, explain, trace, use_strategy, use_topology
 from dshard.comm import run_without_data
+from dshard.core.observe import Decision, observing
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.ops.attention.score_functions import ScoreFunctions
 from dshard.rules.attention_ring import Ring, RingPlan, ring_plan, swapped
 from dshard.testing import distribute, simulated
 from dshard.topology import Measured
+from dshard.topology.links import Layer
 
 NOTHING = ScoreFunctions(None, lambda tensors: None)
 
@@ -130,3 +133,19 @@ def test_a_ring_over_gloo_hides_what_waits_for_a_slow_link() -> None:
     computed = seconds[0] - sent
     assert computed > sent  # so that all of it can be hidden
     assert seconds[1] == pytest.approx(computed + moved)
+
+
+def test_a_swap_of_halves_between_hosts_takes_the_links_time_for_all_ranks_of_a_host() -> None:
+    hosts = (Layer("host", None, 1e8, 1e-5), Layer("rank", 2, 1e10, 1e-6))
+    x = distribute_tensor(torch.empty(1, 1, 4096, 32, device="meta"), Mesh((4,), ("x",)), [Shard(2)])
+    found: list[Decision] = []
+    topology = replace(Topology.flat(1e8), layers=hosts)
+    with use_topology(topology), use_strategy(attention="balanced ring"), observing(found.append):
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert found[-1].strategy is not None
+    operands, *panels, result, _ = found[-1].strategy.exchanges
+    half = 512 * 32 * 4
+
+    assert [each.nbytes for each in (operands, *panels, result)] == [3 * half, *[4 * half] * 3, half]
+    assert [each.seconds for each in panels] == pytest.approx([1e-5 + 4 * half / 1e8] * 3)
+    assert [each.seconds for each in (operands, result)] == pytest.approx([1e-5 + 2 * n * half / 1e8 for n in (3, 1)])

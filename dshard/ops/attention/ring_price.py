@@ -12,6 +12,7 @@ from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
 from dshard.cost import (
     PlannedCollective,
+    collective_seconds,
     copy_seconds,
     hidden_seconds_lost,
     planned_collective,
@@ -248,7 +249,10 @@ class _Price:
                 for i in range(len(halves[0]))
             ]
             received += [size for i, size in enumerate(sizes) if 2 * i + 1 != len(sizes)]
-        return [self._sent(self.attention.axes, max(received))]
+        sent, axes = self._sent(self.attention.axes, max(received)), self.attention.axes
+        # opposite ranks exchange: the slowest links carry every message at once, of a shift to the next rank one
+        seconds = collective_seconds("exchange", sent.nbytes, self.mesh, axes, self.call.topology, peers=1)
+        return [replace(sent, seconds=max(sent.seconds, seconds))]
 
     def _swapping(self, swaps: Sequence[PlannedCollective]) -> float:
         """Seconds of swaps: for the host a step each; of a tensor a half is packed, and all of it put together."""
