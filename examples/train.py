@@ -92,9 +92,10 @@ def main(options):
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 5) * 0.98**step)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0, "rng": dshard.get_rng_state()}
     if (Path(options.folder) / ".metadata").exists():
         load(state, options.folder)  # whatever mesh and strategy saved it
+        dshard.set_rng_state(state["rng"])
         if dist.get_rank() == 0:
             print(f"resumed after step {state['step']}", flush=True)
 
@@ -113,7 +114,7 @@ def main(options):
             loss, norm, right = loss.item(), norm.item(), accuracy_of(model, loader_of(model, test, BATCH, False))
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss:.4f}, gradient {norm:.3f}, accuracy {right:.3f}", flush=True)
-            save({**state, "step": step}, options.folder)
+            save({**state, "step": step, "rng": dshard.get_rng_state()}, options.folder)
 
 
 if __name__ == "__main__":

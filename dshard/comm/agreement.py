@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import transport
+from dshard.comm.backends import backend_of
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
+from dshard.comm.process_groups import backend_name, group_with_shared_waits
 from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import per_rank, plain, unstack
@@ -135,12 +138,26 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks of a process group, or of the world; `[value]` without processes."""
+    """The values of all ranks of a process group, or of the world; `[value]` without processes.
+
+    Raises:
+        PeerError: a rank has ended, or waits for this one in another collective.
+    """
     if not dist.is_initialized() or simulated_ranks() is not None:
         return [value]
-    values: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    process_group: Any = group or dist.group.WORLD
+    n, backend = dist.get_world_size(process_group), backend_of(backend_name(process_group), "cpu")
+    if not backend.waits_on_host:
+        values: list[object] = [None] * n
+        dist.all_gather_object(values, value, group=process_group)
+        return values
+    # torch's own waits would not be published, so that no deadlock with them could be found
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    waited = group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)
+    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = transport.all_gather(torch.tensor([len(text)]), [1] * n, waited).tolist()
+    every = transport.all_gather(text, sizes, waited).split(sizes)
+    return [pickle.loads(each.numpy().tobytes()) for each in every]
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:

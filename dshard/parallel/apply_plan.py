@@ -31,6 +31,7 @@ from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plai
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
+from dshard.parallel.replaced_parameters import mark_replaced
 from dshard.placements import Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
@@ -291,8 +292,11 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     fresh: dict[str, DTensor] = {}
 
     def distributed(name: str, p: Tensor) -> Tensor:
-        placements = plan.parameters.get(name, replicated)
-        return p if isinstance(p, DTensor) else _distribute(p, plan, placements, fresh, name)
+        if isinstance(p, DTensor):
+            return p
+        mark_replaced(p)
+        out: Tensor = _distribute(p, plan, plan.parameters.get(name, replicated), fresh, name)
+        return out
 
     replace_parameters(model, distributed)
     for path, module in model.named_modules():

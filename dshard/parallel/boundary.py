@@ -84,6 +84,12 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
     model.register_forward_hook(leave)
 
 
+def own_boundary(model: nn.Module) -> Boundary | None:
+    """The boundary of a module that `parallelize` has laid out itself, or None."""
+    boundary = getattr(model, "_dshard_boundary", None)
+    return boundary if isinstance(boundary, Boundary) else None
+
+
 def boundary_of(model: nn.Module) -> Boundary:
     """The boundary of a model that `parallelize` has laid out, or of the only such module within it.
 
@@ -92,8 +98,8 @@ def boundary_of(model: nn.Module) -> Boundary:
     """
     check_type(model, nn.Module, "the model", "give what parallelize returned")
     for module in model.modules():  # the model itself comes first
-        boundary = getattr(module, "_dshard_boundary", None)
-        if isinstance(boundary, Boundary):
+        boundary = own_boundary(module)
+        if boundary is not None:
             return boundary
     raise ArgumentError(f"{type(model).__name__} is not laid out by parallelize: give what that returned")
 

@@ -19,7 +19,7 @@ from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import apply_plan, distribute_parameters
 from dshard.parallel.auto import Auto, cheapest
-from dshard.parallel.boundary import Boundary, end_boundary, set_boundary
+from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.huggingface import adopt
@@ -145,10 +145,16 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
     """Check the `plan` argument; a file is replaced by the strategy that it names.
 
     Raises:
-        ArgumentError: no module, or no plan.
+        ArgumentError: no module, one that is laid out already, or no plan.
         LayoutError: a plan for another model.
     """
     check_type(model, nn.Module, "the model", "give an nn.Module")
+    laid_out = own_boundary(model)
+    if laid_out is not None:
+        raise ArgumentError(
+            f"{type(model).__name__} is laid out by parallelize already ({laid_out.plan.strategy!r}): give the model "
+            "as it was made; to go on in another layout, save its state and load that into the other"
+        )
     if "plan" in kwargs and "plan" not in signature(model.forward).parameters:
         raise ArgumentError(
             f"plan={shown(kwargs['plan'])}: the plan is the third argument, by position; what is named is the model's"

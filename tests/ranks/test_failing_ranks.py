@@ -20,6 +20,7 @@ from torch import Tensor
 
 import dshard
 from dshard import Replicate, Shard, comm
+from dshard.checkpoint import save
 from dshard.comm import peer_failure
 from dshard.comm.deadlock import Waiting, stuck
 from dshard.dispatch.fast_path import FAST
@@ -300,7 +301,15 @@ def gathered_alone() -> Any:
     return x.sum(0).full_tensor()
 
 
+def saved_alone() -> Any:
+    x = laid(torch.ones(8, 8), Shard(0))
+    if dist.get_rank() == 0:
+        save({"x": x}, "/none")
+    return x.sum(0).full_tensor()
+
+
 ALONE = {
+    saved_alone: "save",
     item: "item",
     as_float_before_another_number: "__float__",
     truth_before_an_exchange: "__bool__",
@@ -385,7 +394,7 @@ def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_asks_alone_for_a_number_is_told_the_line_and_so_are_the_others() -> None:
-    calls = list(ALONE) if THOROUGH else [item, gathered_alone]
+    calls = list(ALONE) if THOROUGH else [saved_alone, item, gathered_alone]
     with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
 
