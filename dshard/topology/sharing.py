@@ -74,6 +74,20 @@ def measured_link(measured: Sequence[Measured], groups: Groups, collective: Coll
     return None
 
 
+def link_within(measured: Sequence[Measured], layers: Sequence[Layer], pairs: Groups) -> Link:
+    """The link of a rank whose messages, all at once, are between these pairs of ranks alone.
+
+    That of the smallest measured groups that have both ranks of every pair, or else that of the layers.
+    """
+    found: dict[int, Link] = {}
+    for figures in measured:
+        if figures.collective in ("permute", None):
+            sets = list(map(frozenset, groups_of(figures.mesh, figures.axes)))
+            if all(any(one.issuperset(pair) for one in sets) for pair in pairs):
+                found[len(sets[0])] = figures.link
+    return found[min(found)] if found else shared_link(layers, pairs, "permute")
+
+
 def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:
     """Return the link of one rank of these groups: least bandwidth, and latency of the outermost layer crossed."""
     return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)

@@ -15,6 +15,7 @@ from dshard.cost import (
     collective_seconds,
     copy_seconds,
     hidden_seconds_lost,
+    messages_seconds,
     planned_collective,
     together_seconds,
     work_seconds,
@@ -26,7 +27,7 @@ from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
 from dshard.rules.attention_blocks import ADDED, HELD, HELD_OPERATORS, HELD_PASSES, PREPARING, STANDING_IN, Reach, Work
-from dshard.rules.attention_ring import Ring, RingPlan, halved
+from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy
@@ -149,7 +150,9 @@ class _Price:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
         base, itemsize, sums = self.base, self.dtype.itemsize, sum_dtype(self.dtype).itemsize
         steps = range(1, self.plans[0].ranks)
-        panels = [self._hop(RingPlan.busiest_panel, RingPlan.moving_axis, step, itemsize) for step in steps]
+        panels = [
+            self._hop(RingPlan.panels, RingPlan.busiest_panel, RingPlan.moving_axis, step, itemsize) for step in steps
+        ]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
@@ -174,7 +177,8 @@ class _Price:
         if not gradients:
             return base
         returns = [
-            self._hop(RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, step, sums) for step in steps
+            self._hop(RingPlan.gradients, RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, step, sums)
+            for step in steps
         ]
         _, backward = self._seconds(list(zip(panels, returns, strict=True)), gradients)
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
@@ -227,6 +231,7 @@ class _Price:
 
     def _hop(
         self,
+        messages: Callable[[RingPlan, int, int], Messages],
         busiest: Callable[[RingPlan, int], int],
         axis_of: Callable[[RingPlan, int], int | None],
         step: int,
@@ -235,7 +240,22 @@ class _Price:
         """The exchange of a step in which the busiest rank receives so many keys, of elements of a size."""
         keys, axis = max(busiest(plan, step) for plan in self.plans), axis_of(self.plans[0], step)
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
-        return self._sent(axes, keys * self.width * itemsize)
+        sent = self._sent(axes, keys * self.width * itemsize)
+        pairs = self._pairs(messages, step)
+        if not sent.nbytes or len(pairs) == self.mesh.size:
+            return sent
+        # where a mask spares messages, those of a step may all stay within hosts
+        within = messages_seconds(sent.nbytes, 1, self.call.topology.link_within(pairs))
+        return replace(sent, seconds=min(sent.seconds, within))
+
+    def _pairs(self, messages: Callable[[RingPlan, int, int], Messages], step: int) -> set[tuple[int, int]]:
+        """The ranks that send something to another rank in a step, each with that rank."""
+        pairs: set[tuple[int, int]] = set()
+        for at in self.rings:
+            plan = self.attention.plan(at)
+            ranks = [self.mesh.rank(peer) for peer in self.mesh.peers(self.attention.axes, at)]
+            pairs |= {(ranks[i], ranks[to]) for i in range(plan.ranks) for to, _ in messages(plan, i, step).sent}
+        return pairs
 
     def _swaps(self, tensors: Sequence[tuple[int, int, int]]) -> list[PlannedCollective]:
         """The swap of second halves of tensors: each has the rows of an operand, of so many elements of a size."""
