@@ -149,3 +149,21 @@ def test_a_swap_of_halves_between_hosts_takes_the_links_time_for_all_ranks_of_a_
     assert [each.nbytes for each in (operands, *panels, result)] == [3 * half, *[4 * half] * 3, half]
     assert [each.seconds for each in panels] == pytest.approx([1e-5 + 4 * half / 1e8] * 3)
     assert [each.seconds for each in (operands, result)] == pytest.approx([1e-5 + 2 * n * half / 1e8 for n in (3, 1)])
+
+
+def test_a_hop_within_hosts_costs_no_message_between_them() -> None:
+    hosts = (Layer("host", None, 1e8, 1e-5), Layer("rank", 2, 1e10, 1e-6))
+    line, folded = Mesh((4,), ("x",)), Mesh((2, 2), ("a", "b"))
+    figures = [Measured(line, ("x",), 1e-5, 1e8), Measured(folded, ("b",), 1e-6, 1e10)]
+    x = distribute_tensor(torch.empty(1, 1, 4096, 32, device="meta"), line, [Shard(2)])
+    panel = 2 * 1024 * 32 * 4
+    for topology in (replace(Topology.flat(1e8), layers=hosts), Topology.flat(1e8).with_measured(figures)):
+        found: list[Decision] = []
+        with use_topology(topology), use_strategy(attention="ring"), observing(found.append):
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        assert found[-1].strategy is not None
+        between, within = 1e-5 + panel / 1e8, 1e-6 + panel / 1e10
+
+        assert [each.nbytes for each in found[-1].strategy.exchanges] == [panel] * 3
+        # before the last step the first panel alone goes on, from rank 2 to 3
+        assert [each.seconds for each in found[-1].strategy.exchanges] == pytest.approx([between, between, within])

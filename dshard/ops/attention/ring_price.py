@@ -37,6 +37,8 @@ from dshard.topology import Topology
 STEP = 8
 """The host's time for a step, in that of a distributed operator, as measured on short sequences: it begins an exchange,
 waits for the other ranks in one, and merges."""
+BEGINNING = 1 / 2
+"""The part of a step's host time that passes before its exchange is under way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +221,7 @@ class _Price:
             [_together(list(map(seconds, step)), device) for step in plan.works(backend, narrow)] for plan in self.plans
         ]
         busiest = max(sum(of_rank) for steps_of in works for of_rank in zip(*steps_of, strict=True))
-        sends = [sum(each.seconds for each in sent) for sent in steps]
+        sends = [BEGINNING * host + sum(each.seconds for each in sent) for sent in steps]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in steps]
         return busiest, max(plan.seconds(each, sends, lost) for plan, each in zip(self.plans, works, strict=True))
 
