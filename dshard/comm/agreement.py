@@ -27,6 +27,7 @@ from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
 from dshard.topology import Topology
+from dshard.torch_private import disable_modes
 
 MAX_DIMS = 16
 
@@ -154,10 +155,11 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     # torch's own waits would not be published, so that no deadlock with them could be found
     ranks = tuple(dist.get_process_group_ranks(process_group))
     waited = group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)
-    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = transport.all_gather(torch.tensor([len(text)]), [1] * n, waited).tolist()
-    every = transport.all_gather(text, sizes, waited).split(sizes)
-    return [pickle.loads(each.numpy().tobytes()) for each in every]
+    with disable_modes():  # in FakeTensorMode no values could be read
+        text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = transport.all_gather(torch.tensor([len(text)]), [1] * n, waited).tolist()
+        every = transport.all_gather(text, sizes, waited).split(sizes)
+        return [pickle.loads(each.numpy().tobytes()) for each in every]
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
