@@ -203,7 +203,7 @@ class Setup:
         return (self.stages, rows, columns)
 
     def _layout(self, data: Placement, placements: Placements) -> Layout:
-        return Layout(self.mesh, (Shard(0), data, *placements))
+        return _layout_on(self.mesh, (Shard(0), data, *placements))
 
     def __str__(self) -> str:
         sizes = [f"{axis}={size}" for axis, size in zip(self.mesh.names, self.mesh.shape, strict=True) if size > 1]
@@ -211,6 +211,11 @@ class Setup:
         words += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         words += [f"{self.sharded} sharded"] * (self.sharded != "none") + ["recompute"] * self.recompute
         return ", ".join(word for word in words if word)
+
+
+@cached("simulated layouts", 4096)
+def _layout_on(mesh: Mesh, placements: Placements) -> Layout:
+    return Layout(mesh, placements)
 
 
 @cached("simulated meshes", 1024)

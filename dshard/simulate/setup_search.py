@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -169,8 +170,7 @@ def _fastest(task: _Task, fitting: Sequence[Setup], keep: int, progress: Progres
             progress(i, len(queue))
         if len(steps) >= keep and task.at_least(setup) > steps[keep - 1].seconds:
             break
-        steps.append(task.simulate(setup))
-        steps.sort(key=lambda step: (step.seconds, step.memory.total, str(step.setup)))
+        insort(steps, task.simulate(setup), key=lambda step: (step.seconds, step.memory.total, str(step.setup)))
     return tuple(steps)
 
 
