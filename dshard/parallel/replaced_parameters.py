@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -13,13 +11,7 @@ from dshard.errors import ArgumentError
 
 def mark_replaced(p: Tensor) -> None:
     """Mark a parameter that is no longer the model's."""
-    _watch_optimizers()
     p._dshard_replaced = True  # type: ignore[attr-defined]
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -34,3 +26,6 @@ def _refuse_replaced(optimizer: Optimizer, args: object, kwargs: object) -> None
             f"{type(optimizer).__name__}.step() of parameters that parallelize has replaced by distributed ones, so "
             "that none has a gradient: make the optimiser after parallelize, of model.parameters()"
         )
+
+
+register_optimizer_step_pre_hook(_refuse_replaced)
