@@ -122,7 +122,7 @@ if __name__ == "__main__":
     parser.add_argument("--mesh", type=int, nargs="+", default=[1])
     parser.add_argument("--strategy", default="data")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", default="/tmp/dshard-train")
+    parser.add_argument("--folder", default="/tmp/dshard-training")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     main(parser.parse_args())
