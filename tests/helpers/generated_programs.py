@@ -237,8 +237,9 @@ def compare_tensors(program: Program, expected: Names, actual: Names, at: tuple[
     for name, want in expected.items():
         have = actual.get(name, "nothing of this name")
         if want is None or not isinstance(have, DTensor):
-            zeros = name.startswith("h_") and is_zero(want) and is_zero(have)
-            if want is not have and not zeros:
+            # torch cuts the graph of a written view of nothing, which has no values but zeros
+            second = name.startswith("h_") or (name.endswith(".grad") and "second" in expected)
+            if want is not have and not (second and is_zero(want) and is_zero(have)):
                 wrong.append(f"{name}: {have!r}, not {want!r}")
             continue
         # A gradient that is constant may be recorded here alone, or there alone, and has a gradient of zeros.
