@@ -20,16 +20,16 @@ from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, Torch
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "strided", "torch_placements"]
 
 
-_MADE = Cache("placements", 256)
+_INTERNED = Cache("placements", 256)
 
 
-def _made(kind: Any, *fields: object) -> Any:
+def _interned(kind: Any, *fields: object) -> Any:
     """The one placement of class `kind` with these fields."""
-    placement = _MADE.get((kind, *fields))
+    placement = _INTERNED.get((kind, *fields))
     if placement is None:
         placement = super(kind, kind).__new__(kind)
         super(kind, placement).__init__(*fields)
-        _MADE.add((kind, *fields), placement)
+        _INTERNED.add((kind, *fields), placement)
     return placement
 
 
@@ -37,7 +37,7 @@ class TensorShard(TorchShard, Shard):
     """A Shard of both libraries: what `Shard(dim)` makes."""
 
     def __new__(cls, dim: int) -> Self:
-        return _made(cls, dim if type(dim) is int else checked_dim(dim))  # type: ignore[no-any-return]
+        return _interned(cls, dim if type(dim) is int else checked_dim(dim))  # type: ignore[no-any-return]
 
     __init__ = object.__init__
 
@@ -63,7 +63,7 @@ class TensorReplicate(TorchReplicate, Replicate):
     """A Replicate of both libraries: what `Replicate()` makes."""
 
     def __new__(cls) -> Self:
-        return _made(cls)  # type: ignore[no-any-return]
+        return _interned(cls)  # type: ignore[no-any-return]
 
     __init__ = object.__init__
     __eq__, __hash__, __str__ = Replicate.__eq__, Replicate.__hash__, Replicate.__str__
@@ -79,7 +79,7 @@ class TensorPartial(TorchPartial, Partial):  # type: ignore[misc]
     """A Partial of both libraries: what `Partial(reduce_op)` makes."""
 
     def __new__(cls, reduce_op: ReduceOp = "sum") -> Self:
-        return _made(cls, checked_reduce_op(reduce_op))  # type: ignore[no-any-return]
+        return _interned(cls, checked_reduce_op(reduce_op))  # type: ignore[no-any-return]
 
     __init__ = object.__init__
     __eq__, __hash__, __str__ = Partial.__eq__, Partial.__hash__, Partial.__str__

@@ -20,8 +20,10 @@ def _refuse_replaced(optimizer: Optimizer, args: object, kwargs: object) -> None
     Raises:
         ArgumentError: none of the optimiser's parameters has a gradient, and some were replaced.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(p.grad is None for p in parameters) and any(hasattr(p, "_dshard_replaced") for p in parameters):
+    groups = optimizer.param_groups
+    if any(p.grad is not None for group in groups for p in group["params"]):  # mostly the first has one
+        return
+    if any(hasattr(p, "_dshard_replaced") for group in groups for p in group["params"]):
         raise ArgumentError(
             f"{type(optimizer).__name__}.step() of parameters that parallelize has replaced by distributed ones, so "
             "that none has a gradient: make the optimiser after parallelize, of model.parameters()"

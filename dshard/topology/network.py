@@ -17,7 +17,7 @@ from dshard.topology import json_files
 from dshard.topology.algorithms import Algorithm
 from dshard.topology.links import COLLECTIVES, Collective, Device, Hardware, Layer, Link, Measured, check_name
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
-from dshard.topology.sharing import Groups, groups_of, link_within, measured_link, nodes_of, shared_link
+from dshard.topology.sharing import groups_of, link_within, measured_link, nodes_of, shared_link
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
@@ -112,12 +112,12 @@ class Topology(Drawn):
             as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
             raise
 
-    def link_within(self, pairs: Iterable[tuple[int, int]]) -> Link:
-        """The link of one rank in messages between these pairs of ranks alone, all sent at once.
+    def link_within(self, mesh: Mesh, axes: Iterable[str], pairs: Iterable[tuple[int, int]]) -> Link:
+        """The link of one rank in messages between these pairs of ranks of each group along `axes`, all sent at once.
 
-        Messages of a collective along an axis may all stay within smaller groups, such as those of a host.
+        Ranks are counted within their group. Messages may all stay within smaller groups, such as those of a host.
         """
-        return _link_within(self, tuple(sorted({(min(pair), max(pair)) for pair in pairs})))
+        return _link_within(self, mesh, tuple(axes), tuple(pairs))
 
     def nodes(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, Hardware | None] | None:
         """The number of nodes that a group along `axes` spans, and the connection within a node; None if unknown."""
@@ -330,9 +330,12 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     return link
 
 
-@cached("links of messages", 1024)
-def _link_within(topology: Topology, pairs: Groups) -> Link:
-    return link_within(topology.measured, topology.layers, pairs)
+@cached("links of messages", 4096)
+def _link_within(topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]) -> Link:
+    first = [coordinate for coordinate in mesh.coordinates() if not any(coordinate[mesh.axis(axis)] for axis in axes)]
+    groups = [[*map(mesh.rank, mesh.peers(axes, coordinate))] for coordinate in first]
+    messages = {(min(group[i], group[j]), max(group[i], group[j])) for group in groups for i, j in pairs}
+    return link_within(topology.measured, topology.layers, tuple(sorted(messages)))
 
 
 @cached("topology layers", 256)

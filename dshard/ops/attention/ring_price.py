@@ -243,21 +243,13 @@ class _Price:
         keys, axis = max(busiest(plan, step) for plan in self.plans), axis_of(self.plans[0], step)
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
         sent = self._sent(axes, keys * self.width * itemsize)
-        pairs = self._pairs(messages, step)
-        if not sent.nbytes or len(pairs) == self.mesh.size:
+        plan, *others = self.plans
+        pairs = tuple((i, to) for i in range(plan.ranks) for to, _ in messages(plan, i, step).sent)
+        if not sent.nbytes or len(pairs) == plan.ranks or others:
             return sent
         # where a mask spares messages, those of a step may all stay within hosts
-        within = messages_seconds(sent.nbytes, 1, self.call.topology.link_within(pairs))
-        return replace(sent, seconds=min(sent.seconds, within))
-
-    def _pairs(self, messages: Callable[[RingPlan, int, int], Messages], step: int) -> set[tuple[int, int]]:
-        """The ranks that send something to another rank in a step, each with that rank."""
-        pairs: set[tuple[int, int]] = set()
-        for at in self.rings:
-            plan = self.attention.plan(at)
-            ranks = [self.mesh.rank(peer) for peer in self.mesh.peers(self.attention.axes, at)]
-            pairs |= {(ranks[i], ranks[to]) for i in range(plan.ranks) for to, _ in messages(plan, i, step).sent}
-        return pairs
+        link = self.call.topology.link_within(self.mesh, self.attention.axes, pairs)
+        return replace(sent, seconds=min(sent.seconds, messages_seconds(sent.nbytes, 1, link)))
 
     def _swaps(self, tensors: Sequence[tuple[int, int, int]]) -> list[PlannedCollective]:
         """The swap of second halves of tensors: each has the rows of an operand, of so many elements of a size."""
