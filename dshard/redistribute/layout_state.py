@@ -187,19 +187,29 @@ def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool
         return Load(received, copied, messages)
     needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
     held = _held_beside(here, there, axes) if len(axes) > 1 else []
-    crossing = tuple([(max(0, there.numel - most), max(0, needed - most)) for most in held])
+    crossing = tuple([(max(0, there.numel - some), max(0, needed - most)) for some, most in held])
     return Load(received, copied, messages, max(0, needed - prod(kept)), crossing)
 
 
-def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[int]:
-    """For each of `axes` the most needed elements of a rank that all ranks with its index on that axis hold."""
-    most = [1] * len(axes)
-    for held, needed, split in zip(here.local, there.local, here.axes, strict=True):
-        crossed = [axis for axis in split if axis in axes] if split else []
+def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[tuple[int, int]]:
+    """For each of `axes` the most needed elements that all ranks with a rank's index on it hold: of some rank, of any.
+
+    Chunks within the same larger chunk of a dim are all that counts there. Where an axis cuts it evenly, and another
+    one after the exchange, some rank needs a part of which those with its index hold nothing.
+    """
+    most, some = [1] * len(axes), [True] * len(axes)
+    for dim, (held, needed, have) in enumerate(zip(here.local, there.local, here.wide, strict=True)):
+        within, want = 0, there.wide[dim]
+        if have and want and here.exact[dim] and there.exact[dim]:
+            within = next((i for i, pair in enumerate(zip(have, want, strict=False)) if pair[0] != pair[1]), -1)
+            if within >= 0 and have[within] in axes:
+                some[list(axes).index(have[within])] = False
+            within = within if within >= 0 else min(len(have), len(want))
+        crossed = [axis for axis in have[within:] if axis in axes]
         together = held * prod([here.sizes[axis] for axis in crossed]) if crossed else held
         for i, axis in enumerate(axes):
             most[i] *= min(needed, together // here.sizes[axis] if axis in crossed else together)
-    return most
+    return [(each if any_held else 0, each) for each, any_held in zip(most, some, strict=True)]
 
 
 def reduce_exchange_load(there: State, n: int) -> Load:

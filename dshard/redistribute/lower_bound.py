@@ -2,86 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf, prod
-from typing import NamedTuple, TypeAlias
+from operator import sub
+from typing import NamedTuple
 
 from dshard.caches import cached
 from dshard.cost import Terms
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.redistribute.axis_roles import step_terms
-from dshard.redistribute.layout_state import State, nested_and_apart
+from dshard.redistribute.axis_roles import ALONG_ONE, step_terms
+from dshard.redistribute.layout_state import COUNTED, Partials, State, nested_and_apart
 from dshard.topology import Collective, Topology
 
-MOVES: tuple[Collective, ...] = ("all_gather", "all_to_all", "exchange")
 REDUCTIONS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce")
 
 
-class Least(NamedTuple):
-    """Bounds for some collectives: the most bytes per second, and the least seconds beside the bytes.
+class Crossing(NamedTuple):
+    """The least seconds beyond those along any axis for elements that must be sent along one axis.
 
-    In `seconds[i]` the number of ranks whose elements a rank has received can double `i` times.
+    For each byte, and to begin: `begin[i]` where the number of ranks whose elements a rank has received doubles `i`
+    times.
     """
 
-    rate: float
-    seconds: tuple[float, ...]
+    byte: float
+    begin: tuple[float, ...]
 
 
 class LeastTerms(NamedTuple):
-    """Bounds for exchanges of elements and for reductions; and for both along each axis on which they take longer."""
+    """Bounds for plans in which tensors are partial on given axes.
 
-    moves: Least
-    reductions: Least
-    slow: tuple[tuple[int, Least, Least], ...]
+    The most bytes per second of any collective; the least seconds to begin moves of elements, and reductions, by
+    doublings; those of reductions whose sums several ranks need, by an all_reduce, or a move more; and for moves and
+    reductions what takes longer along each axis on which one does.
+    """
+
+    rate: float
+    moves: tuple[float, ...]
+    reductions: tuple[float, ...]
+    all_reductions: tuple[float, ...]
+    slow: tuple[tuple[int, Crossing, Crossing], ...]
 
 
-@cached("least terms", 256)
-def least_terms(mesh: Mesh, topology: Topology) -> LeastTerms:
-    """The bounds of collectives on a mesh and topology."""
-    # gloo reduces by an all_to_all, see `dshard.cost`
-    reductions = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS
-    along = step_terms(mesh, topology)
-    moves, reduces = (
-        {axes: _each_least([terms[each] for each in kind]) for axes, terms in along.items()}
-        for kind in (MOVES, reductions)
-    )
-    anywhere = _least(moves, along, mesh), _least(reduces, along, mesh)
+class _Way(NamedTuple):
+    """A collective along some axes: its doublings, the least seconds to begin, the most bytes per second.
+
+    Of `share` bytes that a rank receives in a group at most one is among those that must come along an axis, for each
+    other rank along it. `share` is infinite where the way along that axis alone tells the least seconds of a byte.
+    """
+
+    axes: frozenset[int]
+    doublings: int
+    begin: float
+    rate: float
+    share: float
+    whole: bool
+
+
+class _Ways(NamedTuple):
+    """Ways, and the least seconds to begin them by doublings: of any, and beyond those if one is along each axis."""
+
+    ways: tuple[_Way, ...]
+    begin: tuple[float, ...]
+    along: tuple[tuple[float, ...], ...]
+
+
+@cached("least terms", 1024)
+def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> LeastTerms:
+    """The bounds of plans on a mesh and topology whose reductions run along axes among `partial`."""
+    moves, reductions = _moves(mesh, topology), _reductions(mesh, topology, partial)
+    rate = max([way.rate for way in moves.ways + reductions.ways], default=inf)
     slow = []
     for axis, n in enumerate(mesh.shape):
-        if n > 1:
-            sets = [axes for axes in along if axis in axes]
-            there = _least(moves, sets, mesh), _least(reduces, sets, mesh)
-            if there != anywhere:
-                slow.append((axis, *there))
-    return LeastTerms(*anywhere, tuple(slow))
+        there = _crossing(moves, axis, n, rate), _crossing(reductions, axis, n, rate)
+        if any(each.byte or any(each.begin) for each in there):
+            slow.append((axis, *there))
+    whole = _begins([way for way in reductions.ways if way.whole], list(reductions.ways), mesh)
+    move = topology.launch + moves.begin[1]
+    complete = tuple([min(each, some + move) for each, some in zip(whole, reductions.begin, strict=True)])
+    return LeastTerms(rate, moves.begin, reductions.begin, complete, tuple(slow))
 
 
-EachLeast: TypeAlias = tuple[float, set[tuple[int, float]]]
-"""The most bytes per second of collectives along some axes; of each its doublings, and its seconds to begin."""
+@cached("least moves", 256)
+def _moves(mesh: Mesh, topology: Topology) -> _Ways:
+    along = step_terms(mesh, topology)
+    ways = [_way(axes, terms, each) for axes, terms in along.items() if len(axes) == 1 for each in ALONG_ONE]
+    return _ways([*ways, *(_way(axes, terms, "exchange") for axes, terms in along.items())], mesh)
 
 
-def _each_least(among: Iterable[Terms]) -> EachLeast:
-    rates, begins = list[float](), set[tuple[int, float]]()
-    for ranks, link, algorithms in among:
-        if algorithms:
-            rates.append(max([price.rate for price in algorithms]))
-            begins.add(((ranks - 1).bit_length(), min([price.begin for price in algorithms])))
-        else:  # at least a message for each doubling
-            rates.append(link.best_bandwidth)
-            begins.add((1, link.latency))
-    return max(rates), begins
+def _reductions(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> _Ways:
+    # gloo reduces by an all_to_all, see `dshard.cost`
+    kinds = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS
+    along = step_terms(mesh, topology) if partial else {}
+    return _ways([_way(axes, terms, each) for axes, terms in along.items() if axes <= partial for each in kinds], mesh)
 
 
-def _least(leasts: dict[frozenset[int], EachLeast], first: Iterable[frozenset[int]], mesh: Mesh) -> Least:
-    """The bounds of a sequence of collectives: one along one of the sets of axes `first`, the others along any."""
-    begins = {begin for axes in first for begin in leasts[axes][1]}
-    others = {begin for _, each in leasts.values() for begin in each}
+def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Collective) -> _Way:
+    ranks, link, algorithms = terms[collective]
+    share, whole = float(ranks - 1), collective == "all_reduce"
+    if collective == "exchange":  # which takes what crosses an axis as long as along that axis, if that is counted
+        share = inf if len(axes) > 1 and ranks <= COUNTED else 1.0
+    if not algorithms:  # at least a message for each doubling
+        return _Way(axes, 1, link.latency, link.best_bandwidth, share, whole)
+    begin, rate = min([price.begin for price in algorithms]), max([price.rate for price in algorithms])
+    return _Way(axes, (ranks - 1).bit_length(), begin, rate, share, whole)
+
+
+def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
+    anywhere = _begins(ways, ways, mesh)
+    there = [[way for way in ways if axis in way.axes] for axis in range(mesh.ndim)]
+    along = [tuple(map(sub, _begins(first, ways, mesh), anywhere)) if first else () for first in there]
+    return _Ways(tuple(ways), anywhere, tuple(along))
+
+
+def _begins(first: list[_Way], ways: list[_Way], mesh: Mesh) -> tuple[float, ...]:
+    """The least seconds to begin collectives, by doublings: one of `first`, the others any of `ways`."""
+    begins, others = ({(way.doublings, way.begin) for way in each} for each in (first, ways))
     seconds, least = [0.0], [0.0]
     for i in range(1, mesh.size.bit_length() + 1):
         seconds.append(min([took + seconds[max(0, i - doublings)] for doublings, took in others], default=0.0))
         least.append(min([took + seconds[max(0, i - doublings)] for doublings, took in begins], default=0.0))
-    return Least(max([leasts[axes][0] for axes in first], default=inf), tuple(least))
+    return tuple(least)
+
+
+def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> Crossing:
+    """What collectives with `axis`, of `n` ranks, take beyond the fastest: of each at most one byte in some crosses it.
+
+    An all_gather of m ranks receives m - 1 parts, of which n - 1 for each m / n ranks come from elsewhere on the axis;
+    so do the terms and results of reductions.
+    """
+    there = [way for way in ways.ways if axis in way.axes and way.share < inf]
+    byte = min([(1 / way.rate - 1 / rate) * max(1.0, way.share / (n - 1)) for way in there], default=0.0)
+    return Crossing(byte, ways.along[axis])
 
 
 class LowerBound:
@@ -90,7 +141,17 @@ class LowerBound:
     def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int) -> None:
         self.sizes, self.ranks = mesh.shape, mesh.size
         self.launch, self.itemsize, self.numel = topology.launch, itemsize, prod(shape)
-        self.moves, self.reductions, self.slow = least_terms(mesh, topology)
+        self.mesh, self.topology = mesh, topology
+        self.terms: dict[tuple[Partials, Partials], LeastTerms] = {}
+
+    def terms_between(self, src: State, dst: State) -> LeastTerms:
+        """The terms of plans from `src` to `dst`, which reduce along axes that are partial in either."""
+        terms = self.terms.get((src.partial, dst.partial))
+        if terms is None:
+            either = zip(src.partial, dst.partial, strict=True) if any(src.partial) else ()
+            partial = frozenset([axis for axis, ops in enumerate(either) if any(ops) and self.sizes[axis] > 1])
+            terms = self.terms[src.partial, dst.partial] = least_terms(self.mesh, self.topology, partial)
+        return terms
 
     def seconds(self, src: State, dst: State) -> float:
         """The least seconds of any plan from `src` to `dst`.
@@ -99,13 +160,14 @@ class LowerBound:
         in steps of their own, unless the chunks are nested. As in `received_bound`, `t` terms take `t` - 1 receives to
         meet at one rank that needs the sum, and one more for each other rank that needs it.
         """
-        terms, begins, ends = 1, 0, False
+        terms, begins, ends, whole = 1, 0, False, False
         if src.partial != dst.partial:
-            for op, target, n in zip(src.partial, dst.partial, self.sizes, strict=True):
+            for axis, (op, target) in enumerate(zip(src.partial, dst.partial, strict=True)):
                 if op != target:
                     begins += target is not None
                     if op is not None:
-                        ends, terms = True, terms * n
+                        ends, terms = True, terms * self.sizes[axis]
+                        whole |= self.sizes[axis] > 1 and axis not in dst.split
         nested, separate = nested_and_apart(src, dst)
         held, sources = 1, 1
         for have, want in zip(src.local, dst.local, strict=True):
@@ -114,38 +176,40 @@ class LowerBound:
                 sources *= -(-want // have) if have else 1
             else:
                 held *= want
+        least = self.terms_between(src, dst)
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
-        latency, meetings = self.moves.seconds[doublings], (terms - 1).bit_length() if terms > 1 else 0
-        lacking = float(dst.numel - (0 if separate else held))
+        latency, meetings = least.moves[doublings], (terms - 1).bit_length() if terms > 1 else 0
+        lacking, more = float(dst.numel - (0 if separate else held)), 0.0
         if terms > 1:
-            latency += self.reductions.seconds[meetings]
+            if whole and not doublings and self.numel:
+                more = least.all_reductions[meetings] - least.reductions[meetings]
+            latency += least.reductions[meetings] + more
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.ranks))
         steps = max(1, ends + begins + (ends and not nested))
-        rate = max(self.moves.rate, self.reductions.rate) if any(src.partial) else self.moves.rate
-        seconds = steps * self.launch + latency + lacking * self.itemsize / rate
-        return seconds + self._crossing(src, dst, rate, (doublings, meetings)) if self.slow else seconds
+        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate
+        return seconds + self._crossing(src, dst, least, (doublings, meetings), more) if least.slow else seconds
 
-    def _crossing(self, src: State, dst: State, rate: float, doublings: tuple[int, int]) -> float:
-        """The least seconds, beyond those at `rate`, for elements that must be sent along a slow axis.
+    def _crossing(self, src: State, dst: State, least: LeastTerms, doublings: tuple[int, int], more: float) -> float:
+        """The least seconds, beyond those along any axis, for elements that must be sent along a slow axis.
 
         Equally many enter each slice of the mesh along the axis. A slice that has, or reduces, one part in `n` of the
         elements that it needs lacks the other parts; if the axis shards another dim afterwards, evenly, the slice needs
-        one part in `n`, and has one in `n` of that.
+        one part in `n`, and has one in `n` of that. The sums of a reduction may come by a move. `more` are seconds that
+        reductions are known to take to begin beyond the least.
         """
-        most = 0.0
-        for axis, moves, reductions in self.slow:
-            n, there, anywhere, times = self.sizes[axis], moves, self.moves, doublings[0]
+        most, each = 0.0, self.numel / self.ranks * self.itemsize
+        for axis, moves, reductions in least.slow:
+            n = self.sizes[axis]
             if src.partial[axis] != dst.partial[axis] and src.partial[axis] is not None:
-                numel = 1.0 * self.numel * (n - 1) * (1 if axis in dst.split else 2)
-                there, anywhere, times = reductions, self.reductions, doublings[1]
+                byte = reductions.byte + (0.0 if axis in dst.split else min(moves.byte, reductions.byte))
+                seconds = (n - 1) * each * byte + max(0.0, reductions.begin[doublings[1]] - more)
             elif axis in src.split and axis not in dst.split:
-                numel = self.numel * (n - 1)
+                seconds = (n - 1) * each * moves.byte + moves.begin[doublings[0]]
             elif axis in src.split and src.split[axis] != dst.split[axis] and _even(src, dst, axis):
-                numel = self.numel * (n - 1) / n
+                seconds = (n - 1) / n * each * moves.byte + moves.begin[doublings[0]]
             else:
                 continue
-            byte, begin = 1 / there.rate - 1 / rate, there.seconds[times] - anywhere.seconds[times]
-            most = max(most, numel / self.ranks * self.itemsize * byte + begin)
+            most = max(most, seconds)
         return most
 
 

@@ -186,7 +186,8 @@ def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, 
 
 
 def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    return [_passed(row) if isinstance(row, PassThrough) and i in row.operands else Replicate() for row in assignment]
+    whole = Replicate()
+    return [_passed(row) if isinstance(row, PassThrough) and i in row.operands else whole for row in assignment]
 
 
 def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placement]:

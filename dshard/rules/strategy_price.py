@@ -176,10 +176,10 @@ class Price:
             for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
         )
         passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
-        debt = self.topology if passes else self.topology.bytes_only()
-        for (shape, itemsize), layout, end in zip(self.outputs, expansion.outputs, ends, strict=True):
+        for i, ((shape, itemsize), layout, end) in enumerate(zip(self.outputs, expansion.outputs, ends, strict=True)):
+            # pieces of one tensor may be reduced together
+            debt = self.topology if passes and not i else self.topology.bytes_only()
             reduce += _seconds(space_of(self.mesh, debt, shape, itemsize), layout, end)
-            debt = self.topology.bytes_only()  # pieces of one tensor may be reduced together
             if any(constraints.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)
                 backward += _seconds(space, end.cotangent(), layout.cotangent())

@@ -7,7 +7,7 @@ from helpers.layout_steps import steps_from, steps_straight, useful_dims
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
@@ -79,6 +79,30 @@ def test_no_plan_takes_less_than_the_least_where_axes_differ(
     src: Layout, dst: Layout, shape: Shape, topology: Topology
 ) -> None:
     below_every_plan(src, dst, shape, topology)
+
+
+BETWEEN_HOSTS = [
+    ("x:S(0) y:R z:R", "x:R y:R z:R"),
+    ("x:S(0) y:S(0) z:R", "x:R y:R z:R"),
+    ("x:S(0) y:S(1) z:S(1)", "x:S(1) y:S(0) z:S(0)"),
+    ("x:P(sum) y:R z:R", "x:R y:R z:R"),
+    ("x:P(sum) y:P(sum) z:R", "x:R y:R z:R"),
+    ("x:P(sum) y:R z:R", "x:S(0) y:R z:R"),
+    ("x:P(sum) y:P(sum) z:P(sum)", "x:S(0) y:S(0) z:S(0)"),
+]
+
+
+@pytest.mark.parametrize(("src", "dst"), BETWEEN_HOSTS)
+@pytest.mark.parametrize("shape", [(1024, 512), (16384, 16384)])
+def test_the_least_between_hosts_is_near(src: str, dst: str, shape: Shape) -> None:
+    """A search that knows what must pass between hosts leaves most other plans unpriced."""
+    ends = parse_layout(src, CUBE), parse_layout(dst, CUBE)
+    space = Space(CUBE, HOSTS, shape, 4)
+
+    least = space.least(*map(space.state_of, ends))
+
+    assert 0.45 < least / plan(*ends, shape, 4, HOSTS, search="free").seconds <= 1
+    below_every_plan(*ends, shape, HOSTS)
 
 
 def below_every_plan(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
