@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, prod
-from operator import sub
 from typing import NamedTuple
 
 from dshard.caches import cached
@@ -69,31 +69,28 @@ class _Ways(NamedTuple):
 @cached("least terms", 1024)
 def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> LeastTerms:
     """The bounds of plans on a mesh and topology whose reductions run along axes among `partial`."""
-    moves, reductions = _moves(mesh, topology), _reductions(mesh, topology, partial)
+    moves, reducing = _moves_and_reductions(mesh, topology)
+    reductions = _ways([way for way in reducing if way.axes <= partial], mesh) if partial else _ways([], mesh)
     rate = max([way.rate for way in moves.ways + reductions.ways], default=inf)
     slow = []
     for axis, n in enumerate(mesh.shape):
         there = _crossing(moves, axis, n, rate), _crossing(reductions, axis, n, rate)
         if any(each.byte or any(each.begin) for each in there):
             slow.append((axis, *there))
-    whole = _begins([way for way in reductions.ways if way.whole], list(reductions.ways), mesh)
-    move = topology.launch + moves.begin[1]
+    move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.whole])
+    whole = [_least(sums, reductions.begin, i) if i else 0.0 for i in range(len(reductions.begin))]
     complete = tuple([min(each, some + move) for each, some in zip(whole, reductions.begin, strict=True)])
     return LeastTerms(rate, moves.begin, reductions.begin, complete, tuple(slow))
 
 
 @cached("least moves", 256)
-def _moves(mesh: Mesh, topology: Topology) -> _Ways:
-    along = step_terms(mesh, topology)
-    ways = [_way(axes, terms, each) for axes, terms in along.items() if len(axes) == 1 for each in ALONG_ONE]
-    return _ways([*ways, *(_way(axes, terms, "exchange") for axes, terms in along.items())], mesh)
-
-
-def _reductions(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> _Ways:
+def _moves_and_reductions(mesh: Mesh, topology: Topology) -> tuple[_Ways, tuple[_Way, ...]]:
     # gloo reduces by an all_to_all, see `dshard.cost`
     kinds = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS
-    along = step_terms(mesh, topology) if partial else {}
-    return _ways([_way(axes, terms, each) for axes, terms in along.items() if axes <= partial for each in kinds], mesh)
+    along = step_terms(mesh, topology)
+    moves = [_way(axes, terms, each) for axes, terms in along.items() if len(axes) == 1 for each in ALONG_ONE]
+    moves += [_way(axes, terms, "exchange") for axes, terms in along.items()]
+    return _ways(moves, mesh), tuple([_way(axes, terms, each) for axes, terms in along.items() for each in kinds])
 
 
 def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Collective) -> _Way:
@@ -108,20 +105,27 @@ def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Colle
 
 
 def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
-    anywhere = _begins(ways, ways, mesh)
-    there = [[way for way in ways if axis in way.axes] for axis in range(mesh.ndim)]
-    along = [tuple(map(sub, _begins(first, ways, mesh), anywhere)) if first else () for first in there]
-    return _Ways(tuple(ways), anywhere, tuple(along))
-
-
-def _begins(first: list[_Way], ways: list[_Way], mesh: Mesh) -> tuple[float, ...]:
-    """The least seconds to begin collectives, by doublings: one of `first`, the others any of `ways`."""
-    begins, others = ({(way.doublings, way.begin) for way in each} for each in (first, ways))
-    seconds, least = [0.0], [0.0]
+    seconds, anywhere, along = [0.0], _begins(ways), list[tuple[float, ...]]()
     for i in range(1, mesh.size.bit_length() + 1):
-        seconds.append(min([took + seconds[max(0, i - doublings)] for doublings, took in others], default=0.0))
-        least.append(min([took + seconds[max(0, i - doublings)] for doublings, took in begins], default=0.0))
-    return tuple(least)
+        seconds.append(_least(anywhere, seconds, i))
+    for axis in range(mesh.ndim):
+        there = _begins([way for way in ways if axis in way.axes])
+        more = (
+            [_least(there, seconds, i) - seconds[i] for i in range(1, len(seconds))]
+            if there and there != anywhere
+            else []
+        )
+        along.append((0.0, *more) if more else (0.0,) * len(seconds))
+    return _Ways(tuple(ways), tuple(seconds), tuple(along))
+
+
+def _begins(ways: list[_Way]) -> set[tuple[int, float]]:
+    return {(way.doublings, way.begin) for way in ways}
+
+
+def _least(begins: set[tuple[int, float]], seconds: Sequence[float], doublings: int) -> float:
+    """The least seconds to begin one of these, and others, which take `seconds` by their doublings."""
+    return min([begin + seconds[max(0, doublings - many)] for many, begin in begins], default=0.0)
 
 
 def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> Crossing:
