@@ -149,10 +149,10 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
         LayoutError: a plan for another model.
     """
     check_type(model, nn.Module, "the model", "give an nn.Module")
-    laid_out = own_boundary(model)
-    if laid_out is not None:
+    boundary = own_boundary(model)
+    if boundary is not None:
         raise ArgumentError(
-            f"{type(model).__name__} is laid out by parallelize already ({laid_out.plan.strategy!r}): give the model "
+            f"{type(model).__name__} is laid out by parallelize already ({boundary.plan.strategy!r}): give the model "
             "as it was made; to go on in another layout, save its state and load that into the other"
         )
     if "plan" in kwargs and "plan" not in signature(model.forward).parameters:

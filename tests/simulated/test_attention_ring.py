@@ -138,12 +138,12 @@ def test_a_ring_over_gloo_hides_what_waits_for_a_slow_link() -> None:
 def test_a_swap_of_halves_between_hosts_takes_the_links_time_for_all_ranks_of_a_host() -> None:
     hosts = (Layer("host", None, 1e8, 1e-5), Layer("rank", 2, 1e10, 1e-6))
     x = distribute_tensor(torch.empty(1, 1, 4096, 32, device="meta"), Mesh((4,), ("x",)), [Shard(2)])
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     topology = replace(Topology.flat(1e8), layers=hosts)
-    with use_topology(topology), use_strategy(attention="balanced ring"), observing(found.append):
+    with use_topology(topology), use_strategy(attention="balanced ring"), observing(decisions.append):
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    assert found[-1].strategy is not None
-    operands, *panels, result, _ = found[-1].strategy.exchanges
+    assert decisions[-1].strategy is not None
+    operands, *panels, result, _ = decisions[-1].strategy.exchanges
     half = 512 * 32 * 4
 
     assert [each.nbytes for each in (operands, *panels, result)] == [3 * half, *[4 * half] * 3, half]
@@ -158,12 +158,12 @@ def test_a_hop_within_hosts_costs_no_message_between_them() -> None:
     x = distribute_tensor(torch.empty(1, 1, 4096, 32, device="meta"), line, [Shard(2)])
     panel = 2 * 1024 * 32 * 4
     for topology in (replace(Topology.flat(1e8), layers=hosts), Topology.flat(1e8).with_measured(figures)):
-        found: list[Decision] = []
-        with use_topology(topology), use_strategy(attention="ring"), observing(found.append):
+        decisions: list[Decision] = []
+        with use_topology(topology), use_strategy(attention="ring"), observing(decisions.append):
             F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        assert found[-1].strategy is not None
+        assert decisions[-1].strategy is not None
         between, within = 1e-5 + panel / 1e8, 1e-6 + panel / 1e10
 
-        assert [each.nbytes for each in found[-1].strategy.exchanges] == [panel] * 3
+        assert [each.nbytes for each in decisions[-1].strategy.exchanges] == [panel] * 3
         # before the last step the first panel alone goes on, from rank 2 to 3
-        assert [each.seconds for each in found[-1].strategy.exchanges] == pytest.approx([between, between, within])
+        assert [each.seconds for each in decisions[-1].strategy.exchanges] == pytest.approx([between, between, within])
