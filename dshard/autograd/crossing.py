@@ -8,6 +8,7 @@ gradient stays local between them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.core.mesh_moves import reshard_local, without_data
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
-from dshard.core.observe import OBSERVERS, Decision, observed
+from dshard.core.observe import OBSERVERS, Decision, finish_observed, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import refuse_batched, with_tangent
@@ -326,9 +327,11 @@ def redistribute_unrecorded(
     """
     if asynchronous:
         start, args = move.begin, (x._local_tensor, own)
-        in_flight = observed(_decision(move, op), start, args) if OBSERVERS else start(*args)
+        decision = _decision(move, op) if OBSERVERS else None
+        in_flight = start(*args) if decision is None else observed(decision, start, args)
         if in_flight is not None:
-            return wrap_in_flight(in_flight, move.spec)
+            end = in_flight if decision is None else partial(finish_observed, decision, in_flight)
+            return wrap_in_flight(end, move.spec)
     local = observed(_decision(move, op), move, (x._local_tensor,)) if OBSERVERS else move(x._local_tensor)
     return wrap(local, move.spec)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.core.context import planning_context
-from dshard.core.joined_moves import begin_together
+from dshard.core.joined_moves import begin_together, run_alone
 from dshard.core.moves import LocalRedistribution, count_write
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import Spec
@@ -385,6 +385,12 @@ def _begin(members: Sequence[Pending]) -> None:
     for pending in waiting:
         if pending.stream is not None and pending.local is not None:
             comm.follow(pending.stream, (pending.local,))
+    if len(waiting) == 1 and len(waiting[0].move.plan.steps) > 1:
+        (pending,) = waiting  # begun, its first collective would hold it and a buffer until the end of the pass
+        assert pending.local is not None
+        reduced = run_alone(pending.move, pending.local, "redistribute", (pending.leaf.of,))
+        pending.local, pending.finish = None, lambda: reduced
+        return
     if len(waiting) == 1 and not OBSERVERS:
         (pending,) = waiting
         assert pending.local is not None

@@ -42,17 +42,17 @@ def async_start(plan: Plan) -> Start:
     """A function that begins the first collective of `plan` on a local tensor, which must not be written until the end.
 
     Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run at
-    the first use of the result. The function returns None if the plan cannot be asynchronous: without processes, on
-    simulated ranks, while torch.compile traces, if nothing is sent, and while there are listeners.
+    the first use of the result, with listeners or without: ranks that listen run their collectives in the order of the
+    others. The function returns None if the plan cannot be asynchronous: without processes, on simulated ranks, while
+    torch.compile traces, and if nothing is sent; nor does a single collective begin while there are listeners.
     """
     runtime = runtime_of(plan.src.mesh)
     if not plan.steps or runtime is None or runtime.coordinate is None:
         return _never_begins
-    plan_runtime, by_dtype = runtime, dict[torch.dtype, Start]()
+    plan_runtime, by_dtype, is_single = runtime, dict[torch.dtype, Start](), len(plan.steps) == 1
 
     def start(x: Tensor, own: bool) -> AsyncLocal | None:
-        # listeners would hear of the plan's second collective long after the operator that asked for it
-        if has_listeners() or type(x) is not Tensor or x.is_meta:
+        if (is_single and has_listeners()) or type(x) is not Tensor or x.is_meta:
             return None
         begin_plan = by_dtype.get(x.dtype)
         if begin_plan is None:

@@ -85,6 +85,14 @@ def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: s
     return [partial(results, i) for i in range(len(moves))]
 
 
+def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[int, ...]) -> Tensor:
+    """Run one redistribution to its end; `members` is the id of the parameter whose value or gradient it is."""
+    if not OBSERVERS:
+        return move(local)
+    moved: Tensor = observed(replace(move.decision(op), why=_why([move], members)), move, (local,))
+    return moved
+
+
 def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined | None:
     """The program that `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
     if type(local) is not Tensor or local.is_meta:

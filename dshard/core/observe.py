@@ -163,11 +163,21 @@ def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
 
 
 def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
-    """Call the observers of waits, then `finish`, which waits for the collective of a decision."""
-    for _, _, waits in _OBSERVERS.value():
+    """Call the observers of waits, then `finish`, which ends what a decision began and runs its other collectives.
+
+    Those are the decision's own, whatever operator is the first to use its result.
+    """
+    within: list[tuple[list[Decision], list[Decision]]] = []
+    for _, running, waits in _OBSERVERS.value():
         if waits is not None:
             waits(decision)
-    return finish()
+        within.append((running, [*running]))
+        running[:] = [decision]
+    try:
+        return finish()
+    finally:
+        for running, before in within:
+            running[:] = before
 
 
 # -- calls, by which the fast path specialises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dshard
-from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, trace
 from dshard.autograd import sole_owner
 from dshard.comm import DeviceMesh, bind, collectives
 from dshard.comm.peer_failure import wait_for
@@ -256,6 +257,37 @@ def test_gradients_are_copied_where_counts_do_not_tell_who_holds_them(
     monkeypatch.setattr(sole_owner, blind, lambda x: 1)
 
     assert [sole_owner._measured(make) for make in (sole_owner._plain, sole_owner._view)] == [None, None]
+
+
+def some_listen(listens: bool) -> tuple[list[Tensor], list[tuple[str, str]]]:
+    """What several collectives give that are begun before others and used after them, and those that a trace has.
+
+    Only ranks on the diagonal listen, so that in each group one does and one does not.
+    """
+    x = distribute_tensor(torch.arange(2.0**17).view(512, 256), grid(), WHOLE).requires_grad_()
+    terms = DTensor.from_local(torch.arange(2.0**17).view(512, 256), grid(), [Partial(), Partial()])
+    rows = distribute_tensor(torch.ones(64, 512), grid(), [Shard(0), Shard(0)])
+    scale = distribute_tensor(torch.ones(512), grid(), WHOLE).requires_grad_()
+    found: list[Tensor] = []
+    with trace() if listens and torch.distributed.get_rank() in (0, 3) else nullcontext() as traced:
+        for _ in range(3):
+            begun = terms.redistribute(grid(), WHOLE, async_op=True)
+            between = terms.redistribute(grid(), [Replicate(), Partial()])
+            found += [begun.to_local() * 2, between.to_local()]
+            ((rows * scale) @ x).sum().backward()  # the gradient of x takes several collectives
+            found += [x.grad.to_local(), scale.grad.to_local()]  # type: ignore[union-attr]
+            x.grad = scale.grad = None
+    return found, [(event.op, event.collective) for event in traced.events] if traced is not None else []
+
+
+def test_ranks_that_listen_run_collectives_in_the_order_of_the_others(ranks: RankPool) -> None:
+    expected = ranks.run(some_listen, False)
+
+    for i, (found, events) in enumerate(ranks.run(some_listen, True)):
+        assert all(map(torch.equal, found, expected[i][0]))
+        if i in (0, 3):
+            assert len(events) > 12
+            assert all(op != "?" and not op.startswith("aten.mul") for op, _ in events)
 
 
 def errors() -> list[str]:

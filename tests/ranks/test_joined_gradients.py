@@ -25,6 +25,7 @@ from dshard import (
 )
 from dshard.autograd.joined_gradients import bucket_bytes
 from dshard.comm import Lane
+from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import Topology
 
@@ -234,6 +235,28 @@ def accumulated() -> None:
     norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, reference))
     torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
     compare(model, reference)
+
+
+def table_alone() -> list[tuple[list[str], list[str]]]:
+    """The collectives of a table's gradient in each pass, in all and up to the next node of the graph."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "t"))
+    table = distribute_tensor(torch.randn(512, 256), mesh, [Replicate(), Replicate()]).requires_grad_()
+    x = distribute_tensor(torch.randn(64, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
+    passes = []
+    for _ in range(3):
+        events, h = list[Event](), x * 2
+        h.register_hook(lambda grad, events=events: passes.append([event.collective for event in events]))
+        with listen(events.append):
+            (h @ table.T).sum().backward()
+        passes[-1] = passes[-1], [event.collective for event in events]
+        table.grad = x.grad = None
+    return passes
+
+
+def test_a_gradient_alone_runs_its_collectives_at_once(ranks: RankPool):
+    """Begun and left, the first of several would hold the gradient and its buffer beside the rest of the pass."""
+    for passes in ranks.run(table_alone):
+        assert all(len(every) > 2 and at_once == every for at_once, every in passes[1:]), "the first is not expected"
 
 
 def test_gradients_accumulate_over_backward_passes(ranks: RankPool):

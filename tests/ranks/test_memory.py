@@ -98,7 +98,7 @@ def test_a_lean_plan_holds_the_larger_end_and_one_message(
     assert ranks.run(above_the_limit, batch, few_bytes) == [[]] * 4
 
 
-SMALL = (8, 32, 64, 4, 256, 128)
+SMALL, WIDE = (8, 32, 64, 4, 256, 128), (8, 64, 256, 8, 1024, 512)
 
 
 def peaks_of_one_of_four(size: tuple[int, ...]) -> dict[str, int]:
@@ -138,7 +138,8 @@ def peaks_of_both(size: tuple[int, ...]) -> dict[str, int]:
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [(4, 8, 32, 4, 64, 64), SMALL], ids=["tiny", "small"])
+@pytest.mark.parametrize("size", [SMALL, WIDE], ids=["small", "wide"])
 def test_a_training_step_holds_no_more_than_that_of_torchs_dtensor(ranks: RankPool, size: tuple[int, ...]) -> None:
+    """Of models of several buckets: gradients of a single one are packed all at once, beside its buffer."""
     for peaks in ranks.run(peaks_of_both, size, timeout=300.0):
         assert peaks["dshard"] <= peaks["torch"]
