@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dshard.comm import collectives, rank_checks
 from dshard.comm.drive import advance, begin, finish, without_buffer
-from dshard.comm.events import has_listeners
+from dshard.comm.events import LISTENERS
 from dshard.comm.program_steps import Transfer, steps_of
 from dshard.comm.run import launch_on
 from dshard.comm.runtime import Runtime, runtime_of
+from dshard.comm.transport import report
 from dshard.comm.workspace import WORKSPACE, FreshBuffers
 from dshard.redistribute import Plan
 
@@ -42,17 +43,17 @@ def async_start(plan: Plan) -> Start:
     """A function that begins the first collective of `plan` on a local tensor, which must not be written until the end.
 
     Its second argument says whether the collective may overwrite the local tensor. The later steps of the plan run at
-    the first use of the result, with listeners or without: ranks that listen run their collectives in the order of the
-    others. The function returns None if the plan cannot be asynchronous: without processes, on simulated ranks, while
-    torch.compile traces, and if nothing is sent; nor does a single collective begin while there are listeners.
+    the first use of the result. Listeners change nothing of this: ranks that listen run the collectives of the others,
+    in their order. The function returns None if the plan cannot be asynchronous: without processes, on simulated ranks,
+    while torch.compile traces, and if nothing is sent.
     """
     runtime = runtime_of(plan.src.mesh)
     if not plan.steps or runtime is None or runtime.coordinate is None:
         return _never_begins
-    plan_runtime, by_dtype, is_single = runtime, dict[torch.dtype, Start](), len(plan.steps) == 1
+    plan_runtime, by_dtype = runtime, dict[torch.dtype, Start]()
 
     def start(x: Tensor, own: bool) -> AsyncLocal | None:
-        if (is_single and has_listeners()) or type(x) is not Tensor or x.is_meta:
+        if type(x) is not Tensor or x.is_meta:
             return None
         begin_plan = by_dtype.get(x.dtype)
         if begin_plan is None:
@@ -77,9 +78,17 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
         return _never_begins
     compares = rank_checks.enabled()
     if len(steps) == 1 and sent[0].kind == "all_reduce" and not compares:  # needs no flat buffers
-        op, group = sent[0].op, runtime.group(sent[0].axes)
+        op, what, group = sent[0].op, sent[0].report, runtime.group(sent[0].axes)
         assert op is not None
-        return lambda x, own: AsyncLocal(collectives.reduce(op, group, x, x if own and x.is_contiguous() else None))
+        assert what is not None
+
+        def begin_reduction(x: Tensor, own: bool) -> AsyncLocal:
+            out = x if own and x.is_contiguous() else None
+            if LISTENERS:
+                return AsyncLocal(report(what, group, partial(collectives.reduce, op, group), x, out))
+            return AsyncLocal(collectives.reduce(op, group, x, out))
+
+        return begin_reduction
 
     def begin_plan(x: Tensor, own: bool) -> AsyncLocal:
         if compares:

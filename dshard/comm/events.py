@@ -75,14 +75,6 @@ def before_next_collective(function: Callable[[], None]) -> None:
     _Once(function)
 
 
-def has_listeners() -> bool:
-    """Whether there are listeners, after calling those of this thread that wait only for the next collective."""
-    for listener, _ in _LISTENERS.value() if LISTENERS else ():
-        if isinstance(listener, _Once):
-            listener()
-    return bool(LISTENERS)
-
-
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
     """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:

@@ -73,6 +73,8 @@ from dshard.torch_private import OpOverload, no_torch_function
 
 Executor = Callable[[Args, Kwargs], Any]
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+_KEEP_LAYOUT = frozenset({_DETACH, torch.ops.aten.alias.default})
+"""Operators whose result is their operand: of a partial tensor, too, they send nothing, observed or not."""
 RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 """Operators whose kernel changes only sizes, so that torch's gradient of the kernel is the gradient of the call."""
 
@@ -193,7 +195,8 @@ def operator_executable(
     `result` is the result of the call on meta tensors; `positions` are the positions of the distributed arguments, None
     if tensors are nested or named.
     """
-    constraints = Constraints(keep=call.specs[0].layout) if writes_first(call.func) else ANY
+    keeps = writes_first(call.func) or call.func in _KEEP_LAYOUT
+    constraints = Constraints(keep=call.specs[0].layout) if keeps else ANY
     rule = op.rule(call)
     decision, strategy = decide(str(call.func), rule, call.specs, call.outs, constraints)
     alternatives = alternatives_of(op, rule, call)

@@ -27,6 +27,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -405,7 +406,8 @@ def outcome(design: Design) -> tuple[str, str]:
     expected = in_double(trained, design, lambda model, *example: model)
     torch.set_default_dtype(torch.float64)
     try:
-        with dshard.implicit_replication():
+        listens = design.seed % 2 and dist.get_rank() in (0, 3)  # what they hear changes nothing that they send
+        with dshard.implicit_replication(), dshard.trace() if listens else nullcontext():
             actual = trained(design, partial(laid_out, design))
         held = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in actual.items()}
     except DShardError as error:

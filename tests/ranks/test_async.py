@@ -260,7 +260,7 @@ def test_gradients_are_copied_where_counts_do_not_tell_who_holds_them(
 
 
 def some_listen(listens: bool) -> tuple[list[Tensor], list[tuple[str, str]]]:
-    """What several collectives give that are begun before others and used after them, and those that a trace has.
+    """What collectives give that are begun before others and used after them, and those that a trace has.
 
     Only ranks on the diagonal listen, so that in each group one does and one does not.
     """
@@ -268,14 +268,20 @@ def some_listen(listens: bool) -> tuple[list[Tensor], list[tuple[str, str]]]:
     terms = DTensor.from_local(torch.arange(2.0**17).view(512, 256), grid(), [Partial(), Partial()])
     rows = distribute_tensor(torch.ones(64, 512), grid(), [Shard(0), Shard(0)])
     scale = distribute_tensor(torch.ones(512), grid(), WHOLE).requires_grad_()
+    uneven = distribute_tensor(torch.arange(5.0), grid(), [Shard(0), Replicate()])
     found: list[Tensor] = []
     with trace() if listens and torch.distributed.get_rank() in (0, 3) else nullcontext() as traced:
         for _ in range(3):
             begun = terms.redistribute(grid(), WHOLE, async_op=True)
             between = terms.redistribute(grid(), [Replicate(), Partial()])
-            found += [begun.to_local() * 2, between.to_local()]
-            ((rows * scale) @ x).sum().backward()  # the gradient of x takes several collectives
-            found += [x.grad.to_local(), scale.grad.to_local()]  # type: ignore[union-attr]
+            found += [
+                begun.to_local() * 2,
+                between.to_local(),
+                uneven.redistribute(grid(), WHOLE, async_op=True).to_local(),
+            ]
+            loss = ((rows * scale) @ x).sum()
+            loss.backward()  # the gradient of x takes several collectives
+            found += [x.grad.to_local(), scale.grad.to_local(), loss.detach().to_local()]  # type: ignore[union-attr]
             x.grad = scale.grad = None
     return found, [(event.op, event.collective) for event in traced.events] if traced is not None else []
 
