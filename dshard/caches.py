@@ -19,12 +19,13 @@ class CacheInfo(NamedTuple):
     bound: int
 
 
-_FUNCTIONS: dict[str, Any] = {}
+_FUNCTIONS: dict[str, tuple[Any, bool]] = {}
+"""Each cached function, by name, and whether its cache is a record."""
 _DICTS: dict[str, list[ref[Cache]]] = {}
 
 
-def cached(name: str, bound: int) -> Callable[[F], F]:
-    """`functools.lru_cache`, under a name that `cache_info` shows.
+def cached(name: str, bound: int, *, record: bool = False) -> Callable[[F], F]:
+    """`functools.lru_cache`, under a name that `cache_info` shows; a `record` as of `Cache`.
 
     >>> @cached("squares", 2)
     ... def square(x):
@@ -37,7 +38,7 @@ def cached(name: str, bound: int) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         cached_function: Any = lru_cache(maxsize=bound)(function)
-        _FUNCTIONS[name] = cached_function
+        _FUNCTIONS[name] = cached_function, record
         return cached_function  # type: ignore[no-any-return]
 
     return decorate
@@ -46,12 +47,13 @@ def cached(name: str, bound: int) -> Callable[[F], F]:
 class Cache(dict[Any, Any]):
     """A dict that drops its oldest entry when it is full. Callers count the hits.
 
-    `cache_info` adds up the caches of one name.
+    `cache_info` adds up the caches of one name. A `record` holds what living tensors refer to, or what ran before, by
+    which ranks agree on what they send next: `clear_caches` leaves it, as it may be called on some ranks alone.
     """
 
-    def __init__(self, name: str, bound: int = 16384) -> None:
+    def __init__(self, name: str, bound: int = 16384, *, record: bool = False) -> None:
         super().__init__()
-        self.bound, self.hits, self.misses = bound, 0, 0
+        self.bound, self.hits, self.misses, self.record = bound, 0, 0, record
         _DICTS[name] = [*(ref(cache) for cache in _caches_named(name)), ref(self)]
 
     def add(self, key: object, value: object) -> Any:
@@ -78,17 +80,28 @@ def cache_info() -> dict[str, CacheInfo]:
         totals = [(len(cache), cache.hits, cache.misses, cache.bound) for cache in _caches_named(name)]
         if totals:
             infos[name] = CacheInfo(*map(sum, zip(*totals, strict=True)))
-    for name, function in _FUNCTIONS.items():
+    for name, (function, _) in _FUNCTIONS.items():
         hits, misses, bound, entries = function.cache_info()
         infos[name] = CacheInfo(entries, hits, misses, bound)
     return infos
 
 
 def clear_caches() -> None:
-    """Empty all caches and their counts; later calls choose and plan again."""
+    """Empty all caches and their counts; later calls choose and plan again, and send the same."""
+    _clear(records=False)
+
+
+def clear_records() -> None:
+    """Empty all caches, and the records of what ran, as on all ranks when process groups are destroyed."""
+    _clear(records=True)
+
+
+def _clear(*, records: bool) -> None:
     for name in _DICTS:
         for cache in _caches_named(name):
-            cache.clear()
-            cache.hits = cache.misses = 0
-    for function in _FUNCTIONS.values():
-        function.cache_clear()
+            if records or not cache.record:
+                cache.clear()
+                cache.hits = cache.misses = 0
+    for function, record in _FUNCTIONS.values():
+        if records or not record:
+            function.cache_clear()

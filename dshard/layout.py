@@ -200,7 +200,7 @@ def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
     return region, prod(map(len, region))
 
 
-@cached("layouts", 65536)
+@cached("layouts", 65536, record=True)
 def interned(layout: Layout) -> Layout:
     """The cached object for all equal layouts, so that comparing them is fast."""
     return layout

@@ -98,8 +98,8 @@ class Pending:
         return self._value
 
 
-Expected: TypeAlias = tuple[int, LocalRedistribution]
-"""The number of a leaf, and how its gradient is redistributed."""
+Expected: TypeAlias = tuple[int, object]
+"""The number of a leaf, and what stands for how its gradient is redistributed."""
 
 
 class Buckets:
@@ -118,10 +118,10 @@ class Buckets:
         self.all = [[*map(_expected, members)] for members in buckets]
         self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
         self.sizes = [*map(len, self.all)]
-        every = [*self.places]
-        self.stepwise = any(has_steps(move) for _, move in every)
-        one_step = len(every) == 1 and len(every[0][1].plan.steps) == 1 and not has_steps(every[0][1])
-        self.alone = every[0] if one_step else None
+        moves = [pending.move for bucket in buckets for pending in bucket]
+        self.stepwise = any(map(has_steps, moves))
+        one_step = len(moves) == 1 and len(moves[0].plan.steps) == 1 and not self.stepwise
+        self.alone = self.all[0][0] if one_step else None
 
 
 class MeshPasses:
@@ -135,14 +135,15 @@ class MeshPasses:
 
     def __init__(self, key: object) -> None:
         self.key = key
-        self.known, self.following = Cache("gradient buckets", 64), Cache("gradient passes", 64)
+        self.known = Cache("gradient buckets", 64, record=True)
+        self.following = Cache("gradient passes", 64, record=True)
         self.last: Buckets | None = None
         self.began_alone = -1
 
     def repeat(self, leaf: Leaf, move: LocalRedistribution) -> bool:
         """Whether the next pass is expected to equal the last, which reduced this gradient alone."""
         last = self.last
-        return last is not None and last.alone == (leaf.number, move) and self.following.get(last) is last
+        return last is not None and last.alone == (leaf.number, move.same) and self.following.get(last) is last
 
     def buckets_of(self, pendings: Iterable[Pending]) -> Buckets:
         """The buckets of these gradients."""
@@ -161,7 +162,7 @@ class MeshPasses:
         self.last = buckets
 
 
-_MESHES: Cache = Cache("gradient meshes", 256)
+_MESHES: Cache = Cache("gradient meshes", 256, record=True)
 
 
 class MeshPass:
@@ -179,7 +180,7 @@ class MeshPass:
     def add(self, pending: Pending) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
         expected, arrived = self.expected, self.arrived
-        place = None if expected is None else expected.places.get((pending.leaf.number, pending.move))
+        place = None if expected is None else expected.places.get((pending.leaf.number, pending.move.same))
         if expected is None or place is None:
             self.unexpected.append(pending)
             return
@@ -340,7 +341,7 @@ def has_steps(move: LocalRedistribution) -> bool:
 
 
 def _expected(pending: Pending) -> Expected:
-    return pending.leaf.number, pending.move
+    return pending.leaf.number, pending.move.same
 
 
 def _in_order(pendings: Iterable[Pending]) -> list[Pending]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dshard.caches import Cache, clear_caches
+from dshard.caches import Cache, clear_records
 from dshard.comm import FORGET, DeviceMesh, Scoped, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
@@ -103,4 +103,4 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
         Guarded.settings = planning_context()
 
 
-FORGET.append(clear_caches)
+FORGET.append(clear_records)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
+from dshard.caches import Cache
 from dshard.comm import (
     AsyncLocal,
     LocalTensor,
@@ -40,13 +41,15 @@ from dshard.rules.strategy import completed_layout
 from dshard.torch_private import DispatchKey, exclude_key, increment_version, is_key_excluded
 
 _COUNTS = DispatchKey.ADInplaceOrView
+_SAME = Cache("redistributions", record=True)
 
 
 class LocalRedistribution:
     """The redistribution of local tensors of one spec to another layout, planned once for each topology.
 
     `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
-    `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient.
+    `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient. `same` is
+    one object for all with equal plans between equal specs: what a rank has planned anew is what it was to others.
     """
 
     __slots__ = (
@@ -56,6 +59,7 @@ class LocalRedistribution:
         "lane",
         "plan",
         "runner",
+        "same",
         "source",
         "source_grad",
         "spec",
@@ -77,6 +81,8 @@ class LocalRedistribution:
         self.starter: Start | None = None
         self.gradient: LocalRedistribution | None = None
         self.targets: dict[Spec, Layout] = {}
+        key = (source, self.spec, self.plan)
+        self.same: object = _SAME.get(key) or _SAME.add(key, object())
 
     def __call__(self, local: Tensor) -> Tensor:
         """The local tensor under the target layout; not recorded by autograd."""

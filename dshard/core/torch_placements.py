@@ -20,7 +20,7 @@ from dshard.torch_dtensor import TorchPartial, TorchReplicate, TorchShard, Torch
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "strided", "torch_placements"]
 
 
-_INTERNED = Cache("placements", 256)
+_INTERNED = Cache("placements", 256, record=True)
 
 
 def _interned(kind: Any, *fields: object) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.caches import Cache, cache_info, cached, clear_caches
+from dshard.caches import Cache, cache_info, cached, clear_caches, clear_records
 from dshard.comm.user_code import user_call
 from dshard.core.context import MAX_TOPOLOGIES, planning_context, planning_context_of
 from dshard.core.observe import observing
@@ -92,7 +92,7 @@ def warm_and_cold() -> list[str]:
         results = []
         for turn in range(4):
             if turn == 3:
-                clear_caches()
+                clear_records()
                 left = {name: found.entries for name, found in cache_info().items() if found.entries}
                 wrong += [f"after all was forgotten: {left}"] if left else []
             before = cache_info()
