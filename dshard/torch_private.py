@@ -345,6 +345,7 @@ _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")
 _late("torch.serialization._get_layout", "reading the metadata of checkpoints")
 _late("torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper", "telling other ranks that a graph has failed")
+_late("torch.distributed._symmetric_memory", "operators of matmuls fused with collectives, which run in panels without")
 _late("torch._dynamo", "starting ranks, each of which would import it at its first operator on meta tensors")
 _late("torch.testing._internal.distributed.fake_pg", "dshard.launch.rehearse, whose processes send nothing")
 _late("torch.distributed._local_tensor.LocalTensorMode._per_rank_rng_states", "checkpointed layers of simulated ranks")

@@ -36,6 +36,7 @@ from dshard.comm.agreement import (
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
 from dshard.comm.backends import HALF, NCCL_CONTRACT, sum_dtype
+from dshard.comm.collectives import Factor
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
@@ -69,6 +70,7 @@ from dshard.comm.runtime import (
     init_device_mesh,
     is_first_rank,
     is_outside,
+    on_one_host,
     own_coordinate,
     planned_backend,
     planning,
@@ -95,6 +97,7 @@ __all__ = [
     "AsyncLocal",
     "DeviceMesh",
     "Event",
+    "Factor",
     "InFlight",
     "Joined",
     "Lane",
@@ -156,6 +159,7 @@ __all__ = [
     "local_shard",
     "mark_raised_by_all",
     "of_first_rank",
+    "on_one_host",
     "outside_graphs",
     "own_coordinate",
     "peek",

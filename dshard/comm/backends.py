@@ -8,6 +8,7 @@
 | all_gather into one tensor | copies once more | in place | copies once more | in one process |
 | all_gather of uneven pieces | broadcasts, all at once | messages or broadcasts | broadcasts | in one process |
 | sums in half precision | rounded at every step | in single precision | - | as torch |
+| products fused with a collective | - | within a host, by symmetric memory | - | - |
 
 Other backends count as fake: they run only primitives that every backend has.
 """
@@ -38,6 +39,8 @@ class Backend:
         tags: Messages between two ranks have tags, so that plans in flight share a process group. Without them messages
             that wait for each other begin in groups, in the same order on all ranks.
         waits_on_host: A wait stops the host, which can look after the other ranks meanwhile.
+        multiplies: Its ranks on one host read each other's memory, by which torch fuses a matmul with the all_gather of
+            an operand, or the reduce_scatter of the result.
         carries_data: Something is sent.
         algorithms: The column of the table in `dshard.cost` by which its collectives are priced.
     """
@@ -51,13 +54,20 @@ class Backend:
     pairs_between_hosts: bool = False
     tags: bool = True
     waits_on_host: bool = False
+    multiplies: bool = False
     carries_data: bool = True
     algorithms: Literal["gloo", "nccl"] | None = None
 
 
 GLOO = Backend("gloo", pairs_between_hosts=True, waits_on_host=True, algorithms="gloo")
 NCCL = Backend(
-    "nccl", _SUMS | HALF, scatters=True, gathers_in_place=True, coalesces=True, tags=False, algorithms="nccl"
+    *("nccl", _SUMS | HALF),
+    scatters=True,
+    gathers_in_place=True,
+    coalesces=True,
+    tags=False,
+    multiplies=True,
+    algorithms="nccl",
 )
 NCCL_CONTRACT = replace(NCCL, name="nccl_contract")
 """`dshard.testing`'s process group on CPU tensors, which keeps NCCL's contract."""

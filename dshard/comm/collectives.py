@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,19 @@ from dshard.placements import ReduceOp
 Wait: TypeAlias = Callable[[], Tensor]
 Begin: TypeAlias = Callable[[Tensor, Tensor | None], Wait]
 _c10d = torch.ops._c10d_functional
+
+
+class Factor(NamedTuple):
+    """The right operand of a matmul fused with a collective, and the dim that is gathered or scattered.
+
+    That is a dim of the left operand if that is gathered, else of the result, which is reduce-scattered.
+    """
+
+    right: Tensor
+    dim: int
+    gathers: bool
+
+
 REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
 """The reductions that backends have."""
 
@@ -167,6 +180,21 @@ def exchange_pieces(
     except RuntimeError as error:
         raise not_begun(error, group) from error
     return partial(_pairs_ended, works, group, out, kind or "exchange in pairs")
+
+
+def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wait:
+    """A chunk of the left operand, or all of it -> the product, or this rank's chunk of its sum over the ranks.
+
+    torch's kernels for symmetric memory run on the current stream, which waits for the other ranks; the host does not.
+    They want a chunk to gather contiguous with `dim` first.
+    """
+    right, dim, gathers = factor
+    if gathers:
+        x = x.movedim(dim, 0).contiguous().movedim(0, dim)
+        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], dim, group.name, return_A=False)
+    else:
+        product = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, right, "sum", dim, group.name)
+    return lambda: product
 
 
 def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wait:

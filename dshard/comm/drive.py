@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dshard.comm.backends import sum_dtype
 from dshard.comm.collective import reduce
-from dshard.comm.collectives import Wait
+from dshard.comm.collectives import Factor, Wait
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Fill, Narrow, ProgramStep, Transfer
 from dshard.comm.traced_collectives import traced
@@ -33,13 +33,15 @@ T = TypeVar("T")
 class Request:
     """A collective to begin: it sends `buffer` and receives in `out`, or in a new buffer for None.
 
-    `loan` returns to the pool once it has ended.
+    `loan` returns to the pool once it has ended. With a `factor` the collective is fused with a matmul, of which
+    `buffer` is the left operand and `out` the result.
     """
 
     transfer: Transfer
     buffer: Tensor
     out: Tensor | None = None
     loan: Tensor | None = None
+    factor: Factor | None = None
 
 
 Program: TypeAlias = Generator[Request, Wait, T]

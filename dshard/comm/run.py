@@ -247,7 +247,7 @@ def run_without_data(make: Make, tensors: Sequence[Tensor], coordinate: Coordina
 def launch_on(runtime: Runtime, request: Request) -> Wait:
     """Begin a collective on its process group, and return the function that waits for its end."""
     collective = request.transfer.collective
-    return launch(collective, request.buffer, runtime.group(collective.axes), request.out)
+    return launch(collective, request.buffer, runtime.group(collective.axes), request.out, request.factor)
 
 
 def _launch_without_data(request: Request) -> Wait:

@@ -29,6 +29,7 @@ from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
+from dshard.topology.sharing import groups_of
 from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, mesh_environment
 from dshard.validate import as_tuple, of_wrong_type, shown
 
@@ -375,6 +376,17 @@ def ranks_per_host(mesh: Mesh) -> int | None:
     hosts = os.environ.get("GROUP_WORLD_SIZE", "")
     uneven = hosts.isdecimal() and int(hosts) * local != world
     return None if local in (0, world) or world % local or uneven else local
+
+
+def on_one_host(mesh: Mesh, axis: str) -> bool:
+    """Whether no group along a mesh axis spans several hosts, as far as torchrun's LOCAL_WORLD_SIZE tells."""
+    runtime, per_host = _with_processes(mesh), ranks_per_host(mesh)
+    if runtime is None:
+        return True
+    if per_host is None:  # one host, or several with different numbers of ranks
+        world = str(dist.get_world_size(runtime.world))
+        return os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    return all(hosts_of(ranks, str(per_host)) == 1 for ranks in groups_of(mesh, (axis,)))
 
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:

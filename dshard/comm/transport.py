@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.comm import collectives
 from dshard.comm.collective import MOVES, Collective, Kind, Report, by_slot, collectives_for, reduce
-from dshard.comm.collectives import Begin, Wait
+from dshard.comm.collectives import Begin, Factor, Wait
 from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.runtime import Group
 from dshard.comm.traced_collectives import traced
@@ -29,13 +29,17 @@ _FEW_BYTES = 2**18
 _NUMBER = 2**24  # the tag of messages that reduce a number, which no other message has
 
 
-def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None) -> Wait:
+def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None, factor: Factor | None = None) -> Wait:
     """Begin a collective that sends the flat `x` and receives in `out`; returns the function that waits for it.
 
-    The wait returns the buffer received: `out`, or a new one. Listeners hear of the collective when it begins; those
-    that measure make it end first.
+    The wait returns the buffer received: `out`, or a new one; or, with the other `factor` of a matmul that is fused
+    with the collective, its result. Listeners hear of the collective when it begins; those that measure make it end
+    first.
     """
-    begin = primitive(c, x.dtype, group, is_traced=traced(x))
+    if factor is None:
+        begin = primitive(c, x.dtype, group, is_traced=traced(x))
+    else:
+        begin = partial(collectives.multiply, factor, group)
     return begin(x, out) if c.report is None or not LISTENERS else report(c.report, group, begin, x, out)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from dshard.errors import StrategyError
 from dshard.validate import as_int
 
-Transport: TypeAlias = Literal["collective", "broadcast", "ring"]
-TRANSPORTS: tuple[Transport, ...] = ("collective", "broadcast", "ring")
+Transport: TypeAlias = Literal["collective", "broadcast", "ring", "symmetric"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 PANELS = (1, 2, 4, 8, 16)
 """The numbers of panels that "auto" chooses from; one is the matmul in bulk."""
 
@@ -22,7 +22,9 @@ class Stream:
     loop whose tensors move the most bytes. With "collective" each panel has a slice of every rank's local tensor; with
     "broadcast" one rank after the other sends its local tensor, in `panels` panels, as in SUMMA; with "ring" ranks send
     on the panels that they have multiplied, `panels` for each rank: the collective matmul of one mesh axis (Wang et
-    al., ASPLOS 2023), Cannon's algorithm on two.
+    al., ASPLOS 2023), Cannon's algorithm on two; with "symmetric" GPUs on one host read each other's memory, in torch's
+    kernels that multiply chunk by chunk what they gather, or reduce-scatter what they multiply, whatever `panels`. A
+    matmul without a ring, or not of the form of such a kernel, runs in panels by collectives.
 
     Raises:
         StrategyError: no panels, or no such loop or transport.

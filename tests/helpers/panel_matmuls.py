@@ -53,4 +53,4 @@ def plans_of(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> tuple[Pl
 def executor_of(mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], stream: Stream) -> PanelExecutor | None:
     m, k, n = shape
     plans = plans_of(mesh, schedule, m, k, n)
-    return executor(matmul_rule((m, k), (k, n)), plans, torch.float64, stream, None)
+    return executor(matmul_rule((m, k), (k, n)), plans, torch.float64, stream, None, BYTES)

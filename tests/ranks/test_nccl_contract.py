@@ -18,6 +18,7 @@ from dshard.comm import put
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.nccl_contract import RULES
 from dshard.testing.nccl_contract.process_state import _FAILED, CURRENT, ProcessState
+from dshard.torch_private import late
 
 pytestmark = pytest.mark.ranks
 
@@ -65,6 +66,19 @@ def overlapping(group: Group, rank: int) -> None:
     group.all_gather_single(buffer[1:], buffer[2 * rank : 2 * rank + 2])  # one element beside its place
 
 
+def gathered_and_multiplied(x: Tensor, dim: int, y: Tensor) -> Program:
+    return lambda group, rank: SYMMETRIC.fused_all_gather_matmul(x, [y], dim, group.group_name)
+
+
+def multiplied_and_scattered(x: Tensor, y: Tensor, dim: int) -> Program:
+    return lambda group, rank: SYMMETRIC.fused_matmul_reduce_scatter(x, y, "sum", dim, group.group_name)
+
+
+def multiplied_over_gloo(group: Group, rank: int) -> None:
+    gathered_and_multiplied(zeros(2, 3), 0, zeros(3, 2))(dist.new_group(backend="gloo"), rank)
+
+
+SYMMETRIC, TORCHS = torch.ops.symm_mem, late("torch.distributed._symmetric_memory")
 REFUSED: list[tuple[str, str, Program]] = [
     ("contiguous", "all_reduce of a tensor of shape", reduced(zeros(3, 4).t())),
     ("contiguous_message", "send to", lambda g, r: g.send([zeros(3, 4).t()], (r + 1) % 4, 0)),
@@ -92,6 +106,16 @@ REFUSED: list[tuple[str, str, Program]] = [
     ("coalescing", "has not begun", lambda g, r: g._end_coalescing(torch.device("cpu"))),
     ("unsupported", "recv from any rank", lambda g, r: g.recv_anysource([zeros(2)], 0)),
     ("unsupported", "monitored_barrier", lambda g, r: g.monitored_barrier()),
+    ("unsupported", "fused_all_gather_matmul over gloo", multiplied_over_gloo),
+    (
+        "fused",
+        "of shape (3, 2) and strides (1, 3) along dim 0",
+        gathered_and_multiplied(zeros(2, 3).t(), 0, zeros(2, 2)),
+    ),
+    ("fused", "of a chunk of shape (2, 3)", gathered_and_multiplied(zeros(2, 3), 0, zeros(4, 3, 2))),
+    ("fused", "of a chunk of shape (2, 3)", gathered_and_multiplied(zeros(2, 3), 0, zeros(3, 2).double())),
+    ("fused", "(6, 3) and (3, 4), scattered along dim 0", multiplied_and_scattered(zeros(6, 3), zeros(3, 4), 0)),
+    ("fused", "(4, 3) and (3, 6), scattered along dim 1", multiplied_and_scattered(zeros(4, 3), zeros(3, 6), 1)),
 ]
 
 
@@ -287,6 +311,44 @@ def test_every_rule_is_broken_by_some_case_and_has_a_source() -> None:
 
 
 # -- programs that are right
+
+
+def fused_as_in_torch() -> list[str]:
+    """The calls of kernels of symmetric memory that differ from torch's own form of them without a GPU."""
+    assert dist.group.WORLD is not None
+    wrong, name, rank = [], dist.group.WORLD.group_name, dist.get_rank()
+    for shape in ((4, 8), (4, 8, 12)):
+        x = torch.arange(torch.Size(shape).numel()).view(shape).double() + rank
+        x, y = x / 100, torch.linspace(0, 1, 32 * shape[-1]).double().view(-1, 8)
+        for dim in range(len(shape)):
+            chunk = x.movedim(dim, 0).contiguous().movedim(0, dim) if dim < len(shape) - 1 else x
+            right = y if dim == len(shape) - 1 else y[: shape[-1]]
+            for returns in (True, False):
+                mine, theirs = (
+                    kernel(chunk, [right, 2 * right], dim, name, return_A=returns)
+                    for kernel in (
+                        SYMMETRIC.fused_all_gather_matmul,
+                        TORCHS._fused_all_gather_matmul_fallback,
+                    )
+                )
+                pairs = [*zip(mine[1], theirs[1], strict=True), *([(mine[0], theirs[0])] if returns else [])]
+                if (mine[0] is None) == returns or not all(torch.allclose(*pair) for pair in pairs):
+                    wrong.append(f"gather of {shape} along {dim}")
+            for op in ("sum", "avg"):
+                mine, theirs = (
+                    kernel(x, y[: shape[-1]], op, dim, name)
+                    for kernel in (
+                        SYMMETRIC.fused_matmul_reduce_scatter,
+                        TORCHS._fused_matmul_reduce_scatter_fallback,
+                    )
+                )
+                if not torch.allclose(mine, theirs) or not mine.is_contiguous():
+                    wrong.append(f"{op} of {shape} along {dim}")
+    return wrong
+
+
+def test_kernels_of_symmetric_memory_are_those_of_torch() -> None:
+    assert rank_pool(4, nccl_contract.BACKEND).run(fused_as_in_torch) == [[]] * 4
 
 
 def results(group: Group, rank: int) -> list[bool]:

@@ -232,7 +232,7 @@ def test_the_number_of_panels_chosen_is_the_cheapest_of_all(schedule: Schedule) 
     [
         ((0,), "0 panels: a stream has at least one"),
         ((2, "q"), "'q' is no loop of a product: stream m, n or k"),
-        ((2, "m", "pigeon"), "there is no transport 'pigeon': use collective, broadcast, ring"),
+        ((2, "m", "pigeon"), "there is no transport 'pigeon': use collective, broadcast, ring, symmetric"),
     ],
 )
 def test_streams_that_cannot_be(arguments: tuple[object, ...], message: str) -> None:

@@ -6,5 +6,6 @@ rules.py               the rules of these functions
 matmul_executable.py   a chosen strategy as an executable, its panels, and the matmuls of its gradients
 matmul_autograd.py     the autograd node of a matmul
 local.py               the torch kernel for the dims of the local operands
-panel_executor.py ring.py panel_price.py   matmuls in panels: gathered, broadcast or around rings
+panel_executor.py ring.py symmetric.py panel_price.py   matmuls in panels: gathered, broadcast, around rings, or in
+                       kernels that read other GPUs' memory
 """

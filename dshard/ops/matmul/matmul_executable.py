@@ -183,7 +183,7 @@ def _streamed(decision: Decision, out: Spec, stream: Stream | Auto | None) -> Pa
         if panels == 1:
             return None
         stream = Stream(panels)
-    return executor(_rule(decision), plans, out.dtype, stream, decision.bias)
+    return executor(_rule(decision), plans, out.dtype, stream, decision.bias, decision.topology)
 
 
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:

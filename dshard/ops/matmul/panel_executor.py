@@ -85,6 +85,8 @@ class PanelExecutor:
         bulk = stream.panels == 1 and stream.transport == "collective"
         self.factor = None if bulk else factor_of(rule, stream, plans, sizes)
         self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
+        self.uncut = tuple(dim is None for dim in self.dims)
+        self.bias_at = plans[2].src  # the layout of the result when the bias is added
         size = 0 if self.factor is None else sizes[self.factor]
         self.panels: tuple[Ranges, ...] = ()
         if self.factor is not None:
@@ -137,9 +139,9 @@ class PanelExecutor:
                 computed = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
             moves = (() if panel is None else steps(p, panel) for panel, p in zip(panels, self.plans, strict=True))
             parts.append(Part(held, computed, tuple(moves)))
-        uncut = tuple(steps(p, None) if dim is None else () for dim, p in zip(self.dims, self.plans, strict=True))
+        uncut = tuple(steps(p, None) if uncut else () for uncut, p in zip(self.uncut, self.plans, strict=True))
         bias = () if self.bias is None else steps(self.bias, None)
-        placements = self.plans[2].src.placements
+        placements = self.bias_at.placements
         adds = self.bias is not None and not any(p == Partial() and at[axis] for axis, p in enumerate(placements))
         return Compiled(tuple(parts), uncut, bias, adds, self.plans[2].dst.local_shape(self.plans[2].shape, at))
 

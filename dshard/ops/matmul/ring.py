@@ -22,7 +22,6 @@ from dshard.comm import (
     InFlight,
     Program,
     Request,
-    Runtime,
     Session,
     finish,
     flat,
@@ -33,12 +32,14 @@ from dshard.comm import (
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.panel_executor import Compiled, PanelExecutor, panel_of, place
-from dshard.placements import Partial, Replicate, Shard
+from dshard.ops.matmul.symmetric import SymmetricExecutor, changed_axis, check_symmetric, fused_matmul
+from dshard.placements import Shard
 from dshard.redistribute import Panel, Plan, Ranges, owned
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule
+from dshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,28 @@ class RingStep:
 
 
 def executor(
-    rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
+    rule: Rule,
+    plans: tuple[Plan, Plan, Plan],
+    dtype: torch.dtype,
+    stream: Stream,
+    bias: Plan | None,
+    topology: Topology,
 ) -> PanelExecutor | None:
     """The executor of this matmul in panels, or None if no tensor that could be cut is communicated.
 
     Collectives replace a ring along several axes, for sums in half precision, which a ring would round at every rank,
-    and for replicated results, which a ring would leave different in their last bits.
+    and for replicated results, which a ring would leave different in their last bits. They replace symmetric memory
+    where `fused_matmul` finds no kernel.
+
+    Raises:
+        StrategyError: symmetric memory on processes that have none.
     """
+    if stream.transport == "symmetric":
+        check_symmetric(stream, plans[0].src.mesh)
+        fused = fused_matmul(rule, plans, dtype, topology, stream.axis)
+        if fused is not None:
+            return SymmetricExecutor(rule, plans, dtype, stream, bias, fused)
+        stream = replace(stream, transport="collective")
     if stream.transport == "ring":
         axes = ring_axes(rule, plans, dtype, stream)
         if axes:
@@ -72,7 +88,7 @@ def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Str
     Both operands, if the same factor of both is gathered along two axes of one size; else the most communicated one.
     """
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
-    axes = {i: axis for i, plan in enumerate(plans) if (axis := _axis(plan, i == 2)) is not None}
+    axes = {i: axis for i, plan in enumerate(plans) if (axis := changed_axis(plan, reduces=i == 2)) is not None}
     if dtype in HALF:
         axes.pop(2, None)
     axes = {
@@ -88,21 +104,6 @@ def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Str
 def _same_on_replicas(rule: Rule, end: Plan, factor: str, axis: int) -> bool:
     """Whether replicas of the result are bitwise equal: around a ring each rank sums in another order."""
     return (factor,) in rule.outputs[0] or isinstance(end.src.placements[axis], Shard)
-
-
-def _axis(plan: Plan, reduces: bool) -> int | None:
-    """The only axis on which a plan gathers, or reduce-scatters a partial sum; None if it does anything else."""
-    pairs = enumerate(zip(plan.src.placements, plan.dst.placements, strict=True))
-    changed = [axis for axis, (a, b) in pairs if a != b]
-    if len(changed) != 1 or not plan.busiest():
-        return None
-    (axis,) = changed
-    full, sharded = (plan.src, plan.dst) if reduces else (plan.dst, plan.src)
-    before = Partial() if reduces else Replicate()
-    placement = sharded.placements[axis]
-    if full.placements[axis] != before or not isinstance(placement, Shard):
-        return None
-    return axis if full.replace(axis, placement) == sharded else None
 
 
 def _factor(rule: Rule, plan: Plan, i: int, axis: int) -> str:
@@ -136,6 +137,7 @@ class RingExecutor(PanelExecutor):
         super().__init__(rule, plans, dtype, replace(stream, transport="collective"), bias)
         self.axes = axes
         first = min(axes)
+        self.uncut = tuple(i not in axes for i in range(3))
         self.factor = _factor(rule, plans[first], first, axes[first])
         self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
         operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
@@ -148,15 +150,6 @@ class RingExecutor(PanelExecutor):
         self.each = stream.panels
         self.panels = ()
         self.steps: dict[Coordinate, tuple[RingStep, ...]] = {}
-
-    def _compile(self, at: Coordinate, runtime: Runtime | None) -> Compiled:
-        """Compile the steps of the tensors that do not go around the ring, which are redistributed in bulk."""
-        rest = self.dims
-        self.dims = tuple(0 if i in self.axes else None for i in range(3))
-        try:
-            return super()._compile(at, runtime)
-        finally:
-            self.dims = rest
 
     def steps_of(self, at: Coordinate) -> tuple[RingStep, ...]:
         """The steps of the rank at `at`, in order: owner after owner, all panels of each."""

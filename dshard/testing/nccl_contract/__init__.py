@@ -20,13 +20,16 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dshard.comm import NCCL_CONTRACT
 from dshard.testing.nccl_contract.contract_group import NcclContract
-from dshard.testing.nccl_contract.contract_rules import RULES, Rule
+from dshard.testing.nccl_contract.contract_rules import RULES, Rule, refuse
 from dshard.testing.nccl_contract.process_state import CURRENT, Usage
+from dshard.torch_private import late, resolve_process_group
 
 __all__ = ["BACKEND", "RULES", "NcclContract", "Rule", "Usage", "register", "usage"]
 
@@ -44,8 +47,27 @@ def register() -> None:
     if hasattr(dist.Backend, BACKEND.upper()):
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    late("torch.distributed._symmetric_memory")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        _LIBRARY.impl(name, _on_its_group(name), "CPU")
     batch = _in_groups(dist.batch_isend_irecv)
     dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch
+
+
+_LIBRARY = torch.library.Library("symm_mem", "IMPL")  # whose kernels end with it, so it is kept
+
+
+def _on_its_group(name: str) -> Callable[..., Any]:
+    """Run an operator of symmetric memory, which torch has for CUDA alone, on the process group of that name."""
+
+    def kernel(a: Tensor, b: Any, *where: Any, return_A: bool = True) -> Any:  # torch's name
+        *how, group = where
+        group = resolve_process_group(group)
+        if not isinstance(group, NcclContract):
+            refuse("unsupported", f"{name} over {dist.get_backend(group)}", RuntimeError)
+        return getattr(group, name)(a, b, *how, **({} if return_A else {"return_a": False}))
+
+    return kernel
 
 
 def usage() -> Usage:

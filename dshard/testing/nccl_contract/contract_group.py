@@ -213,6 +213,35 @@ class NcclContract(CommunicatorGroup):
             "all_to_all", [Part(Call(("all_to_all", str(inputs[0].dtype)), send, receive), inputs, outputs, run)]
         )
 
+    # -- torch's kernels for symmetric memory, whose results are there when they return
+
+    def fused_all_gather_matmul(
+        self, a: Tensor, bs: list[Tensor], dim: int, *, return_a: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Gather the chunks of `a` along `dim`, and multiply them by each matrix."""
+        first = a if dim == a.ndim - 1 else a.movedim(dim, 0)
+        chunk = first.flatten(0, -2)
+        if a.ndim < 2 or any((b.ndim, b.dtype) != (2, a.dtype) for b in bs) or not chunk.is_contiguous():
+            refuse(
+                "fused", f"the product of a chunk of shape {tuple(a.shape)} and strides {a.stride()} along dim {dim}"
+            )
+        gathered = chunk.new_empty(self.size() * chunk.shape[0], chunk.shape[1])
+        self._begin("fused_all_gather_matmul", [self._gather_into(gathered, chunk)]).wait()
+        chunks = gathered.view(self.size(), *first.shape)
+        whole = torch.cat(chunks.unbind(), -1) if first is a else chunks.flatten(0, 1)
+        back = 0 if first is a else dim
+        return whole.movedim(0, back) if return_a else None, [(whole @ b).movedim(0, back) for b in bs]
+
+    def fused_matmul_reduce_scatter(self, a: Tensor, b: Tensor, op: str, dim: int) -> Tensor:
+        """Multiply, and reduce-scatter the product along `dim`."""
+        if a.ndim < 2 or (b.ndim, b.dtype) != (2, a.dtype) or (*a.shape[:-1], b.shape[1])[dim] % self.size():
+            refuse("fused", f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}, scattered along dim {dim}")
+        terms = (a @ b).movedim(dim, 0).contiguous()
+        out = terms.new_empty(terms.shape[0] // self.size(), *terms.shape[1:])
+        reduction = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[op]
+        self._begin("fused_matmul_reduce_scatter", [self._scatter_from(out, terms, dist.ReduceOp(reduction))]).wait()
+        return out.movedim(0, dim).contiguous()
+
     def gather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """A tensor of one size on all ranks -> all of them on the root."""
         (x,), root = inputs, opts.rootRank

@@ -106,6 +106,12 @@ RULES = {
         "written, nor its memory used by operations of other communicators",
         f"{_GUIDE}/usage/streams.html; torch.distributed, synchronous and asynchronous collective operations",
     ),
+    "fused": Rule(
+        "a kernel of symmetric memory multiplies a tensor of at least two dims by a matrix of the same dtype; what it "
+        "gathers is contiguous with the gathered dim first, what it scatters divides by the number of ranks",
+        "torch/distributed/_symmetric_memory/__init__.py, _fused_all_gather_matmul_impl and "
+        "_fused_matmul_reduce_scatter_impl",
+    ),
     "unsupported": Rule(
         "torch has this for gloo or MPI alone", f"{_TORCH}/Backend.hpp, whose default raises; ProcessGroup.hpp"
     ),

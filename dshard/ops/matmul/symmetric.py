@@ -1,0 +1,212 @@
+"""Matmuls fused with a collective: torch's kernels for GPUs on one host, which read each other's memory.
+
+A rank multiplies the chunk that it holds while it copies that of another, or copies the terms of one chunk while it
+computes those of the next (torch.distributed._symmetric_memory). One tensor goes this way, the others are redistributed
+in bulk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dshard.comm import (
+    Factor,
+    Program,
+    Request,
+    Session,
+    Transfer,
+    on_one_host,
+    planned_backend,
+    simulated_ranks,
+    steps_of,
+)
+from dshard.errors import StrategyError
+from dshard.mesh import Coordinate, Mesh
+from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.placements import Partial, Replicate, Shard
+from dshard.redistribute import Plan
+from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.panel_stream import Stream
+from dshard.rules.rule import Rule
+from dshard.topology import Topology
+from dshard.torch_private import late
+
+_BULK = Stream(1)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMatmul:
+    """A matmul as torch's kernel computes it: `rows` and `summed` dims of the left operand, `columns` of the right one.
+
+    `tensor` is gathered along the mesh axis, or is the result (2) and reduce-scattered; `left` is the number of the
+    left operand, `dim` that of the rows, or of the columns after them, which are gathered or scattered.
+    """
+
+    tensor: int
+    axis: str
+    left: int
+    dim: int
+    rows: tuple[str, ...]
+    summed: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+def check_symmetric(stream: Stream, mesh: Mesh) -> None:
+    """Refuse symmetric memory where the processes of a mesh, or this torch, have none.
+
+    Raises:
+        StrategyError: they are not NCCL's, or are simulated.
+    """
+    if not _has_symmetric_memory(mesh):
+        who = "simulated ranks" if simulated_ranks() is not None else f"backend {planned_backend(mesh).name!r}"
+        raise StrategyError(
+            f"{stream} on the mesh ({mesh}) with {who}: symmetric memory is that of GPUs over NCCL; "
+            "use the transport 'collective' or 'ring', or panels='auto', which takes what there is"
+        )
+
+
+def _has_symmetric_memory(mesh: Mesh) -> bool:
+    if not planned_backend(mesh).multiplies or simulated_ranks() is not None:
+        return False
+    try:
+        late("torch.distributed._symmetric_memory")  # which defines the operators
+    except ImportError:
+        return False
+    return True
+
+
+def fused_matmul(
+    rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, topology: Topology, loop: str | None = None
+) -> FusedMatmul | None:
+    """The kernel for the most communicated tensor that one takes; None if there is none.
+
+    A kernel takes a floating dtype, and equal chunks along one mesh axis, whose ranks NVLink joins on one host, as far
+    as the topology and torchrun tell. Batches of matmuls have none, nor have operands gathered along a summed dim.
+    """
+    mesh = plans[0].src.mesh
+    terms = (*rule.inputs, *rule.outputs)
+    if not _has_symmetric_memory(mesh) or not dtype.is_floating_point or dtype.itemsize == 1:
+        return None
+    if list(mesh.ranks) != sorted(mesh.ranks) or any(len(names) != 1 for term in terms for names in term):
+        return None
+    a, b, out = (tuple([names[0] for names in term]) for term in terms)
+    if set(a) & set(b) & set(out):
+        return None
+    allowed = {f for each, names in factors_of(rule).items() if loop in (None, each) for f in names}
+    for i in sorted(range(3), key=lambda i: -plans[i].busiest()):
+        moved = _moved(plans[i], topology, reduces=i == 2)
+        if moved is None or (a, b, out)[i][moved[1]] not in allowed:
+            continue
+        factor = (a, b, out)[i][moved[1]]
+        for left in (i,) if i < 2 else (0, 1) if out[0] in a else (1, 0):
+            mine, other = (a, b) if left == 0 else (b, a)
+            rows, columns = (tuple([name for name in out if name in term]) for term in (mine, other))
+            summed = tuple([name for name in mine if name not in out])
+            dims = rows if i < 2 or len(columns) > 1 else (*rows, *columns)
+            if rows and columns and summed and factor in dims and {*summed, *columns} == set(other):
+                return FusedMatmul(i, moved[0], left, dims.index(factor), rows, summed, columns)
+    return None
+
+
+def changed_axis(plan: Plan, *, reduces: bool) -> int | None:
+    """The only axis on which a plan gathers, or reduce-scatters a partial sum; None if it does anything else."""
+    pairs = enumerate(zip(plan.src.placements, plan.dst.placements, strict=True))
+    changed = [axis for axis, (a, b) in pairs if a != b]
+    if len(changed) != 1 or not plan.busiest():
+        return None
+    (axis,) = changed
+    full, sharded = (plan.src, plan.dst) if reduces else (plan.dst, plan.src)
+    before = Partial() if reduces else Replicate()
+    placement = sharded.placements[axis]
+    if full.placements[axis] != before or not isinstance(placement, Shard):
+        return None
+    return axis if full.replace(axis, placement) == sharded else None
+
+
+def _moved(plan: Plan, topology: Topology, *, reduces: bool) -> tuple[str, int] | None:
+    """The mesh axis and dim of a plan whose one step gathers, or reduce-scatters, equal chunks on one host."""
+    axis, mesh = changed_axis(plan, reduces=reduces), plan.src.mesh
+    if axis is None or len(plan.steps) > 1:
+        return None
+    chunks, name = plan.dst if reduces else plan.src, mesh.names[axis]
+    placement, last = chunks.placements[axis], tuple(n - 1 for n in mesh.shape)
+    assert isinstance(placement, Shard)
+    along = chunks.axes_of(placement.dim)
+    equal = plan.shape[placement.dim] % prod(mesh.shape[each] for each in along) == 0
+    if along[-1] != axis or not equal or not prod(chunks.local_shape(plan.shape, last)):
+        return None
+    joined = topology.nodes(mesh, (name,)) in (None, (1, "nvlink")) and on_one_host(mesh, name)
+    return (name, placement.dim) if joined else None
+
+
+class SymmetricExecutor(PanelExecutor):
+    """A matmul fused with the all_gather of an operand, or with the reduce_scatter of the result."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        plans: tuple[Plan, Plan, Plan],
+        dtype: torch.dtype,
+        stream: Stream,
+        bias: Plan | None,
+        fused: FusedMatmul,
+    ) -> None:
+        super().__init__(rule, plans, dtype, _BULK, bias)
+        self.stream, self.fused, moved = stream, fused, plans[fused.tensor]
+        self.uncut = tuple(i != fused.tensor for i in range(3))
+        self.result = moved.dst if fused.tensor == 2 else plans[2].src
+        self.bias_at = self.result
+        self.chunks = moved.dst if fused.tensor == 2 else moved.src
+        self.transfers: dict[Coordinate, Transfer] = {}
+        self.in_bulk = PanelExecutor(rule, plans, dtype, _BULK, bias)
+
+    def transient_bytes(self, at: Coordinate) -> int:
+        """The most bytes of buffers that the rank at `at` holds at once, those that torch allocates in the kernel too.
+
+        An all_gather has all chunks and one that others read, a reduce_scatter two of these.
+        """
+        fused, mesh = self.fused, self.mesh
+        chunks = mesh.shape[mesh.axis(fused.axis)] + (2 if fused.tensor == 2 else 1)
+        chunk = prod(self.chunks.local_shape(self.plans[fused.tensor].shape, at))
+        return super().transient_bytes(at) + chunks * chunk * self.dtype.itemsize
+
+    def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
+        """Run the kernel, which ends on the current stream; returns the program of the rest."""
+        if space.runtime is None and not tensors[0].is_meta:  # ranks that are simulated beside processes
+            return (yield from self.in_bulk.program(at, space, tensors))
+        todo, fused = self.compiled(at, space.runtime), self.fused
+        uncut, bias = yield from todo.moved(space, tensors)
+        shape = self.result.local_shape(self.plans[2].shape, at)
+        order = [self.terms[2].index(name) for name in _term(*fused.rows, *fused.columns)]
+        x = self._operand(fused.left, uncut, fused.rows, fused.summed).flatten(len(fused.rows))
+        y = self._operand(1 - fused.left, uncut, fused.summed, fused.columns)
+        y = y.flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
+        sizes = [shape[i] for i in order]
+        out = x.new_empty(sizes) if x.is_meta else None
+        wait = yield Request(self._transfer(at), x, out, factor=Factor(y, fused.dim, fused.tensor != 2))
+        total = wait().view(sizes).permute([order.index(i) for i in range(len(order))]).contiguous()
+        if bias is not None:
+            before = self.plans[2].src.region(self.plans[2].shape, at)[-1]
+            bias = bias.narrow(0, self.result.region(self.plans[2].shape, at)[-1].start - before.start, shape[-1])
+        return (yield from self.ending(todo, total, bias, space))
+
+    def _operand(self, i: int, uncut: Sequence[Tensor], *names: tuple[str, ...]) -> Tensor:
+        return uncut[i].permute([self.terms[i].index(name) for name in _term(*names[0], *names[1])])
+
+    def _transfer(self, at: Coordinate) -> Transfer:
+        """The collective that the kernel stands for, as listeners hear of it."""
+        if at not in self.transfers:
+            plan = self.plans[self.fused.tensor]
+            (step,) = steps_of(plan, None, at, self.dtype, planned_backend(self.mesh))
+            assert isinstance(step, Transfer)
+            self.transfers[at] = step
+        return self.transfers[at]
+
+
+def _term(*names: str) -> tuple[tuple[str], ...]:
+    return tuple([(name,) for name in names])
