@@ -92,6 +92,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
         why,
         panels=decision.panels.costs(),
         run_in=decision.panels.run_in,
+        transport=decision.panels.transport,
         collectives=tuple(sent for each in (decision, *within) for sent in each.collectives()),
     )
 

@@ -11,6 +11,7 @@ from dshard.core.panel_cost import PanelCost
 from dshard.cost import PlannedCollective
 from dshard.errors import MixedError
 from dshard.notebook import Tabled
+from dshard.rules.panel_stream import Transport
 from dshard.tables import human_bytes, text_table
 from dshard.validate import as_int
 
@@ -63,7 +64,8 @@ class Explanation(Tabled):
 
     `topology` is the name of the topology of the prices, `network` its layers, `topology_why` the reason for its use.
     `candidates` are shown, out of `considered` ones. `line` is the calling line of the program. `panels` are the costs
-    of the chosen candidate in each number of panels, and `run_in` the number that runs. `collectives` run with the
+    of the chosen candidate in each number of panels, and by symmetric memory; `run_in` is the number that runs, by
+    `transport`. `collectives` run with the
     operator, as `trace` records them, without those that complete a partial result.
     """
 
@@ -80,6 +82,7 @@ class Explanation(Tabled):
     line: str = ""
     panels: tuple[PanelCost, ...] = ()
     run_in: int = 1
+    transport: Transport = "collective"
     collectives: tuple[PlannedCollective, ...] = ()
 
     def top(self, n: int) -> Explanation:
@@ -113,8 +116,9 @@ class Explanation(Tabled):
         return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
 
     def _panels(self, cost: PanelCost) -> str:
-        mark = " (as it runs)" if cost.panels == self.run_in else ""
-        return f"{cost.panels}: {cost.seconds * 1e6:.1f} us, {human_bytes(cost.buffer_bytes)} in buffers{mark}"
+        runs = (cost.panels, cost.transport) == (self.run_in, self.transport)
+        mark, how = " (as it runs)" if runs else "", cost.panels if cost.transport == "collective" else cost.transport
+        return f"{how}: {cost.seconds * 1e6:.1f} us, {human_bytes(cost.buffer_bytes)} in buffers{mark}"
 
     def __str__(self) -> str:
         rows = [

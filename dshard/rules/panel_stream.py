@@ -49,8 +49,9 @@ class Stream:
 class Auto:
     """A number of panels chosen by price: the one in `PANELS` that takes the fewest seconds; one panel means in bulk.
 
-    The choice is limited to numbers whose buffers take at most `limit` bytes on a rank, or else to the smallest
-    buffers. Each gradient has a number of its own.
+    Symmetric memory is one more choice, on topologies that say that NVLink joins the ranks on one host. The choice is
+    limited to those whose buffers take at most `limit` bytes on a rank, or else to the smallest buffers. It is made
+    for each gradient anew.
 
     Raises:
         StrategyError: a limit below zero.

@@ -1,10 +1,11 @@
-"""Matmuls fused with a collective by symmetric memory, under NCCL's contract: values, gradients, bytes."""
+"""Matmuls fused with a collective by symmetric memory, under NCCL's contract: values, gradients, bytes, prices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import inf
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dshard import (
+    DTensor,
     Mesh,
     Schedule,
     Stream,
+    explain,
     init_device_mesh,
     linear,
     matmul,
@@ -26,8 +29,11 @@ from dshard import (
 )
 from dshard.comm import bind
 from dshard.core.observe import OperatorMode
+from dshard.core.panel_cost import PanelCost
 from dshard.errors import StrategyError
+from dshard.explain import Explanation
 from dshard.layout import Layout
+from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.matmul.symmetric import SymmetricExecutor
@@ -35,10 +41,11 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_loops import schedules
 from dshard.testing import RankPool, distribute, nccl_contract, no_host_sync, rank_pool, simulated, whole
 from dshard.testing.nccl_contract.process_state import CURRENT
-from dshard.topology import BYTES, Layer, Topology
+from dshard.topology import BYTES, Device, Layer, Topology
 
 BY_KERNEL = Stream(1, transport="symmetric")
 COLUMN, ROW = Schedule(("n",), ("m",)), Schedule(("k",), ("m",))
+ROW_TO_COLUMNS, GATHERED_WEIGHT = Schedule(("k",), ("n",)), Schedule(("m",), ("n",))
 MESHES = [(4,), (2, 2)]
 NVLINK = Topology.preset("dgx-h100")
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -347,3 +354,128 @@ def test_only_a_chunk_and_a_result_in_another_order_are_copied(
     contract: RankPool, loops: str, stored: str, needed: list[str]
 ) -> None:
     assert contract.run(copies, loops, stored, BY_KERNEL) == [needed] * 4
+
+
+# -- prices
+
+
+def priced(topology: Topology, schedule: Schedule, sizes: tuple[int, int, int]) -> tuple[PanelCost, ...]:
+    """The prices of a matmul on eight GPUs that need not exist."""
+    m, k, n = sizes
+    plans = plans_of(Mesh((8,), ("x",), device_type="cuda"), schedule, m, k, n)
+    return in_panels(matmul_rule((m, k), (k, n)), plans, torch.float64, topology)
+
+
+def nvlinked(bandwidth: float, flops: float, latency: float = 0.0) -> Topology:
+    """Eight GPUs on one host, whose memory and launches take no time."""
+    device = Device("one", (("float64", flops),), memory_bandwidth=inf, launch=0.0)
+    layers = (Layer("gpu", 8, bandwidth, latency, hardware="nvlink"),)
+    return Topology("one host", layers, device, "nccl")
+
+
+@given(st.sampled_from([COLUMN, ROW, ROW_TO_COLUMNS]), st.floats(1, 1e6), st.floats(1, 1e6))
+def test_a_kernel_hides_copies_behind_products_but_of_one_chunk(
+    schedule: Schedule, bandwidth: float, flops: float
+) -> None:
+    move, multiply = 8 * schedule.volume(Mesh((8,), ("x",)), 64, 64, 64) / bandwidth, 2 * 64**3 / 8 / flops
+
+    last = priced(nvlinked(bandwidth, flops), schedule, (64, 64, 64))[-1]
+
+    assert last.transport == "symmetric"
+    assert last.seconds == pytest.approx(max(move, multiply * 7 / 8) + multiply / 8)
+
+
+@given(
+    st.sampled_from([COLUMN, ROW, ROW_TO_COLUMNS, GATHERED_WEIGHT]),
+    st.floats(1e6, 1e12),
+    st.floats(1e6, 1e15),
+    st.floats(0, 1e-3),
+    st.integers(1, 40),
+)
+def test_what_is_taken_is_never_dearer_than_what_is_listed(
+    schedule: Schedule, bandwidth: float, flops: float, latency: float, eighths: int
+) -> None:
+    costs = priced(nvlinked(bandwidth, flops, latency), schedule, (8 * eighths, 64, 64))
+
+    assert costs[-1].transport == "symmetric"
+    assert cheapest(costs).seconds == min(each.seconds for each in costs)
+    for limit in (0, costs[-1].buffer_bytes):
+        fits = [each for each in costs if each.buffer_bytes <= limit]
+        assert cheapest(costs, limit) in (fits or costs)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [BYTES, Topology.preset("pcie"), Topology.preset("dgx-h100", nodes=2), layered(None, None)],
+    ids=lambda each: each.name,
+)
+def test_auto_takes_no_kernel_where_nothing_says_that_nvlink_joins_the_ranks(topology: Topology) -> None:
+    mesh = Mesh((16 if topology.size == 16 else 4,), ("x",), device_type="cuda")
+    plans = plans_of(mesh, COLUMN, 64, 64, 64)
+    costs = in_panels(matmul_rule((64, 64), (64, 64)), plans, torch.float64, topology)
+
+    assert {each.transport for each in costs} == {"collective"}
+
+
+def chosen() -> tuple[list[int], list[str], str, tuple[int, str]]:
+    """What differs where a kernel is the cheapest, the kernels there and back, and what explain says."""
+    mesh = mesh_of((4,))
+    with use_topology(nvlinked(1e9, 1e10, 1e-7)):
+        x, w, grad = placed(mesh, COLUMN, 32, 64, 64)
+        report = explain(lambda: matmul(x, w, strategy=COLUMN, panels="auto"))
+        with kernels() as begun:
+            c = matmul(x, w, strategy=COLUMN, panels="auto")
+            c.backward(grad)
+    (asked,) = report.operators
+    wrong = differences([c, x.grad, w.grad], [*expected(32, 64, 64)])
+    return wrong, [name for name in begun if name in (GATHER, SCATTER)], str(report), (asked.run_in, asked.transport)
+
+
+@pytest.mark.ranks
+def test_auto_takes_a_kernel_where_that_is_the_cheapest_and_explain_shows_it(contract: RankPool) -> None:
+    for wrong, begun, report, runs in contract.run(chosen):
+        assert wrong == []
+        assert begun == [GATHER, SCATTER]
+        assert runs == (1, "symmetric")
+        assert report.count("(as it runs)") == 1
+        assert "symmetric: " in report.splitlines()[-1]
+        assert report.splitlines()[-1].endswith("(as it runs)")
+
+
+def planned(mesh: Mesh, rows: int) -> Explanation:
+    """What is chosen for a square matmul with gathered rows, on a mesh without processes."""
+    (a, b, _), shape = COLUMN.layouts(mesh), (rows, rows)
+    x, w = (
+        DTensor.from_local(
+            torch.empty(at.local_shape(shape, (0,)), device="meta"),
+            mesh,
+            at.placements,
+            shape=torch.Size(shape),
+            stride=(rows, 1),
+        )
+        for at in (a, b)
+    )
+    (operator,) = explain(lambda: matmul(x, w, strategy=COLUMN, panels="auto")).operators
+    return operator
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_plans_for_gpus_that_need_not_exist_list_the_kernel(device_type: str) -> None:
+    mesh = Mesh((8,), ("x",), device_type=device_type)
+    with use_topology(NVLINK):
+        few, many = planned(mesh, 512), planned(mesh, 16384)
+
+    assert "symmetric: " in str(few)
+    assert (few.transport, many.transport) == ("collective", "symmetric")  # each chunk has launches of its own
+
+
+@given(st.sampled_from([COLUMN, ROW, ROW_TO_COLUMNS]), st.sampled_from([(8, 16, 24), (16, 8, 8)]))
+def test_buffers_of_a_kernel_are_all_chunks_and_what_others_read(
+    schedule: Schedule, sizes: tuple[int, int, int]
+) -> None:
+    """Of torch's kernels: the chunks of all ranks, and one, or two in turn, that a peer copies."""
+    m, k, n = sizes
+    last = priced(NVLINK, schedule, sizes)[-1]
+    chunk = (m * k if schedule is COLUMN else m * n) // 8
+
+    assert last.buffer_bytes == 8 * chunk * (9 if schedule is COLUMN else 10)

@@ -155,7 +155,8 @@ def matmul_of_strategy(
     make: Callable[..., Executable] = Executable
     if streamed is not None:
         make = partial(StreamedExecutable, streamed)
-        decision = replace(decision, panels=replace(decision.panels, run_in=streamed.stream.panels))
+        panels, transport = streamed.stream.panels, streamed.stream.transport
+        decision = replace(decision, panels=replace(decision.panels, run_in=panels, transport=transport))
     kernel = partial(_local, local_product(*rule.inputs, *rule.outputs), bias is not None, strategy)
     executable = make(
         *(decision, kernel, [out], range(len(specs)), wrap_as(out)), gradients=gradients, differentiable=differentiable
@@ -179,10 +180,8 @@ def _streamed(decision: Decision, out: Spec, stream: Stream | Auto | None) -> Pa
     if stream is None or not any(map(sends, plans)):
         return None
     if isinstance(stream, Auto):
-        panels = cheapest(decision.panels.costs(), stream.limit).panels
-        if panels == 1:
-            return None
-        stream = Stream(panels)
+        best = cheapest(decision.panels.costs(), stream.limit)
+        stream = Stream(best.panels, transport=best.transport)
     return executor(_rule(decision), plans, out.dtype, stream, decision.bias, decision.topology)
 
 

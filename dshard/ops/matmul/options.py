@@ -157,8 +157,9 @@ def use_strategy(
     `attention` is a name, such as "ulysses", "context", "ring" or "split-keys", or a loop for each mesh axis: "b", "h",
     "q", "k", "ring", "balanced ring", or None for the cheapest (`dshard.rules.attention_loops` has the table).
 
-    With `panels` "auto" each matmul runs in the number of panels that is priced to take the fewest seconds, or in bulk;
-    `buffer_bytes` limits the choice to numbers whose buffers take at most that on a rank, or else to the smallest.
+    With `panels` "auto" each matmul runs as is priced to take the fewest seconds: in a number of panels, in bulk, or by
+    symmetric memory; `buffer_bytes` limits the choice to buffers of at most that on a rank, or else to the smallest. A
+    `Stream` says how panels are sent.
 
     `saved` says which copies of redistributed operands are kept for the backward pass: "moved" keeps the redistributed
     copies, so that nothing is sent twice; "stored" keeps the stored local tensors and redistributes them again; "auto"

@@ -9,9 +9,10 @@ import torch
 
 from dshard.caches import cached
 from dshard.core.panel_cost import PanelCost
-from dshard.cost import work_seconds
+from dshard.cost import collective_seconds, copy_seconds, work_seconds
 from dshard.layout import Shape
 from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.symmetric import FusedMatmul, SymmetricExecutor, fused_matmul
 from dshard.redistribute import Plan
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of
@@ -23,13 +24,24 @@ Plans = tuple[Plan, Plan, Plan]
 BULK = Stream(1)
 
 
-@cached("prices in panels", 4096)
 def in_panels(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology) -> tuple[PanelCost, ...]:
     """The prices of the matmul in bulk, then in each number of panels worth trying; in bulk alone if nothing is cut.
 
-    `plans` redistribute both operands and the result.
+    `plans` redistribute both operands and the result. The last price is that of symmetric memory, on a topology that
+    says that NVLink joins the ranks, on one host.
     """
-    return tuple(_in_panels(rule, plans, dtype, topology))
+    fused = fused_matmul(rule, plans, dtype, topology)
+    if fused is not None and topology.nodes(plans[0].src.mesh, (fused.axis,)) is None:
+        fused = None
+    return _prices(rule, plans, dtype, topology, fused)
+
+
+@cached("prices in panels", 4096)
+def _prices(
+    rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, fused: FusedMatmul | None
+) -> tuple[PanelCost, ...]:
+    in_a_kernel = [] if fused is None else [_in_a_kernel(rule, plans, dtype, topology, fused)]
+    return (*_in_panels(rule, plans, dtype, topology), *in_a_kernel)
 
 
 def cheapest(costs: Sequence[PanelCost], limit: int | None = None) -> PanelCost:
@@ -75,6 +87,37 @@ def _seconds(
     into, out = sum(moves[:2]), moves[2]
     work = _work(rule, plans, shapes, dtype, topology)
     return alone + into + (panels - 1) * max(into + out, work) + work + out
+
+
+def _in_a_kernel(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topology, fused: FusedMatmul) -> PanelCost:
+    """The price of a matmul in a kernel of torch for symmetric memory.
+
+    By `_pipelined_multi_all_gather_and_consume` of torch.distributed._symmetric_memory, on two streams that take turns:
+    a rank copies its own chunk to where others read it, then multiplies it beside the first of n - 1 copies from peers,
+    each chunk beside the copy of the next; three barriers. By `_pipelined_produce_and_all2all` it multiplies chunk
+    after chunk, its own last, each beside the copy of the one before between two barriers; then n terms are summed.
+    Where a switch multicasts, torch gathers up to 2,048 rows at once instead, and multiplies in bulk.
+    """
+    mesh, moved = plans[0].src.mesh, plans[fused.tensor]
+    n, scatters = mesh.shape[mesh.axis(fused.axis)], fused.tensor == 2
+    terms, itemsize = (*rule.inputs, rule.outputs[0]), dtype.itemsize
+    shapes = [_panel(plan.shape, term, fused.factor, n) for plan, term in zip(plans, terms, strict=True)]
+    received = moved.busiest() * itemsize
+    copy = collective_seconds("all_to_all", received, mesh, (fused.axis,), topology) / (n - 1)
+    barrier, chunk = topology.link(mesh, (fused.axis,), "permute").latency, received / (n - 1)
+    work = _work(rule, plans, shapes, dtype, topology)
+    if scatters:
+        seconds = (n - 1) * max(copy + 2 * barrier, work) + work + 2 * barrier
+        seconds += work_seconds(0.0, (n + 1) * chunk, topology)
+    else:
+        seconds = copy_seconds(chunk, topology) + 3 * barrier + (n - 1) * max(copy, work) + work
+    run, first = SymmetricExecutor(rule, plans, dtype, Stream(1, transport="symmetric"), None, fused), (0,) * mesh.ndim
+    left = plans[fused.left]
+    copied = prod((left.dst if scatters else left.src).local_shape(left.shape, first)) * fused.copies_left(rule)
+    copied += prod(run.result.local_shape(plans[2].shape, first)) * fused.copies_result(rule)
+    seconds += copy_seconds(copied * itemsize, topology) if copied else 0.0
+    alone = sum(plan.seconds for i, plan in enumerate(plans) if i != fused.tensor)
+    return PanelCost(1, alone + seconds, run.transient_bytes(first), "symmetric")
 
 
 def _panel(shape: Shape, term: Term, factor: str | None, panels: int) -> Shape:

@@ -68,7 +68,7 @@ def executor(
         StrategyError: symmetric memory on processes that have none.
     """
     if stream.transport == "symmetric":
-        check_symmetric(stream, plans[0].src.mesh)
+        check_symmetric(stream, plans[0].src.mesh, topology)
         fused = fused_matmul(rule, plans, dtype, topology, stream.axis)
         if fused is not None:
             return SymmetricExecutor(rule, plans, dtype, stream, bias, fused)

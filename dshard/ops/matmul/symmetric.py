@@ -20,6 +20,7 @@ from dshard.comm import (
     Request,
     Session,
     Transfer,
+    device_mesh_of,
     on_one_host,
     planned_backend,
     simulated_ranks,
@@ -55,14 +56,28 @@ class FusedMatmul:
     summed: tuple[str, ...]
     columns: tuple[str, ...]
 
+    @property
+    def factor(self) -> str:
+        """The factor whose chunks are gathered or scattered."""
+        return (*self.rows, *self.columns)[self.dim]
 
-def check_symmetric(stream: Stream, mesh: Mesh) -> None:
+    def copies_left(self, rule: Rule) -> bool:
+        """Whether the left operand is copied: rows before `dim` go behind it, and a chunk to gather is contiguous."""
+        ordered = rule.inputs[self.left] == _term(*self.rows, *self.summed)
+        return 0 < self.dim < len(self.rows) or (self.tensor != 2 and not ordered)
+
+    def copies_result(self, rule: Rule) -> bool:
+        """Whether the result is copied: after a gather rows before `dim` are behind it, and columns are always last."""
+        return rule.outputs[0] != _term(*self.rows, *self.columns) or (self.tensor != 2 and self.dim > 0)
+
+
+def check_symmetric(stream: Stream, mesh: Mesh, topology: Topology) -> None:
     """Refuse symmetric memory where the processes of a mesh, or this torch, have none.
 
     Raises:
         StrategyError: they are not NCCL's, or are simulated.
     """
-    if not _has_symmetric_memory(mesh):
+    if not _has_symmetric_memory(mesh, topology):
         who = "simulated ranks" if simulated_ranks() is not None else f"backend {planned_backend(mesh).name!r}"
         raise StrategyError(
             f"{stream} on the mesh ({mesh}) with {who}: symmetric memory is that of GPUs over NCCL; "
@@ -70,8 +85,10 @@ def check_symmetric(stream: Stream, mesh: Mesh) -> None:
         )
 
 
-def _has_symmetric_memory(mesh: Mesh) -> bool:
-    if not planned_backend(mesh).multiplies or simulated_ranks() is not None:
+def _has_symmetric_memory(mesh: Mesh, topology: Topology) -> bool:
+    """Whether the processes of a mesh have symmetric memory; without any, whether those of the topology do."""
+    is_planned = device_mesh_of(mesh) is mesh and topology.backend == "nccl"
+    if not (is_planned or planned_backend(mesh).multiplies) or simulated_ranks() is not None:
         return False
     try:
         late("torch.distributed._symmetric_memory")  # which defines the operators
@@ -90,7 +107,7 @@ def fused_matmul(
     """
     mesh = plans[0].src.mesh
     terms = (*rule.inputs, *rule.outputs)
-    if not _has_symmetric_memory(mesh) or not dtype.is_floating_point or dtype.itemsize == 1:
+    if not _has_symmetric_memory(mesh, topology) or not dtype.is_floating_point or dtype.itemsize == 1:
         return None
     if list(mesh.ranks) != sorted(mesh.ranks) or any(len(names) != 1 for term in terms for names in term):
         return None
