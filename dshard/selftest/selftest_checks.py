@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -21,10 +22,12 @@ from dshard.calibrate.block_program import Block
 from dshard.comm import DeviceMesh, bind, gather_objects, group_rank, init_device_mesh
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError, MeshError, StrategyError
+from dshard.explain import explain
 from dshard.ops.random import manual_seed
 from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_strategies import strategies
+from dshard.rules.panel_stream import Stream
 from dshard.tables import human_bytes
 from dshard.testing.host_sync import no_host_sync
 from dshard.topology import default_topology
@@ -123,13 +126,40 @@ def multiplied_under(place: Place, *names: str) -> str:
     return ", ".join(done)
 
 
-def _product(place: Place, mesh: DeviceMesh, name: str) -> None:
-    x, w = place.randn(12, 16).requires_grad_(), place.randn(16, 8).requires_grad_()
+def symmetric_memory(place: Place) -> str:
+    """Check a matmul and its gradients by torch's kernels for symmetric memory, where the ranks have that."""
+    mesh, peers = place.mesh("x"), range(torch.cuda.device_count() if place.device == "cuda" else 0)
+    reads = all(torch.cuda.can_device_access_peer(i, j) for i in peers for j in peers if i != j)
+    if place.ranks == 1 or not all(gather_objects(reads)):
+        return "one rank sends nothing" if reads else "GPUs here cannot read each other's memory"
+    by_kernel, ways = Stream(1, transport="symmetric"), {"column-sequence": [Shard(0)], "row-sequence": [Shard(1)]}
+    for name, at in ways.items():
+        try:
+            report = explain(partial(_product, place, mesh, name, 4 * place.ranks, at, by_kernel))
+        except StrategyError as error:
+            return f"none: {error}"
+        if report.operators[0].transport != by_kernel.transport:
+            return "the ranks are on several hosts"
+    return f"{', '.join(ways)}, with gradients"
+
+
+def _product(
+    place: Place,
+    mesh: DeviceMesh,
+    name: str,
+    rows: int = 12,
+    at: Sequence[Placement] = (),
+    panels: Stream | None = None,
+) -> None:
+    x, w = place.randn(rows, 16).requires_grad_(), place.randn(16, 8).requires_grad_()
     expected = x @ w
     expected.square().sum().backward()
-    everywhere = [Replicate()] * mesh.ndim
-    dx, dw = (distribute_tensor(t.detach(), mesh, everywhere, src_data_rank=None).requires_grad_() for t in (x, w))
-    out = functional.matmul(dx, dw, strategy=name)
+    layouts = (at or [Replicate()] * mesh.ndim, [Replicate()] * mesh.ndim)
+    dx, dw = (
+        distribute_tensor(t.detach(), mesh, placements, src_data_rank=None).requires_grad_()
+        for t, placements in zip((x, w), layouts, strict=True)
+    )
+    out = functional.matmul(dx, dw, strategy=name, panels=panels)
     out.square().sum().backward()
     pairs = {"product": (out, expected), "gradient of x": (dx.grad, x.grad), "gradient of w": (dw.grad, w.grad)}
     for what, (result, right) in pairs.items():
@@ -372,5 +402,6 @@ CHECKS: dict[str, Callable[[Place], str]] = {
     "memory": memory,
     "network": network,
     "captured steps": captured_steps,
+    "symmetric memory": symmetric_memory,
 }
 """The checks, in the order in which they run."""

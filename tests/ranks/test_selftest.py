@@ -63,6 +63,22 @@ def gathered(shape: tuple[int, int], hosts: int) -> tuple[bool, list[str]]:
     return right, begun
 
 
+def by_symmetric_memory() -> str:
+    return CHECKS["symmetric memory"](PLACE)
+
+
+@pytest.mark.ranks
+def test_products_by_symmetric_memory_are_checked_where_there_is_some() -> None:
+    assert set(rank_pool(4, nccl_contract.BACKEND).run(by_symmetric_memory)) == {
+        "column-sequence, row-sequence, with gradients"
+    }
+    for detail in rank_pool(4, "gloo").run(by_symmetric_memory):
+        assert detail.startswith(
+            "none: Stream(panels=1, axis=None, transport='symmetric') on the mesh (x=4) with backend 'gloo'"
+        )
+    assert CHECKS["symmetric memory"](Place("cpu", 1)) == "one rank sends nothing"
+
+
 LARGE = (5, LARGE_PIECE // 2 + 1)  # two of the rows are a large piece
 KERNELS = [((size, 3), hosts, "all_to_all") for size in (7, 5) for hosts in (1, 2)]
 KERNELS += [
