@@ -142,6 +142,45 @@ def other_meshes() -> Step:
     return step
 
 
+def symmetric_memory() -> Step:
+    """Linear layers and their gradients in torch's kernels for symmetric memory, on their Meta forms, and by price."""
+    mesh, by_kernel = grid(), dshard.Stream(1, transport="symmetric")
+    schedules = [dshard.Schedule(("m", "n"), ("R", "R")), dshard.Schedule(("m", "k"), ("R", "R"))]
+    with torch.device("cuda"):
+        tensors = (
+            torch.zeros(4, 8, 16, dtype=torch.bfloat16),
+            torch.zeros(24, 16).bfloat16(),
+            torch.zeros(24).bfloat16(),
+        )
+    layouts = [([Shard(0), Shard(1)], [Replicate(), Shard(0)]), ([Shard(0), Shard(2)], [Replicate(), Shard(1)])]
+    ends, transports = [[Shard(0), Shard(2)], [Shard(0), Shard(1)]], list[str]()
+
+    def step() -> None:
+        for schedule, (x_at, w_at), end in zip(schedules, layouts, ends, strict=True):
+            for panels in (by_kernel, "auto"):
+                x, w, bias = (
+                    dshard.distribute_tensor(t, mesh, at, src_data_rank=None).requires_grad_()
+                    for t, at in zip(tensors, (x_at, w_at, [Replicate()] * 2), strict=True)
+                )
+                out = dshard.linear(x, w, bias, strategy=schedule, out_placements=end, panels=panels)
+                out.sum().backward()
+
+    def first() -> None:
+        if not transports:
+            report = dshard.explain(step)
+            transports.extend(operator.transport for operator in report.operators if operator.op == "linear")
+            assert transports[::2] == ["symmetric"] * 2, transports
+        step()
+
+    return partial(on_gpus, first)
+
+
+def on_gpus(step: Step) -> None:
+    """Run a step on a topology of one host."""
+    with dshard.use_topology(dshard.Topology.preset("dgx-h100")):
+        step()
+
+
 def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yield the name and the maker of each program."""
     for model in MODELS:
@@ -149,7 +188,7 @@ def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
             if (model, strategy) == ("vit", "context"):
                 continue  # the strategy is refused: patches are no sequence of the input
             yield f"{model} under {strategy}", partial(training, model, strategy)
-    for program in (redistributions, random_numbers, other_meshes):
+    for program in (redistributions, random_numbers, other_meshes, symmetric_memory):
         yield program.__name__, program
 
 
