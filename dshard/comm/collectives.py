@@ -186,11 +186,12 @@ def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wai
     """A chunk of the left operand, or all of it -> the product, or this rank's chunk of its sum over the ranks.
 
     torch's kernels for symmetric memory run on the current stream, which waits for the other ranks; the host does not.
-    They want a chunk to gather contiguous with `dim` first.
+    They want a chunk to gather contiguous with `dim` first, and at a multiple of 16 bytes.
     """
     right, dim, gathers = factor
     if gathers:
         x = x.movedim(dim, 0).contiguous().movedim(0, dim)
+        x = x.clone() if x.storage_offset() * x.itemsize % 16 else x
         _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], dim, group.name, return_A=False)
     else:
         product = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, right, "sum", dim, group.name)

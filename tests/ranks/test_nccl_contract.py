@@ -109,11 +109,13 @@ REFUSED: list[tuple[str, str, Program]] = [
     ("unsupported", "fused_all_gather_matmul over gloo", multiplied_over_gloo),
     (
         "fused",
-        "of shape (3, 2) and strides (1, 3) along dim 0",
-        gathered_and_multiplied(zeros(2, 3).t(), 0, zeros(2, 2)),
+        "of shape (4, 2) and strides (1, 4) along dim 0",
+        gathered_and_multiplied(zeros(2, 4).t(), 0, zeros(2, 2)),
     ),
-    ("fused", "of a chunk of shape (2, 3)", gathered_and_multiplied(zeros(2, 3), 0, zeros(4, 3, 2))),
-    ("fused", "of a chunk of shape (2, 3)", gathered_and_multiplied(zeros(2, 3), 0, zeros(3, 2).double())),
+    ("fused", "of a chunk of shape (2, 4)", gathered_and_multiplied(zeros(2, 4), 0, zeros(4, 4, 2))),
+    ("fused", "of a chunk of shape (2, 4)", gathered_and_multiplied(zeros(2, 4), 0, zeros(4, 2).double())),
+    ("fused", "of a chunk of shape (2, 3)", gathered_and_multiplied(zeros(2, 3), 0, zeros(3, 2))),
+    ("fused", "of a chunk of shape (2, 4)", gathered_and_multiplied(zeros(10)[2:].view(2, 4), 0, zeros(4, 2))),
     ("fused", "(6, 3) and (3, 4), scattered along dim 0", multiplied_and_scattered(zeros(6, 3), zeros(3, 4), 0)),
     ("fused", "(4, 3) and (3, 6), scattered along dim 1", multiplied_and_scattered(zeros(4, 3), zeros(3, 6), 1)),
 ]

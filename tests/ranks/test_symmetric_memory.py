@@ -282,6 +282,8 @@ TAKEN = [
     (layered("nvlink", "nvlink"), "4", IN_PANELS, WIDE, torch.float32, "SymmetricExecutor"),
     (layered("pcie", "nvlink"), "4", IN_PANELS, WIDE, torch.float32, "PanelExecutor"),
     (NVLINK, "4", IN_PANELS, (15, 8, 8), torch.float32, "PanelExecutor"),  # of different sizes
+    (NVLINK, "4", IN_PANELS, (16, 8, 7), torch.float32, "SymmetricExecutor"),  # the operand that stays need not divide
+    (NVLINK, "4", IN_PANELS, (16, 3, 8), torch.bfloat16, "PanelExecutor"),  # chunks of 24 bytes
     (NVLINK, "4", IN_PANELS, WIDE, torch.complex64, "PanelExecutor"),
     (NVLINK, "4", IN_PANELS, WIDE, torch.int64, "PanelExecutor"),
     (NVLINK, "4", Stream(2, "k", "symmetric"), WIDE, torch.float32, "PanelExecutor"),  # it is gathered along m
@@ -343,6 +345,39 @@ def copies(loops: str, stored: str, stream: Stream) -> list[str]:
         with OperatorMode(run):
             matmul(x, w, strategy=schedule, panels=stream)
     return names
+
+
+def at_an_odd_place() -> list[int]:
+    """What differs of a matmul whose chunk begins behind the first element of its memory."""
+    mesh = mesh_of((4,))
+    x, w, _ = (t.detach() for t in placed(mesh, COLUMN, 8, 12, 16))
+    local = torch.cat([torch.zeros(1).double(), x.to_local().flatten()])[1:].view(2, 12)
+    with use_topology(BYTES), kernels() as begun:
+        found = matmul(DTensor.from_local(local, mesh, [Shard(0)]), w, strategy=COLUMN, panels=BY_KERNEL)
+    assert GATHER in begun
+    return differences([found], [expected(8, 12, 16)[0]])
+
+
+@pytest.mark.ranks
+def test_a_chunk_may_lie_anywhere_in_memory(contract: RankPool) -> None:
+    assert contract.run(at_an_odd_place) == [[]] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_compiled_graphs_call_the_kernels(contract: RankPool, backend: str) -> None:
+    assert contract.run(compiled, backend, timeout=300) == [([], [GATHER, SCATTER])] * 4
+
+
+def compiled(backend: str) -> tuple[list[int], list[str]]:
+    """What differs of a compiled matmul and its gradients, and the kernels that run."""
+    mesh = mesh_of((4,))
+    with use_topology(BYTES), kernels() as begun:
+        x, w, grad = placed(mesh, COLUMN, 8, 12, 16)
+        c = torch.compile(lambda a, b: matmul(a, b, strategy=COLUMN, panels=BY_KERNEL), backend=backend)(x, w)
+        c.backward(grad)
+    wrong = differences([c, x.grad, w.grad], [*expected(8, 12, 16)])
+    return wrong, [name for name in begun if name in (GATHER, SCATTER)]
 
 
 @pytest.mark.ranks

@@ -103,7 +103,8 @@ def fused_matmul(
     """The kernel for the most communicated tensor that one takes; None if there is none.
 
     A kernel takes a floating dtype, and equal chunks along one mesh axis, whose ranks NVLink joins on one host, as far
-    as the topology and torchrun tell. Batches of matmuls have none, nor have operands gathered along a summed dim.
+    as the topology and torchrun tell; chunks to gather of a multiple of 16 bytes. Batches of matmuls have none, nor
+    have operands gathered along a summed dim.
     """
     mesh = plans[0].src.mesh
     terms = (*rule.inputs, *rule.outputs)
@@ -116,7 +117,7 @@ def fused_matmul(
         return None
     allowed = {f for each, names in factors_of(rule).items() if loop in (None, each) for f in names}
     for i in sorted(range(3), key=lambda i: -plans[i].busiest()):
-        moved = _moved(plans[i], topology, reduces=i == 2)
+        moved = _moved(plans[i], dtype, topology, reduces=i == 2)
         if moved is None or (a, b, out)[i][moved[1]] not in allowed:
             continue
         factor = (a, b, out)[i][moved[1]]
@@ -145,17 +146,18 @@ def changed_axis(plan: Plan, *, reduces: bool) -> int | None:
     return axis if full.replace(axis, placement) == sharded else None
 
 
-def _moved(plan: Plan, topology: Topology, *, reduces: bool) -> tuple[str, int] | None:
+def _moved(plan: Plan, dtype: torch.dtype, topology: Topology, *, reduces: bool) -> tuple[str, int] | None:
     """The mesh axis and dim of a plan whose one step gathers, or reduce-scatters, equal chunks on one host."""
     axis, mesh = changed_axis(plan, reduces=reduces), plan.src.mesh
     if axis is None or len(plan.steps) > 1:
         return None
     chunks, name = plan.dst if reduces else plan.src, mesh.names[axis]
-    placement, last = chunks.placements[axis], tuple(n - 1 for n in mesh.shape)
+    placement = chunks.placements[axis]
     assert isinstance(placement, Shard)
-    along = chunks.axes_of(placement.dim)
-    equal = plan.shape[placement.dim] % prod(mesh.shape[each] for each in along) == 0
-    if along[-1] != axis or not equal or not prod(chunks.local_shape(plan.shape, last)):
+    most, least = (chunks.local_shape(plan.shape, at) for at in ((0,) * mesh.ndim, tuple(n - 1 for n in mesh.shape)))
+    # few rows are gathered through a switch, in vectors of 16 bytes, and torch does not look whether they fit
+    aligned = reduces or prod(most) * dtype.itemsize % 16 == 0
+    if chunks.axes_of(placement.dim)[-1] != axis or most != least or not prod(least) or not aligned:
         return None
     joined = topology.nodes(mesh, (name,)) in (None, (1, "nvlink")) and on_one_host(mesh, name)
     return (name, placement.dim) if joined else None

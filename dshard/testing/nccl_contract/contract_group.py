@@ -221,7 +221,8 @@ class NcclContract(CommunicatorGroup):
         """Gather the chunks of `a` along `dim`, and multiply them by each matrix."""
         first = a if dim == a.ndim - 1 else a.movedim(dim, 0)
         chunk = first.flatten(0, -2)
-        if a.ndim < 2 or any((b.ndim, b.dtype) != (2, a.dtype) for b in bs) or not chunk.is_contiguous():
+        aligned = chunk.is_contiguous() and not any(n % 16 for n in (a.storage_offset() * a.itemsize, a.nbytes))
+        if a.ndim < 2 or any((b.ndim, b.dtype) != (2, a.dtype) for b in bs) or not aligned:
             refuse(
                 "fused", f"the product of a chunk of shape {tuple(a.shape)} and strides {a.stride()} along dim {dim}"
             )

@@ -108,9 +108,10 @@ RULES = {
     ),
     "fused": Rule(
         "a kernel of symmetric memory multiplies a tensor of at least two dims by a matrix of the same dtype; what it "
-        "gathers is contiguous with the gathered dim first, what it scatters divides by the number of ranks",
-        "torch/distributed/_symmetric_memory/__init__.py, _fused_all_gather_matmul_impl and "
-        "_fused_matmul_reduce_scatter_impl",
+        "gathers is contiguous with the gathered dim first, its place and size multiples of 16 bytes, for few rows are "
+        "read as vectors of these; what it scatters divides by the number of ranks",
+        "torch/distributed/_symmetric_memory/__init__.py, _fused_all_gather_matmul_impl, "
+        f"_fused_matmul_reduce_scatter_impl; {_TORCH}/symm_mem/CUDASymmetricMemoryOps.cu, multimem_all_gather_kernel",
     ),
     "unsupported": Rule(
         "torch has this for gloo or MPI alone", f"{_TORCH}/Backend.hpp, whose default raises; ProcessGroup.hpp"
