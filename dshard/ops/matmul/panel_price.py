@@ -114,7 +114,7 @@ def _in_a_kernel(rule: Rule, plans: Plans, dtype: torch.dtype, topology: Topolog
     run, first = SymmetricExecutor(rule, plans, dtype, Stream(1, transport="symmetric"), None, fused), (0,) * mesh.ndim
     left = plans[fused.left]
     copied = prod((left.dst if scatters else left.src).local_shape(left.shape, first)) * fused.copies_left(rule)
-    copied += prod(run.result.local_shape(plans[2].shape, first)) * fused.copies_result(rule)
+    copied += prod(run.bias_at.local_shape(plans[2].shape, first)) * fused.copies_result(rule)
     seconds += copy_seconds(copied * itemsize, topology) if copied else 0.0
     alone = sum(plan.seconds for i, plan in enumerate(plans) if i != fused.tensor)
     return PanelCost(1, alone + seconds, run.transient_bytes(first), "symmetric")

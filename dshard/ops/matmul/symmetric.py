@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +28,14 @@ from dshard.comm import (
     steps_of,
 )
 from dshard.errors import StrategyError
+from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Plan
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
-from dshard.rules.rule import Rule
+from dshard.rules.rule import Rule, Term
 from dshard.topology import Topology
 from dshard.torch_private import late
 
@@ -52,23 +54,24 @@ class FusedMatmul:
     axis: str
     left: int
     dim: int
-    rows: tuple[str, ...]
-    summed: tuple[str, ...]
-    columns: tuple[str, ...]
+    rows: Term
+    summed: Term
+    columns: Term
 
     @property
     def factor(self) -> str:
         """The factor whose chunks are gathered or scattered."""
-        return (*self.rows, *self.columns)[self.dim]
+        (name,) = (*self.rows, *self.columns)[self.dim]
+        return name
 
     def copies_left(self, rule: Rule) -> bool:
         """Whether the left operand is copied: rows before `dim` go behind it, and a chunk to gather is contiguous."""
-        ordered = rule.inputs[self.left] == _term(*self.rows, *self.summed)
+        ordered = rule.inputs[self.left] == (*self.rows, *self.summed)
         return 0 < self.dim < len(self.rows) or (self.tensor != 2 and not ordered)
 
     def copies_result(self, rule: Rule) -> bool:
         """Whether the result is copied: after a gather rows before `dim` are behind it, and columns are always last."""
-        return rule.outputs[0] != _term(*self.rows, *self.columns) or (self.tensor != 2 and self.dim > 0)
+        return rule.outputs[0] != (*self.rows, *self.columns) or (self.tensor != 2 and self.dim > 0)
 
 
 def check_symmetric(stream: Stream, mesh: Mesh, topology: Topology) -> None:
@@ -107,20 +110,18 @@ def fused_matmul(
     have operands gathered along a summed dim.
     """
     mesh = plans[0].src.mesh
-    terms = (*rule.inputs, *rule.outputs)
+    terms = a, b, out = (*rule.inputs, *rule.outputs)
     if not _has_symmetric_memory(mesh, topology) or not dtype.is_floating_point or dtype.itemsize == 1:
         return None
     if list(mesh.ranks) != sorted(mesh.ranks) or any(len(names) != 1 for term in terms for names in term):
         return None
-    a, b, out = (tuple([names[0] for names in term]) for term in terms)
     if set(a) & set(b) & set(out):
         return None
-    allowed = {f for each, names in factors_of(rule).items() if loop in (None, each) for f in names}
+    allowed = {(f,) for each, names in factors_of(rule).items() if loop in (None, each) for f in names}
     for i in sorted(range(3), key=lambda i: -plans[i].busiest()):
         moved = _moved(plans[i], dtype, topology, reduces=i == 2)
-        if moved is None or (a, b, out)[i][moved[1]] not in allowed:
+        if moved is None or (factor := terms[i][moved[1]]) not in allowed:
             continue
-        factor = (a, b, out)[i][moved[1]]
         for left in (i,) if i < 2 else (0, 1) if out[0] in a else (1, 0):
             mine, other = (a, b) if left == 0 else (b, a)
             rows, columns = (tuple([name for name in out if name in term]) for term in (mine, other))
@@ -163,6 +164,14 @@ def _moved(plan: Plan, dtype: torch.dtype, topology: Topology, *, reduces: bool)
     return (name, placement.dim) if joined else None
 
 
+class KernelCall(NamedTuple):
+    """A rank's call of a kernel: the collective that it stands for, the sizes of the result, where the bias begins."""
+
+    transfer: Transfer
+    sizes: Shape
+    bias: int
+
+
 class SymmetricExecutor(PanelExecutor):
     """A matmul fused with the all_gather of an operand, or with the reduce_scatter of the result."""
 
@@ -176,13 +185,16 @@ class SymmetricExecutor(PanelExecutor):
         fused: FusedMatmul,
     ) -> None:
         super().__init__(rule, plans, dtype, _BULK, bias)
+        self.in_bulk = PanelExecutor(rule, plans, dtype, _BULK, bias)
         self.stream, self.fused, moved = stream, fused, plans[fused.tensor]
         self.uncut = tuple(i != fused.tensor for i in range(3))
-        self.result = moved.dst if fused.tensor == 2 else plans[2].src
-        self.bias_at = self.result
         self.chunks = moved.dst if fused.tensor == 2 else moved.src
-        self.transfers: dict[Coordinate, Transfer] = {}
-        self.in_bulk = PanelExecutor(rule, plans, dtype, _BULK, bias)
+        self.bias_at = self.chunks if fused.tensor == 2 else plans[2].src
+        rows, columns = (*fused.rows, *fused.summed), (*fused.summed, *fused.columns)
+        self.left = [self.terms[fused.left].index(names) for names in rows]
+        self.right = [self.terms[1 - fused.left].index(names) for names in columns]
+        self.back = [(*fused.rows, *fused.columns).index(names) for names in self.terms[2]]
+        self.calls: dict[Coordinate, KernelCall] = {}
 
     def transient_bytes(self, at: Coordinate) -> int:
         """The most bytes of buffers that the rank at `at` holds at once, those that torch allocates in the kernel too.
@@ -198,34 +210,21 @@ class SymmetricExecutor(PanelExecutor):
         """Run the kernel, which ends on the current stream; returns the program of the rest."""
         if space.runtime is None and not tensors[0].is_meta:  # ranks that are simulated beside processes
             return (yield from self.in_bulk.program(at, space, tensors))
-        todo, fused = self.compiled(at, space.runtime), self.fused
+        todo, fused, call = self.compiled(at, space.runtime), self.fused, self.calls.get(at) or self._call(at)
         uncut, bias = yield from todo.moved(space, tensors)
-        shape = self.result.local_shape(self.plans[2].shape, at)
-        order = [self.terms[2].index(name) for name in _term(*fused.rows, *fused.columns)]
-        x = self._operand(fused.left, uncut, fused.rows, fused.summed).flatten(len(fused.rows))
-        y = self._operand(1 - fused.left, uncut, fused.summed, fused.columns)
-        y = y.flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
-        sizes = [shape[i] for i in order]
-        out = x.new_empty(sizes) if x.is_meta else None
-        wait = yield Request(self._transfer(at), x, out, factor=Factor(y, fused.dim, fused.tensor != 2))
-        total = wait().view(sizes).permute([order.index(i) for i in range(len(order))]).contiguous()
-        if bias is not None:
-            before = self.plans[2].src.region(self.plans[2].shape, at)[-1]
-            bias = bias.narrow(0, self.result.region(self.plans[2].shape, at)[-1].start - before.start, shape[-1])
+        x = uncut[fused.left].permute(self.left).flatten(len(fused.rows))
+        y = uncut[1 - fused.left].permute(self.right).flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
+        factor, out = Factor(y, fused.dim, fused.tensor != 2), x.new_empty(call.sizes) if x.is_meta else None
+        wait = yield Request(call.transfer, x, out, factor=factor)
+        total = wait().view(call.sizes).permute(self.back).contiguous()
+        bias = None if bias is None else bias.narrow(0, call.bias, total.shape[-1])
         return (yield from self.ending(todo, total, bias, space))
 
-    def _operand(self, i: int, uncut: Sequence[Tensor], *names: tuple[str, ...]) -> Tensor:
-        return uncut[i].permute([self.terms[i].index(name) for name in _term(*names[0], *names[1])])
-
-    def _transfer(self, at: Coordinate) -> Transfer:
-        """The collective that the kernel stands for, as listeners hear of it."""
-        if at not in self.transfers:
-            plan = self.plans[self.fused.tensor]
-            (step,) = steps_of(plan, None, at, self.dtype, planned_backend(self.mesh))
-            assert isinstance(step, Transfer)
-            self.transfers[at] = step
-        return self.transfers[at]
-
-
-def _term(*names: str) -> tuple[tuple[str], ...]:
-    return tuple([(name,) for name in names])
+    def _call(self, at: Coordinate) -> KernelCall:
+        end, moved = self.plans[2], self.plans[self.fused.tensor]
+        (transfer,) = steps_of(moved, None, at, self.dtype, planned_backend(self.mesh))
+        assert isinstance(transfer, Transfer)
+        before, region = end.src.region(end.shape, at)[-1], self.bias_at.region(end.shape, at)
+        sizes = tuple([len(region[self.back.index(i)]) for i in range(len(region))])
+        call = self.calls[at] = KernelCall(transfer, sizes, region[-1].start - before.start)
+        return call
