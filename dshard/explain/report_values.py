@@ -112,7 +112,10 @@ class Explanation(Tabled):
         hidden = self.considered - len(self.candidates)
         more = [f"{hidden:,} dearer candidates are not shown"] if hidden else []
         steps = [f"  {i}. {step}" for i, step in enumerate(self.chosen.steps, 1)] or ["  nothing is sent"]
-        panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(map(self._panels, self.panels))}"]
+        priced = [*map(self._panels, self.panels)]
+        if (self.run_in, self.transport) not in [(cost.panels, cost.transport) for cost in self.panels]:
+            priced.append(f"{self.run_in} by {self.transport}, not priced (as it runs)")
+        panels = [] if len(self.panels) < 2 else [f"in panels, forward: {', '.join(priced)}"]
         return [*more, f"chosen: {self.chosen.name}, {self.why}", *steps, *panels]
 
     def _panels(self, cost: PanelCost) -> str:

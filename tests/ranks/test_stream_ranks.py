@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from itertools import product
 from math import inf
@@ -251,6 +252,24 @@ def test_moved_operands_cannot_be_kept_of_panels() -> None:
             matmul(x, y, panels="four")  # type: ignore[arg-type]
         with pytest.raises(StrategyError, match="a limit needs a choice, panels='auto'"), use_strategy(buffer_bytes=8):
             pass
+
+
+@pytest.mark.parametrize(
+    ("stream", "runs"),
+    [
+        (Stream(2), "2: "),
+        (Stream(3), "3 by collective, not priced"),
+        (Stream(2, None, "ring"), "2 by ring, not priced"),
+        (Stream(2, None, "broadcast"), "2 by broadcast, not priced"),
+    ],
+)
+def test_explain_tells_the_panels_that_run_though_they_have_no_price(stream: Stream, runs: str) -> None:
+    with simulated(MESHES[1]), use_topology(BYTES):
+        x, y, _ = (t.detach() for t in placed(MESHES[1], SUMMA, 8, 8, 8))
+        last = str(explain(lambda: matmul(x, y, strategy=SUMMA, panels=stream))).splitlines()[-1]
+
+    assert last.count("(as it runs)") == 1
+    assert re.search(rf" {runs}[^:]*\(as it runs\)", last)
 
 
 def test_panels_can_be_asked_for_in_a_block_and_by_a_schedule() -> None:

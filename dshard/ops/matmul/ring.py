@@ -135,7 +135,7 @@ class RingExecutor(PanelExecutor):
         axes: dict[int, int],
     ) -> None:
         super().__init__(rule, plans, dtype, replace(stream, transport="collective"), bias)
-        self.axes = axes
+        self.stream, self.axes = stream, axes
         first = min(axes)
         self.uncut = tuple(i not in axes for i in range(3))
         self.factor = _factor(rule, plans[first], first, axes[first])
