@@ -23,6 +23,7 @@ from dshard import (
     init_device_mesh,
     linear,
     matmul,
+    strict,
     trace,
     use_strategy,
     use_topology,
@@ -30,8 +31,8 @@ from dshard import (
 from dshard.comm import bind
 from dshard.core.observe import OperatorMode
 from dshard.core.panel_cost import PanelCost
-from dshard.errors import StrategyError
-from dshard.explain import Explanation
+from dshard.errors import LayoutError, StrategyError
+from dshard.explain import Explanation, explain_matmul
 from dshard.layout import Layout
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
@@ -453,15 +454,25 @@ def test_auto_takes_no_kernel_where_nothing_says_that_nvlink_joins_the_ranks(top
 
 
 def chosen() -> tuple[list[int], list[str], str, tuple[int, str]]:
-    """What differs where a kernel is the cheapest, the kernels there and back, and what explain says."""
+    """What differs where a kernel is the cheapest, the kernels there and back, and what explain says.
+
+    Its plan is what trace records, and what strict refuses.
+    """
     mesh = mesh_of((4,))
     with use_topology(nvlinked(1e9, 1e10, 1e-7)):
         x, w, grad = placed(mesh, COLUMN, 32, 64, 64)
         report = explain(lambda: matmul(x, w, strategy=COLUMN, panels="auto"))
         with kernels() as begun:
-            c = matmul(x, w, strategy=COLUMN, panels="auto")
+            with trace() as sent:
+                c = matmul(x, w, strategy=COLUMN, panels="auto")
             c.backward(grad)
+        with kernels() as refused, strict(), pytest.raises(LayoutError, match="matmul"):
+            matmul(x, w, strategy=COLUMN, panels="auto")
     (asked,) = report.operators
+    assert not refused
+    assert [(event.collective, event.axis, event.nbytes) for event in sent.events] == [
+        (each.collective, each.axis, each.nbytes) for each in asked.collectives
+    ]
     wrong = differences([c, x.grad, w.grad], [*expected(32, 64, 64)])
     return wrong, [name for name in begun if name in (GATHER, SCATTER)], str(report), (asked.run_in, asked.transport)
 
@@ -492,6 +503,15 @@ def planned(mesh: Mesh, rows: int) -> Explanation:
     )
     (operator,) = explain(lambda: matmul(x, w, strategy=COLUMN, panels="auto")).operators
     return operator
+
+
+def test_a_matmul_of_given_sizes_lists_the_kernel() -> None:
+    mesh = Mesh((8,), ("x",))
+    a, b, _ = COLUMN.layouts(mesh)
+    found = explain_matmul(4096, 8192, 28672, mesh, NVLINK, a=a, b=b)
+
+    assert found.chosen.name == "x:n"
+    assert [each.transport for each in found.panels] == ["collective"] * 5 + ["symmetric"]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -213,7 +213,8 @@ class NcclContract(CommunicatorGroup):
             "all_to_all", [Part(Call(("all_to_all", str(inputs[0].dtype)), send, receive), inputs, outputs, run)]
         )
 
-    # -- torch's kernels for symmetric memory, whose results are there when they return
+    # -- torch's kernels for symmetric memory: there they run on the current stream, so a result needs no wait, but here
+    # they are operations of the communicator, whose order all ranks must keep
 
     def fused_all_gather_matmul(
         self, a: Tensor, bs: list[Tensor], dim: int, *, return_a: bool = True
