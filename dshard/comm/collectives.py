@@ -30,12 +30,14 @@ _c10d = torch.ops._c10d_functional
 class Factor(NamedTuple):
     """The right operand of a matmul fused with a collective, and the dim that is gathered or scattered.
 
-    That is a dim of the left operand if that is gathered, else of the result, which is reduce-scattered.
+    That is a dim of the left operand if that is gathered, else of the result, which is reduce-scattered. `gathered`
+    receives the left operand as it was multiplied, where that is wanted.
     """
 
     right: Tensor
     dim: int
     gathers: bool
+    gathered: list[Tensor] | None = None
 
 
 REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}
@@ -188,11 +190,15 @@ def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wai
     torch's kernels for symmetric memory run on the current stream, which waits for the other ranks; the host does not.
     They want a chunk to gather contiguous with `dim` first, and at a multiple of 16 bytes.
     """
-    right, dim, gathers = factor
+    right, dim, gathers, wanted = factor
     if gathers:
         x = x.movedim(dim, 0).contiguous().movedim(0, dim)
         x = x.clone() if x.storage_offset() * x.itemsize % 16 else x
-        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], dim, group.name, return_A=False)
+        whole, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x, [right], dim, group.name, return_A=wanted is not None
+        )
+        if wanted is not None:
+            wanted.append(whole)
     else:
         product = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, right, "sum", dim, group.name)
     return lambda: product

@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.panel_matmuls import executor_of, expected, placed, plans_of, reals
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ from dshard.core.panel_cost import PanelCost
 from dshard.errors import LayoutError, StrategyError
 from dshard.explain import Explanation, explain_matmul
 from dshard.layout import Layout
+from dshard.ops.matmul.options import Saved
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
@@ -43,6 +45,7 @@ from dshard.rules.matmul_loops import schedules
 from dshard.testing import RankPool, distribute, nccl_contract, no_host_sync, rank_pool, simulated, whole
 from dshard.testing.nccl_contract.process_state import CURRENT
 from dshard.topology import BYTES, Device, Layer, Topology
+from dshard.trace import Trace
 
 BY_KERNEL = Stream(1, transport="symmetric")
 COLUMN, ROW = Schedule(("n",), ("m",)), Schedule(("k",), ("m",))
@@ -299,6 +302,49 @@ def test_kernels_are_for_equal_chunks_of_floats_on_one_host(contract: RankPool, 
 
 
 # -- steps
+
+
+def layers(dims: int, saved: Saved) -> tuple[list[int], list[str], list[int]]:
+    """Of a column and a row layer, Megatron with sequence parallelism, in bulk and in kernels.
+
+    What differs from one device, the collectives of the step in kernels, and the bytes of both.
+    """
+    mesh, told = mesh_of((4,)), list[Trace]()
+    shape = (8, 12) if dims == 2 else (3, 8, 12)
+    tensors = [reals(*sizes).requires_grad_() for sizes in (shape, (16, 12), (12, 16))]
+    right = F.linear(F.linear(tensors[0] * 2, tensors[1]).relu(), tensors[2])
+    right.square().sum().backward()
+    at = [(Shard(dims - 2),), (Shard(0),), (Shard(1),)]
+    wrong: list[int] = []
+    for panels in (None, BY_KERNEL):
+        x, *weights = (
+            distribute(t.detach(), Layout(mesh, each)).requires_grad_() for t, each in zip(tensors, at, strict=True)
+        )
+        with use_topology(BYTES), use_strategy(panels=panels, saved=saved), trace() as sent:
+            hidden = linear(x * 2, weights[0], strategy=Schedule(("n",), ("R",)))
+            out = linear(hidden.relu(), weights[1], strategy=Schedule(("k",), ("R",)), out_placements=[*at[0]])
+            out.square().sum().backward()
+        wrong += differences([out, x.grad, *(w.grad for w in weights)], [right, *(t.grad for t in tensors)])
+        told.append(sent)
+    return wrong, [event.collective for event in told[1].events], [sent.nbytes for sent in told]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_step_sends_what_it_sends_in_bulk(contract: RankPool, dims: int) -> None:
+    """A kernel leaves what it has gathered: an activation for the backward pass, a gradient for the second matmul."""
+    for wrong, sent, (bulk, in_kernels) in contract.run(layers, dims, "auto"):
+        assert wrong == []
+        assert len(sent) == 4
+        assert in_kernels == bulk
+
+
+@pytest.mark.ranks
+def test_what_is_stored_alone_is_kept_where_that_is_asked_for(contract: RankPool) -> None:
+    for wrong, sent, (bulk, in_kernels) in contract.run(layers, 3, "stored"):
+        assert wrong == []
+        assert len(sent) == 5
+        assert in_kernels == bulk
 
 
 def warm_step() -> list[tuple[int, list[str]]]:

@@ -49,7 +49,8 @@ class Multiply(torch.autograd.Function):
             n = need_a + need_b + keep_a + keep_b
             reruns[-1](lambda: [t for t in saved() if t is not None], n)
         local = [t._local_tensor for t in tensors]
-        out = matmul.executable.run(local)
+        in_bulk = matmul.streamed is None
+        out = matmul.executable.run(local) if in_bulk else matmul.run_streamed(local, whole=keep_a or keep_b)
         ctx.save_for_backward(*saved(local))
         return wrap(out, matmul.out)
 
@@ -76,8 +77,8 @@ class Multiply(torch.autograd.Function):
                 gradients[:2] = overlapped((first, (grad, other)), (second, (conj_a, grad)))
                 return (None, *gradients)
             local: list[Tensor] = []
-            gradients[0] = multiply(first, (grad, other), local)
-            if plain and first.streamed is None and first.executable.plans[0].steps:
+            gradients[0] = multiply(first, (grad, other), local if need_b else None)
+            if need_b and plain and first.leaves_whole(0) and first.executable.plans[0].steps:
                 grad = first.wrap_moved(0, local)  # both matmuls want it in one layout, so it is moved once
         if need_b:
             other = torch.conj_physical(a) if a._spec.dtype.is_complex else a
@@ -149,6 +150,8 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None 
 
 
 def _multiply_unrecorded(matmul: Matmul, local: list[Tensor] | None, *tensors: Wrapper) -> Wrapper:
-    local = [] if local is None else local
-    local += [t._local_tensor for t in tensors]
-    return wrap(matmul.executable.run(local), matmul.out)
+    operands = [] if local is None else local
+    operands += [t._local_tensor for t in tensors]
+    in_bulk = matmul.streamed is None
+    out = matmul.executable.run(operands) if in_bulk else matmul.run_streamed(operands, whole=local is not None)
+    return wrap(out, matmul.out)

@@ -55,8 +55,8 @@ class Matmul:
         streamed: PanelExecutor | None,
     ) -> None:
         self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
-        sent = (keep and sends(p) for keep, p in zip(constraints.kept, executable.plans, strict=False))
-        self.kept: tuple[bool, ...] = tuple(sent) if streamed is None else NEITHER
+        sent = enumerate(zip(constraints.kept, executable.plans, strict=False))
+        self.kept = tuple(keep and sends(p) and self.leaves_whole(i) for i, (keep, p) in sent)
         first, _, end = self.plans()
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[object, ...], Matmul] = {}
@@ -84,6 +84,18 @@ class Matmul:
             decision = self.executable.decision
             self._in_bulk = PanelExecutor(_rule(decision), self.plans(), self.out.dtype, Stream(1), decision.bias)
         return self._in_bulk
+
+    def leaves_whole(self, i: int) -> bool:
+        """Whether a run can leave operand `i` as it was multiplied: in panels, only what a kernel has gathered."""
+        return self.streamed is None or self.streamed.whole == i
+
+    def run_streamed(self, local: list[Any], *, whole: bool) -> Tensor:
+        """The local result in panels; with `whole` a local tensor that is left is replaced by the redistributed one."""
+        assert self.streamed is not None
+        out, *operands = self.streamed(local, whole=whole)
+        for x in operands:
+            local[self.streamed.whole or 0] = x
+        return out
 
     def wrap_moved(self, i: int, local: Sequence[Tensor]) -> Wrapper:
         """The redistributed local operand `i` as a distributed tensor."""
@@ -121,7 +133,7 @@ class StreamedExecutable(Executable):
 
     def run(self, local: list[Any], kwargs: Kwargs | None = None) -> Any:
         """The local result, of local operands that are redistributed panel by panel."""
-        return self.streamed(local)
+        return self.streamed(local)[0]
 
 
 def matmul_of_strategy(

@@ -63,7 +63,7 @@ class MatmulOptions:
                 kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
             case "moved" | "stored":
                 kept = (self.saved == "moved",) * 2
-        if isinstance(stream, Stream):
+        if isinstance(stream, Stream) and stream.transport != "symmetric":
             kept = (False, False)  # the whole operands are never there
         among, reduced = self._by_heads(rule) if self.among is None else self.among, None
         if self.strategy is not None:
@@ -164,8 +164,8 @@ def use_strategy(
     `saved` says which copies of redistributed operands are kept for the backward pass: "moved" keeps the redistributed
     copies, so that nothing is sent twice; "stored" keeps the stored local tensors and redistributes them again; "auto"
     keeps redistributed activations, but redistributes parameters again, for gathered parameters would otherwise pile up
-    over the layers. In panels only stored local tensors are kept. All this holds for the thread and the asynchronous
-    task that enters the block.
+    over the layers. In panels only stored local tensors are kept, and what kernels of symmetric memory have gathered.
+    All this holds for the thread and the asynchronous task that enters the block.
 
     Raises:
         StrategyError: there is no strategy of this name, or no such stream.

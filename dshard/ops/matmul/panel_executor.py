@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,8 +70,11 @@ class Compiled:
 class PanelExecutor:
     """A matmul in panels; `plans` redistribute both operands and the result, `bias` the bias if there is one.
 
-    If `factor` is None nothing is cut: every tensor is redistributed in bulk.
+    If `factor` is None nothing is cut: every tensor is redistributed in bulk. `whole` is the number of an operand that
+    a run can return as it was multiplied.
     """
+
+    whole: int | None = None
 
     def __init__(
         self, rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
@@ -95,12 +99,17 @@ class PanelExecutor:
         self.add = accumulating(*rule.inputs, *rule.outputs)
         self.known: dict[tuple[Coordinate, bool], Compiled] = {}
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Run the matmul on the local tensors of the operands, and of the bias if there is one."""
-        plans = self.plans if self.bias is None else (*self.plans, self.bias)
-        return run_program(self.mesh, self.whole_program, tensors, plans)[0]
+    def __call__(self, tensors: Sequence[Tensor], *, whole: bool = False) -> tuple[Tensor, ...]:
+        """Run the matmul on the local tensors of the operands, and of the bias if there is one.
 
-    def whole_program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[tuple[Tensor, ...]]:
+        Returns the result and, if asked for and there is one, the `whole` operand.
+        """
+        plans = self.plans if self.bias is None else (*self.plans, self.bias)
+        return run_program(self.mesh, partial(self.whole_program, whole=whole), tensors, plans)
+
+    def whole_program(
+        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], *, whole: bool = False
+    ) -> Program[tuple[Tensor, ...]]:
         """The program of one rank, from its local operands to its local result."""
         rest = yield from self.program(at, space, tensors)
         return ((yield from rest),)

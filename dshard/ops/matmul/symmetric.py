@@ -165,10 +165,14 @@ def _moved(plan: Plan, dtype: torch.dtype, topology: Topology, *, reduces: bool)
 
 
 class KernelCall(NamedTuple):
-    """A rank's call of a kernel: the collective that it stands for, the sizes of the result, where the bias begins."""
+    """A rank's call of a kernel: the collective that it stands for, and where the rank's part of the bias begins.
+
+    `sizes` are those of the result, `left` those of the left operand as it is multiplied, in the kernel's order.
+    """
 
     transfer: Transfer
     sizes: Shape
+    left: Shape
     bias: int
 
 
@@ -194,6 +198,7 @@ class SymmetricExecutor(PanelExecutor):
         self.left = [self.terms[fused.left].index(names) for names in rows]
         self.right = [self.terms[1 - fused.left].index(names) for names in columns]
         self.back = [(*fused.rows, *fused.columns).index(names) for names in self.terms[2]]
+        self.whole = None if fused.tensor == 2 else fused.tensor
         self.calls: dict[Coordinate, KernelCall] = {}
 
     def transient_bytes(self, at: Coordinate) -> int:
@@ -206,25 +211,56 @@ class SymmetricExecutor(PanelExecutor):
         chunk = prod(self.chunks.local_shape(self.plans[fused.tensor].shape, at))
         return super().transient_bytes(at) + chunks * chunk * self.dtype.itemsize
 
-    def program(self, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Program[Tensor]]:
-        """Run the kernel, which ends on the current stream; returns the program of the rest."""
+    def whole_program(
+        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], *, whole: bool = False
+    ) -> Program[tuple[Tensor, ...]]:
+        """The program of one rank, to its local result and, with `whole`, the gathered operand."""
+        gathered: list[Tensor] | None = [] if whole and self.whole is not None else None
+        rest = yield from self.program(at, space, tensors, gathered)
+        return ((yield from rest), *(gathered or ()))
+
+    def program(
+        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], gathered: list[Tensor] | None = None
+    ) -> Program[Program[Tensor]]:
+        """Run the kernel, which ends on the current stream; returns the program of the rest.
+
+        `gathered` receives the gathered operand.
+        """
         if space.runtime is None and not tensors[0].is_meta:  # ranks that are simulated beside processes
-            return (yield from self.in_bulk.program(at, space, tensors))
-        todo, fused, call = self.compiled(at, space.runtime), self.fused, self.calls.get(at) or self._call(at)
-        uncut, bias = yield from todo.moved(space, tensors)
-        x = uncut[fused.left].permute(self.left).flatten(len(fused.rows))
-        y = uncut[1 - fused.left].permute(self.right).flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
-        factor, out = Factor(y, fused.dim, fused.tensor != 2), x.new_empty(call.sizes) if x.is_meta else None
-        wait = yield Request(call.transfer, x, out, factor=factor)
-        total = wait().view(call.sizes).permute(self.back).contiguous()
-        bias = None if bias is None else bias.narrow(0, call.bias, total.shape[-1])
+            todo = self.in_bulk.compiled(at, None)
+            uncut, bias = yield from todo.moved(space, tensors)
+            total = self.multiply(*uncut)
+            if gathered is not None:
+                gathered.append(uncut[self.fused.tensor])
+        else:
+            todo = self.compiled(at, space.runtime)
+            uncut, bias = yield from todo.moved(space, tensors)
+            total, bias = yield from self._multiplied_in_kernel(at, uncut, bias, gathered)
         return (yield from self.ending(todo, total, bias, space))
 
+    def _multiplied_in_kernel(
+        self, at: Coordinate, uncut: Sequence[Tensor], bias: Tensor | None, gathered: list[Tensor] | None
+    ) -> Program[tuple[Tensor, Tensor | None]]:
+        """The result as the kernel leaves it, and the bias to add to it."""
+        fused, call = self.fused, self.calls.get(at) or self._call(at)
+        x = uncut[fused.left].permute(self.left).flatten(len(fused.rows))
+        y = uncut[1 - fused.left].permute(self.right).flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
+        out = x.new_empty(call.sizes) if x.is_meta else None
+        factor = Factor(y, fused.dim, self.whole is not None, gathered)
+        wait = yield Request(call.transfer, x, out, factor=factor)
+        total = wait().view(call.sizes).permute(self.back).contiguous()
+        if gathered is not None:
+            whole = gathered.pop() if gathered else x.new_empty(call.left)
+            gathered.append(whole.view(call.left).permute([self.left.index(i) for i in range(len(call.left))]))
+        return total, None if bias is None else bias.narrow(0, call.bias, total.shape[-1])
+
     def _call(self, at: Coordinate) -> KernelCall:
-        end, moved = self.plans[2], self.plans[self.fused.tensor]
+        end, moved, left = self.plans[2], self.plans[self.fused.tensor], self.plans[self.fused.left]
         (transfer,) = steps_of(moved, None, at, self.dtype, planned_backend(self.mesh))
         assert isinstance(transfer, Transfer)
         before, region = end.src.region(end.shape, at)[-1], self.bias_at.region(end.shape, at)
         sizes = tuple([len(region[self.back.index(i)]) for i in range(len(region))])
-        call = self.calls[at] = KernelCall(transfer, sizes, region[-1].start - before.start)
+        operand = left.dst.local_shape(left.shape, at)
+        call = KernelCall(transfer, sizes, tuple([operand[i] for i in self.left]), region[-1].start - before.start)
+        self.calls[at] = call
         return call
