@@ -152,7 +152,7 @@ def contracted(drawn: list[Product]) -> list[list[int]]:
         with use_topology(BYTES), use_strategy(panels=stream):
             pairs = zip((a, b), layouts, strict=True)
             x, y = (distribute(t.detach(), Layout(mesh, tuple(at))).requires_grad_() for t, at in pairs)
-            found = torch.einsum(equation, x, y)
+            found = torch.einsum(equation, x * 1, y * 1)  # activations, of which gathered copies are kept
             found.square().sum().backward()
         told.append(differences([found, x.grad, y.grad], [c, a.grad, b.grad]))
     return told
