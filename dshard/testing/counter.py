@@ -90,9 +90,10 @@ this rank receives, and the bytes of an element."""
 
 def _collective(func: Any, bound: Arguments) -> Collective:
     name = func._schema.name
-    assert func in _COUNTS, f"{name} is a collective that count_traffic does not know"
+    count = _COUNTS.get(func) or _FUSED.get(name)
+    assert count is not None, f"{name} is a collective that count_traffic does not know"
     group = _group(bound)
-    sizes, itemsize = _COUNTS[func](bound, dist.get_rank(group), group.size())
+    sizes, itemsize = count(bound, dist.get_rank(group), group.size())
     return Collective(name.partition("::")[2], group.size(), sum(sizes) * itemsize, sum(size > 0 for size in sizes))
 
 
@@ -145,6 +146,15 @@ def _ring_all_reduce(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int]
     return [chunks[rank]] * (n - 1) + chunks[:rank] + chunks[rank + 1 :], x.itemsize
 
 
+def _fused_gather(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    return [bound["A"].numel()] * (n - 1), bound["A"].itemsize
+
+
+def _fused_reduce_scatter(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
+    a, b = bound["A"], bound["B"]
+    return [a.shape[:-1].numel() * b.shape[1] // n] * (n - 1), a.itemsize
+
+
 def _pairwise(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:
     x = _one(bound, "input")
     splits = list(bound.get("output_split_sizes") or [])
@@ -184,7 +194,7 @@ def _one(bound: Arguments, *names: str) -> Tensor:
     return x
 
 
-_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
 _SILENT = {
     _functional.wait_tensor.default,
@@ -200,6 +210,11 @@ _CONTRACT: dict[str, tuple[str, Count]] = {
     "all_to_all": ("alltoall_", _pairwise),
     "broadcast": ("broadcast_", _broadcast),
 }
+_FUSED: dict[str, Count] = {
+    "symm_mem::fused_all_gather_matmul": _fused_gather,
+    "symm_mem::fused_matmul_reduce_scatter": _fused_reduce_scatter,
+}
+"""Operators by name, which torch defines with a module that is imported late."""
 _COUNTS: dict[Any, Count] = {
     _functional.all_gather_into_tensor.default: _ring_gather,
     _functional.reduce_scatter_tensor.default: _ring_reduce_scatter,

@@ -41,8 +41,17 @@ from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.matmul.symmetric import SymmetricExecutor
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.rules.matmul_loops import schedules
-from dshard.testing import RankPool, distribute, nccl_contract, no_host_sync, rank_pool, simulated, whole
+from dshard.rules.matmul_loops import Loop, Stored, schedules
+from dshard.testing import (
+    RankPool,
+    count_traffic,
+    distribute,
+    nccl_contract,
+    no_host_sync,
+    rank_pool,
+    simulated,
+    whole,
+)
 from dshard.testing.nccl_contract.process_state import CURRENT
 from dshard.topology import BYTES, Device, Layer, Topology
 from dshard.trace import Trace
@@ -302,6 +311,24 @@ def test_kernels_are_for_equal_chunks_of_floats_on_one_host(contract: RankPool, 
 
 
 # -- steps
+
+
+def counted(loop: Loop, stored: Stored) -> tuple[list[tuple[str, int]], int]:
+    """The collectives and bytes of a matmul in a kernel, counted from the arguments of the operators, and its trace."""
+    schedule = Schedule((loop,), (stored,))
+    x, w, _ = (t.detach() for t in placed(mesh_of((4,)), schedule, 8, 12, 16))
+    with use_topology(BYTES), trace() as sent, count_traffic() as found:
+        matmul(x, w, strategy=schedule, panels=BY_KERNEL)
+    return [(each.name, each.nbytes) for each in found.collectives], sent.nbytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("loop", "stored", "name", "nbytes"),
+    [("n", "m", GATHER, 8 * 8 * 12 * 3 // 4), ("k", "m", SCATTER, 8 * 8 * 16 * 3 // 4), ("k", "n", SCATTER, 768)],
+)
+def test_kernels_are_counted(contract: RankPool, loop: Loop, stored: Stored, name: str, nbytes: int) -> None:
+    assert contract.run(counted, loop, stored) == [([(name, nbytes)], nbytes)] * 4
 
 
 def layers(dims: int, saved: Saved) -> tuple[list[int], list[str], list[int]]:
