@@ -103,6 +103,7 @@ def test_every_registered_operator_has_a_sample() -> None:
     covered = {func._schema.name.removesuffix("_") for sample in SAMPLES.values() for func in called(*sample)}
 
     missing = {name for table in TABLES for name in table} - covered - set(WITHOUT_VALUES) - set(ELSEWHERE)
+    missing -= {"aten::cholesky"} if torch.__version__ >= "2.14" else set()  # which has no function there
 
     assert not missing, f"add samples of {', '.join(sorted(missing))} to operator_samples.py"
 
