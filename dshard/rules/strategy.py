@@ -40,10 +40,10 @@ class Strategy:
     `gather` seconds redistribute the operands, `compute` is the local work, `reduce` redistributes the outputs to
     `ends`; `backward` is all of the backward pass, if it counts. A new reduction, except of a matmul, is charged only
     its bytes, as it may be completed together with others; a partial operand that passes through is charged in full,
-    as every use would complete it anew. A partial output is charged the cheapest reduction, and an output sharded along
-    a mesh axis on which all operands are replicated is charged its gather: there, work is sharded only if that pays by
-    itself. `gradients` are the layouts of the operands' gradients from the local backward pass of an operator that is
-    linear in its reduction.
+    as every use would complete it anew: in each output, but for pieces of it, which may be completed together. A
+    partial output is charged the cheapest reduction, and an output sharded along a mesh axis on which all operands are
+    replicated is charged its gather: there, work is sharded only if that pays by itself. `gradients` are the layouts of
+    the operands' gradients from the local backward pass of an operator that is linear in its reduction.
 
     An alternative to the rule has a `name`, and sends `exchanges` while it runs, which are part of `gather`. `held` are
     the bytes of a tensor that each rank holds while it computes.

@@ -25,7 +25,7 @@ from dshard.rules.attention_blocks import (
     work_of,
 )
 from dshard.rules.expand import Expansion, Operand, sizes_of
-from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.rule import MOVES, PassThrough, Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
 from dshard.topology import Topology
 
@@ -177,8 +177,8 @@ class Price:
         )
         passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
         for i, ((shape, itemsize), layout, end) in enumerate(zip(self.outputs, expansion.outputs, ends, strict=True)):
-            # pieces of one tensor may be reduced together
-            debt = self.topology if passes and not i else self.topology.bytes_only()
+            together = i > 0 and self.rule.passes == MOVES  # pieces of one tensor, which may be reduced at once
+            debt = self.topology if passes and not together else self.topology.bytes_only()
             reduce += _seconds(space_of(self.mesh, debt, shape, itemsize), layout, end)
             if any(constraints.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)

@@ -404,11 +404,18 @@ FUNCTIONAL = {
 }
 
 
-def collectives_of_graphs() -> tuple[int, int]:
-    """The bytes that this rank receives in the forward graph, and those planned; the collectives are those of eager."""
-    x, w = tensor(0, (8, 16), Shard(0), R), tensor(1, (16, 8), Shard(0), Shard(1))
-    ones = distribute_tensor(torch.ones(8, dtype=torch.float64), device_mesh(GRID), [Shard(0), R])
-    found: dict[str, Counter[tuple[str, int]]] = {}
+Sent = Counter[tuple[str, int]]
+
+
+def traced_by(f: Callable[[], Any]) -> tuple[Any, Sent]:
+    """What `f` returns, and the collectives outside of graphs that it runs."""
+    with trace() as seen:
+        out = f()
+    return out, Counter((FUNCTIONAL[event.collective], event.nbytes) for event in seen.events)
+
+
+def keeping(found: dict[str, Sent]) -> Any:
+    """A backend that puts the collectives of graphs into `found`."""
 
     def keep(name: str, graph: Any, inputs: Any) -> Any:
         found[name] = Counter(filter(None, map(received, graph.graph.nodes)))
@@ -418,23 +425,26 @@ def collectives_of_graphs() -> tuple[int, int]:
         keep("joint", graph, inputs)
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
+    compilers = {f"{short}_compiler": partial(keep, name) for short, name in (("fw", "forward"), ("bw", "backward"))}
+    return aot_autograd(**compilers, partition_fn=partition)
+
+
+def collectives_of_graphs() -> tuple[int, int]:
+    """The bytes that this rank receives in the forward graph, and those planned; the collectives are those of eager."""
+    x, w = tensor(0, (8, 16), Shard(0), R), tensor(1, (16, 8), Shard(0), Shard(1))
+    ones = distribute_tensor(torch.ones(8, dtype=torch.float64), device_mesh(GRID), [Shard(0), R])
+    found: dict[str, Sent] = {}
+
     def forward(x: Any, w: Any) -> Any:
         y = matmul(x, w, strategy="summa", out_placements=[Shard(0), Shard(1)])
         return y.redistribute(placements=[Shard(1), R]).exp().sum(0).redistribute(placements=[Shard(0), R])
 
-    def told(f: Any) -> tuple[Any, Counter[tuple[str, int]]]:
-        with trace() as seen:
-            out = f()
-        return out, Counter((FUNCTIONAL[event.collective], event.nbytes) for event in seen.events)
-
-    compilers = {f"{short}_compiler": partial(keep, name) for short, name in (("fw", "forward"), ("bw", "backward"))}
-    backend = aot_autograd(**compilers, partition_fn=partition)
-    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+    compiled = torch.compile(forward, backend=keeping(found), fullgraph=True)
     compiled(x, w).backward(ones)
-    out, there = told(lambda: forward(x, w))
-    _, back = told(lambda: out.backward(ones))
-    out, there_outside = told(lambda: compiled(x, w))
-    _, back_outside = told(lambda: out.backward(ones))
+    out, there = traced_by(lambda: forward(x, w))
+    _, back = traced_by(lambda: out.backward(ones))
+    out, there_outside = traced_by(lambda: compiled(x, w))
+    _, back_outside = traced_by(lambda: out.backward(ones))
     # the gradient of x leaves the graph partial along y; the hook of the leaf, which is in no graph, completes it
     assert not there_outside
     assert back_outside == Counter([("all_reduce", x.to_local().nbytes)])
@@ -451,6 +461,31 @@ def test_collectives_are_functional_and_as_planned(ranks: RankPool) -> None:
     """The same collectives as in eager, of the same bytes on each rank; plans say what the busiest rank receives."""
     received_there, planned = zip(*ranks.run(collectives_of_graphs), strict=True)
     assert max(received_there) == max(planned) == min(planned) > 0
+
+
+def norm_before_columns() -> None:
+    x, columns = tensor(0, (8, 16), Shard(0), R), tensor(1, (32, 16), R, Shard(0))
+    weight, bias = tensor(2, (16,), R, R), tensor(3, (16,), R, R)
+    found: dict[str, Sent] = {}
+
+    def forward(x: Any) -> Any:
+        return F.linear(F.layer_norm(x, (16,), weight, bias), columns)
+
+    def step(run: Any) -> Any:
+        out = run(x)
+        return out.backward(torch.ones_like(out))
+
+    compiled = torch.compile(forward, backend=keeping(found), fullgraph=True)
+    step(compiled)
+    _, eager = traced_by(lambda: step(forward))
+    _, outside = traced_by(lambda: step(compiled))
+    assert found["joint"] + outside == eager
+    assert found["backward"][("all_reduce", x.to_local().nbytes)] == 1  # of columns: before the norm, and not after it
+
+
+def test_the_gradient_of_a_norm_is_reduced_once_as_in_eager(ranks: RankPool) -> None:
+    """Neither for the input nor for the parameters of the norm is more sent than for its result."""
+    ranks.run(norm_before_columns)
 
 
 # -- ranks without data

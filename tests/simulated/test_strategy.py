@@ -23,7 +23,7 @@ from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.attention_loops import attention_rule
 from dshard.rules.expand import Operand, merges
-from dshard.rules.rule import Rule
+from dshard.rules.rule import MOVES, PassThrough, Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
 from dshard.rules.strategy_choice import choose, strategies
@@ -124,6 +124,20 @@ def test_a_partial_result_is_charged_its_completion() -> None:
 
     assert found.reduce > 0
     assert str(completed_layout(found.outputs[0])) == "tp:R"
+
+
+@pytest.mark.parametrize(("operator", "passes"), [(linear(0), False), (MOVES, True)])
+def test_results_of_a_partial_operand_are_charged_a_latency_each_and_its_pieces_one(
+    operator: tuple[PassThrough, ...], passes: bool
+) -> None:
+    """As the gradients of a norm, which are used apart; all pieces of one tensor may be reduced together."""
+    shapes = [(32, 64), (64,), (64,)]
+    rule = parse_rule("t n -> t n, n, n", [(32, 64)], shapes, passes=operator)
+
+    operands = [Operand(parse_layout("tp:P(sum)", LINE), (32, 64), 4)]
+    found = choose(rule, operands, [(shape, 4) for shape in shapes], FLAT_CPU)
+
+    assert bool(found.outputs[0].partial_axes()) == passes
 
 
 def test_an_order_of_mesh_axes_is_kept() -> None:
