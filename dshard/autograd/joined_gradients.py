@@ -25,7 +25,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.core.context import planning_context
-from dshard.core.joined_moves import begin_together, run_alone
+from dshard.core.joined_moves import begin_lane, run_alone
 from dshard.core.moves import LocalRedistribution, count_write
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import Spec
@@ -383,6 +383,8 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
 def _begin(members: Sequence[Pending]) -> None:
     """Begin the collective of one lane's gradients, except those that were used before."""
     waiting = [pending for pending in members if pending.local is not None]
+    if not waiting:
+        return
     for pending in waiting:
         if pending.stream is not None and pending.local is not None:
             comm.follow(pending.stream, (pending.local,))
@@ -400,7 +402,7 @@ def _begin(members: Sequence[Pending]) -> None:
         return
     local = [pending.local for pending in waiting if pending.local is not None]
     name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
-    leaves = tuple(map(_OF, waiting))
-    ends = begin_together([pending.move for pending in waiting], local, name, leaves)
+    leaves = tuple(map(_OF, waiting)) if OBSERVERS else ()
+    ends = begin_lane([pending.move for pending in waiting], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
         pending.local, pending.finish = None, end

@@ -42,7 +42,7 @@ from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, s
 from dshard.comm.events import Event, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
-from dshard.comm.joined import Joined, Lane, begin_joined, joined_of, joined_received, lane_of
+from dshard.comm.joined import JoinedStart, Lane, begin_joined, joined_received, joined_start, lane_of
 from dshard.comm.peer_failure import (
     is_from_peer,
     is_published,
@@ -99,7 +99,7 @@ __all__ = [
     "Event",
     "Factor",
     "InFlight",
-    "Joined",
+    "JoinedStart",
     "Lane",
     "LazyLocal",
     "LocalTensor",
@@ -150,8 +150,8 @@ __all__ = [
     "is_from_peer",
     "is_outside",
     "is_published",
-    "joined_of",
     "joined_received",
+    "joined_start",
     "lane_of",
     "leave_word",
     "listen",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import rank_checks
+from dshard.comm import collectives, rank_checks
 from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
@@ -23,7 +23,7 @@ from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
 from dshard.comm.run import launch_on, received_at_once, run_program
-from dshard.comm.runtime import LocalTensor, own_coordinate, own_runtime, planned_backend
+from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
@@ -33,6 +33,9 @@ from dshard.redistribute import Plan, all_reduce_sizes, numel
 
 Finish = Callable[[], Results]
 """Waits for the collective, and returns the local tensors."""
+
+JoinedStart = Callable[[list[Tensor]], Finish]
+"""Begins the collective on a local tensor of each plan; the list is emptied once they are packed."""
 
 
 class Lane(NamedTuple):
@@ -115,22 +118,26 @@ class JoinedStep:
 
     def program(self, tensors: list[Tensor]) -> Program[Results]:
         """Pack the tensors, run the collective, and unpack what arrives."""
-        flat = self._pack(tensors)
+        flat = self.pack(tensors)
         tensors.clear()  # which would stay in memory for as long as the collective runs
         for part in self.parts:
             flat = (yield Request(part, flat, _place_to_receive(part, flat)))()
             for call in part.unpackers():
                 flat = call(flat)
-        return self._unpack(flat)
+        return self.unpack(flat)
 
-    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The flat buffer to send."""
         pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
+        if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
+            return torch.cat([x.flatten() for x in pieces])
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(places, pieces)
         return flat
 
-    def _unpack(self, flat: Tensor) -> Results:
+    def unpack(self, flat: Tensor) -> Results:
+        """The local tensors in the buffer received, whose terms are reduced."""
         parts = flat.split(self.received)
         if not self.gathers:
             return tuple([_of_memory(part, moved.after) for part, moved in zip(parts, self.members, strict=True)])
@@ -150,59 +157,81 @@ def _of_memory(part: Tensor, shape: Shape) -> Tensor:
 
     A view would share the counter with all other views of the buffer: a write to one would count as a write to each.
     """
-    if part.is_meta:
-        return part.view(shape)
-    view = part.view(shape)
-    return part.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+    return part.view(shape).data
 
 
-def joined_of(plans: Sequence[Plan], dtype: torch.dtype) -> Joined:
-    """Plans of one lane as one collective of this process, made once and cached.
+def joined_start(plans: Sequence[Plan], dtype: torch.dtype) -> JoinedStart:
+    """A function that begins plans of one lane as one collective of this process, made once and cached.
 
     Raises:
         MeshError: the mesh has no processes.
     """
     runtime, coordinate = own_runtime(plans[0].src.mesh)
     key = (*plans, dtype)
-    joined: Joined | None = runtime.runners.get(key)
-    if joined is None:
-        return runtime.runners.add(key, Joined(plans, coordinate, dtype, runtime.backend))  # type: ignore[no-any-return]
+    start: JoinedStart | None = runtime.runners.get(key)
+    if start is None:
+        joined = Joined(plans, coordinate, dtype, runtime.backend)
+        return runtime.runners.add(key, _start_of(joined, plans, runtime))  # type: ignore[no-any-return]
     runtime.runners.hits += 1
-    return joined
+    return start
+
+
+def _start_of(joined: Joined, plans: Sequence[Plan], runtime: Runtime) -> JoinedStart:
+    compares = rank_checks.enabled()
+    first, *others = [part.collective for step in joined.steps for part in step.parts]
+
+    def start(tensors: list[Tensor]) -> Finish:
+        if compares:
+            text = f"{len(plans)} joined: " + "; ".join(f"{tuple(plan.shape)} {plan}" for plan in plans)
+            rank_checks.compare_on(text, runtime.group(runtime.mesh.names), device_of(runtime.mesh))
+        return begun(joined.program(tensors), partial(launch_on, runtime))
+
+    if others or compares or first.kind != "all_reduce":
+        return start
+    (step,), op, group = joined.steps, first.op, runtime.group(first.axes)
+    assert op is not None
+
+    def start_reduction(tensors: list[Tensor]) -> Finish:
+        if LISTENERS:
+            return start(tensors)
+        flat = step.pack(tensors)
+        tensors.clear()
+        wait = collectives.reduce(op, group, flat, flat)
+        return lambda: step.unpack(wait())
+
+    return start_reduction
 
 
 def begin_joined(
-    plans: Sequence[Plan], tensors: list[Tensor], dtype: torch.dtype, joined: Joined | None = None
+    plans: Sequence[Plan], tensors: list[Tensor], dtype: torch.dtype, start: JoinedStart | None = None
 ) -> Finish:
     """Begin plans of one lane, on a local tensor each, as one collective; the function returned waits for its end.
 
     Tensors of another dtype are cast to `dtype`. The list is emptied once they are packed, so that they are freed while
-    the collective runs. `joined` is `joined_of(plans, dtype)`, if at hand. On simulated ranks the collective has ended
-    on return.
+    the collective runs. `start` is `joined_start(plans, dtype)`, if at hand. On simulated ranks the collective has
+    ended on return.
 
     Raises:
         MeshError: the mesh has no processes.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return begin_joined(plans, tensors, dtype, start)
     mesh = plans[0].src.mesh
-    with torch.no_grad():
-        if tensors[0].is_meta:
-            if LISTENERS:
-                for kind, axes, elements in joined_received(tuple(plans)):
-                    emit(kind, mesh, axes, elements * dtype.itemsize)
-            joined = Joined(plans, own_coordinate(mesh), dtype, planned_backend(mesh))
-            return begun(joined.program(tensors), received_at_once)  # whose buffers are there until the end
-        if type(tensors[0]) is LocalTensor:
+    if tensors[0].is_meta:
+        if LISTENERS:
+            for kind, axes, elements in joined_received(tuple(plans)):
+                emit(kind, mesh, axes, elements * dtype.itemsize)
+        joined = Joined(plans, own_coordinate(mesh), dtype, planned_backend(mesh))
+        return begun(joined.program(tensors), received_at_once)  # whose buffers are there until the end
+    if type(tensors[0]) is LocalTensor:
 
-            def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:
-                return Joined(plans, at, dtype, SIMULATED).program(list(parts))
+        def make(at: Coordinate, space: Session, parts: Sequence[Tensor]) -> Program[Results]:
+            return Joined(plans, at, dtype, SIMULATED).program(list(parts))
 
-            results = run_program(mesh, make, tensors)
-            return lambda: results
-        runtime, _ = own_runtime(mesh)
-        if rank_checks.enabled():
-            text = f"{len(plans)} joined: " + "; ".join(f"{tuple(plan.shape)} {plan}" for plan in plans)
-            rank_checks.compare_on(text, runtime.group(mesh.names), device_of(mesh))
-        return begun((joined or joined_of(plans, dtype)).program(tensors), partial(launch_on, runtime))
+        results = run_program(mesh, make, tensors)
+        return lambda: results
+    return (start or joined_start(plans, dtype))(tensors)
 
 
 @cached("joined bytes", 4096)

@@ -48,7 +48,7 @@ def begin_together(
     for together, tensors in zip(lanes, parts, strict=True):
         some = [moves[i] for i in together]
         leaves_of = tuple(map(members.__getitem__, together)) if members else ()
-        ends |= zip(together, _begin_lane(some, tensors, op, leaves_of), strict=True)
+        ends |= zip(together, begin_lane(some, tensors, op, leaves_of), strict=True)
     return [ends[i] for i in range(len(moves))]
 
 
@@ -66,7 +66,8 @@ def _lanes(moves: Sequence[LocalRedistribution]) -> list[list[int]]:
     return cache.add(key, [*lanes.values()])  # type: ignore[no-any-return]
 
 
-def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...]) -> Ends:
+def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...]) -> Ends:
+    """`begin_together` for redistributions of one lane."""
     if len(moves) == 1:
         move, tensor = moves[0], local.pop()
         if tensor.dtype is not move.spec.dtype:
@@ -76,7 +77,7 @@ def _begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: s
             return [partial(finish_observed, decision, observed(decision, move.begin_or_run, (tensor,)))]
         return [move.begin_or_run(tensor)]
     plans = [move.plan for move in moves]
-    args = (plans, local, moves[0].spec.dtype, _joined(moves, local[0]))
+    args = (plans, local, moves[0].spec.dtype, _start_of(moves, local[0]))
     if OBSERVERS:
         decision = decision_together(moves, op, members)
         results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
@@ -93,16 +94,16 @@ def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[
     return moved
 
 
-def _joined(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.Joined | None:
-    """The program that `comm.begin_joined` runs on this rank, from the cache of the topology in use."""
+def _start_of(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.JoinedStart | None:
+    """The function by which `comm.begin_joined` begins them on this rank, from the cache of the topology in use."""
     if type(local) is not Tensor or local.is_meta:
         return None
-    cache = planning_context().moves
-    joined: comm.Joined | None = cache.get(tuple(moves))
-    if joined is None:
-        return cache.add(tuple(moves), comm.joined_of([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
+    cache, key = planning_context().moves, tuple(moves)
+    start: comm.JoinedStart | None = cache.get(key)
+    if start is None:
+        return cache.add(key, comm.joined_start([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
     cache.hits += 1
-    return joined
+    return start
 
 
 class _Once:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import (
+    DTensor,
     Layout,
     Mesh,
     Replicate,
@@ -348,6 +350,46 @@ def priced() -> tuple[int, int]:
 def test_slow_links_take_more_buckets(ranks: RankPool):
     slow, late = ranks.run(priced)[0]
     assert late == 1 < slow
+
+
+class Computed(TorchDispatchMode):
+    """Lists the operators on local tensors that compute something: no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not any(result.alias_info is not None for result in func._schema.returns):
+            self.operators.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def packed() -> list[str]:
+    """What is computed to reduce the gradients of leaves together, and to use them."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    rows = distribute_tensor(torch.rand(8, 3), mesh, [Shard(0)])
+    leaves = [distribute_tensor(torch.rand(3), mesh, [Replicate()]).requires_grad_() for _ in range(4)]
+    for _ in range(3):
+        sums = [(rows * x).sum() for x in leaves]
+        with Computed() as mode:
+            torch.autograd.backward(sums, [torch.ones_like(total) for total in sums])
+            found = [x.grad.to_local() for x in leaves]
+        assert all(grad.is_contiguous() and not grad._is_view() for grad in found)
+        version = found[0]._version
+        found[1].add_(1)
+        assert found[0]._version == version
+        for x in leaves:
+            x.grad = None
+    return mode.operators
+
+
+def test_gradients_are_packed_by_one_operator_and_unpacked_by_views(ranks: RankPool):
+    operators = ranks.run(packed)[0]
+    assert operators.count("cat") == 1
+    assert not {"new_empty", "empty", "_foreach_copy_", "set_", "clone", "copy_"} & set(operators)
 
 
 def mean_loss() -> None:
