@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import astuple
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ class CompileMetadata(tuple[Any, ...]):
         spec, mesh = self.origin, self.origin.layout.mesh
         runtime = runtime_of(mesh)
         tensor = spec.layout, spec.shape, spec.stride, spec.dtype, spec.device, self.leaf, bool(self[-1])
-        parts = *tensor, self.options, astuple(self.settings.topology_of(mesh))
+        parts = *tensor, self.options, astuple(self.settings.topology_of(mesh)), library_digest()
         place = None if runtime is None else (runtime.rank, runtime.coordinate, runtime.group_names())
         return hashlib.blake2b(repr((parts, place)).encode(), digest_size=16).hexdigest()
 
@@ -69,6 +71,13 @@ class CompileMetadata(tuple[Any, ...]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (self.origin, self.leaf, bool(self[-1]), self.settings.topology, self.options)
+
+
+@cache
+def library_digest() -> str:
+    """Return a hash of this library's code, which decides what a graph sends."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
 
 
 def compile_metadata(spec: Spec, leaf: bool, requires_grad: bool) -> CompileMetadata:

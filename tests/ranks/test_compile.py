@@ -43,6 +43,7 @@ from dshard import (
 from dshard.comm import runtime_of
 from dshard.comm.process_groups import this_world
 from dshard.comm.runtime import Runtime
+from dshard.compile import metadata
 from dshard.compile.metadata import compile_metadata
 from dshard.core.context import planning_context
 from dshard.testing import RankPool, rank_pool
@@ -295,12 +296,14 @@ def described_elsewhere() -> list[str]:
     sizes, grads = tensor(0, (8, 16), *x.placements), tensor(0, (8, 8), *x.placements, grad=not x.requires_grad)
     digests = [known.digest(), other.digest(), *(y._stable_hash_for_caching() for y in (sizes, grads))]
     with patch.object(Runtime, "group_names", return_value=("elsewhere",)):  # as in a process that made others before
+        digests.append(known.digest())
+    with patch.object(metadata, "library_digest", return_value="another"):
         return [*digests, known.digest()]
 
 
-def test_graphs_kept_on_disk_are_of_one_rank_one_topology_its_groups_and_sizes(ranks: RankPool) -> None:
+def test_graphs_kept_on_disk_are_of_one_rank_one_topology_its_groups_sizes_and_code(ranks: RankPool) -> None:
     names = [name for names in ranks.run(described_elsewhere) for name in names]
-    assert len(set(names)) == 20
+    assert len(set(names)) == 24
 
 
 # -- what is inside a region
