@@ -48,16 +48,17 @@ class Leaf:
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
     of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own. The
-    gradient was the only one of a pass in the passes `alone` over its mesh.
+    gradient was the only one of a pass in the passes `alone` over its mesh. `is_packed` says that the last one was
+    reduced in a buffer with others.
     """
 
-    __slots__ = ("accumulates", "alone", "has_partial_sum", "layout", "number", "of", "reduce_dtype")
+    __slots__ = ("accumulates", "alone", "has_partial_sum", "is_packed", "layout", "number", "of", "reduce_dtype")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
         # for observers: a weak reference would keep torch from swapping it for another
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
-        self.has_partial_sum = False
+        self.has_partial_sum = self.is_packed = False
         self.reduce_dtype: torch.dtype | None = None
         self.alone: MeshPasses | None = None
 
@@ -398,11 +399,11 @@ def _begin(members: Sequence[Pending]) -> None:
         (pending,) = waiting
         assert pending.local is not None
         pending.finish = pending.move.begin_or_run(pending.local, pending.own)
-        pending.local = None
+        pending.local, pending.leaf.is_packed = None, False
         return
     local = [pending.local for pending in waiting if pending.local is not None]
     name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
     leaves = tuple(map(_OF, waiting)) if OBSERVERS else ()
     ends = begin_lane([pending.move for pending in waiting], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
-        pending.local, pending.finish = None, end
+        pending.local, pending.finish, pending.leaf.is_packed = None, end, True

@@ -58,7 +58,7 @@ def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
         return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
-    own = asynchronous and is_sole_owner(grad, references)
+    own = asynchronous and not leaf.is_packed and is_sole_owner(grad, references)  # a packed one is not written
     if leaf.accumulates:
         joined = join(leaf, grad, move, own)
         if joined is not None:
