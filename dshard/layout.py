@@ -169,8 +169,7 @@ class Layout(Drawn):
 
     def cotangent(self) -> Layout:
         """The layout of the gradient of a tensor with this layout."""
-        placements = tuple(map(cotangent, self.placements))
-        return self if placements == self.placements else Layout(self.mesh, placements, self.order)
+        return _cotangent(self)
 
     def check(self, shape: Sequence[int]) -> None:
         """Refuse a tensor that has fewer dims than this layout shards.
@@ -192,6 +191,12 @@ def overlap(a: Region, b: Region) -> Region | None:
     """The intersection of two regions, or None if it is empty."""
     both = tuple([range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)])
     return both if all(both) else None
+
+
+@cached("cotangents", 65536)
+def _cotangent(layout: Layout) -> Layout:
+    placements = tuple(map(cotangent, layout.placements))
+    return layout if placements == layout.placements else interned(Layout(layout.mesh, placements, layout.order))
 
 
 @cached("local parts", 65536)

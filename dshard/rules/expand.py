@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 from dshard.caches import cached
 from dshard.errors import LayoutError
-from dshard.layout import DimOrder, Layout, Shape, interned
+from dshard.layout import Layout, Shape, interned
 from dshard.mesh import Mesh
-from dshard.placements import Partial, Placement, Replicate, Shard, nested_chunk
+from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard, nested_chunk
 from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
 
 Row: TypeAlias = str | PassThrough | None
@@ -96,9 +96,6 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
     return list(rows)
 
 
-_shard, _partial = cached("shards", 64)(Shard), cached("partials", 8)(Partial)
-"""One object for each placement of many expansions."""
-
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
@@ -171,7 +168,7 @@ def order_of(terms: Sequence[Term], layouts: Sequence[Layout]) -> Order:
 
 def term_layout(mesh: Mesh, term: Term, order: Order) -> Layout:
     """The layout of a tensor of this term, replicated on the axes that shard none of its factors."""
-    return _layout(mesh, term, order, [Replicate()] * mesh.ndim)
+    return _layout(mesh, term, order, [None] * mesh.ndim)
 
 
 def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -185,51 +182,41 @@ def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, 
     return inputs, tuple(_layout(mesh, term, order, _output_rest(rule, i, rows)) for i, term in enumerate(rule.outputs))
 
 
-def _input_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    whole = Replicate()
-    return [_passed(row) if isinstance(row, PassThrough) and i in row.operands else whole for row in assignment]
+Rest: TypeAlias = list[ReduceOp | None]
+"""For each mesh axis that shards no factor of a tensor, the reduction by which the tensor is partial there, if any."""
 
 
-def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    rest: list[Placement] = []
-    for row in assignment:
-        if isinstance(row, PassThrough):
-            rest.append(_passed(row))
-        else:
-            rest.append(Replicate() if row is None else _partial(rule.reduce_of(i)))
-    return rest
+def _input_rest(i: int, assignment: tuple[Row, ...]) -> Rest:
+    return [row.ops[0] if isinstance(row, PassThrough) and i in row.operands else None for row in assignment]
 
 
-def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> list[Placement]:
-    """The placements of operand `i`'s gradient on axes that shard none of its factors.
+def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> Rest:
+    op = rule.reduce_of(i)
+    return [row.ops[0] if isinstance(row, PassThrough) else None if row is None else op for row in assignment]
+
+
+def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> Rest:
+    """The rest of operand `i`'s gradient.
 
     If the work is sharded but the operand is replicated, its gradient is partial. So it is if another operand is
     partial: the gradient is summed or averaged like that operand.
     """
-    rest: list[Placement] = []
+    rest: Rest = []
     for row in assignment:
         if isinstance(row, PassThrough):
-            rest.append(Replicate() if i in row.operands else _partial("avg" if row.ops[0] == "avg" else "sum"))
+            rest.append(None if i in row.operands else "avg" if row.ops[0] == "avg" else "sum")
         else:
-            rest.append(Replicate() if row is None else _partial("sum"))
+            rest.append(None if row is None else "sum")
     return rest
 
 
-def _passed(row: PassThrough) -> Placement:
-    return _partial(row.ops[0])
-
-
-def _layout(mesh: Mesh, term: Term, order: Order, rest: list[Placement]) -> Layout:
-    """The layout of a tensor of this term; `rest` are the placements on the axes that shard none of its factors."""
-    placements = list(rest)
-    orders: list[DimOrder] = []
-    for dim, factors in enumerate(term):
-        axes = order.get(factors[0], ()) if len(factors) == 1 else _axes_of(factors, order)
+def _layout(mesh: Mesh, term: Term, order: Order, rest: Rest) -> Layout:
+    """The layout of a tensor of this term."""
+    split = tuple([order.get(dim[0], ()) if len(dim) == 1 else _axes_of(dim, order) for dim in term])
+    for axes in split:
         for axis in axes:
-            placements[axis] = _shard(dim)
-        if len(axes) > 1:
-            orders.append((dim, axes))
-    return _expanded_layout(mesh, tuple(placements), tuple(orders))
+            rest[axis] = None
+    return _expanded_layout(mesh, split, tuple(rest))
 
 
 def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
@@ -237,9 +224,14 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
 
 
 @cached("expanded layouts", 16384)
-def _expanded_layout(mesh: Mesh, placements: tuple[Placement, ...], orders: tuple[DimOrder, ...]) -> Layout:
-    """The cached layout, one object for all expansions that have it."""
-    return interned(Layout(mesh, placements, orders))
+def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple[ReduceOp | None, ...]) -> Layout:
+    """The cached layout, one object for all expansions that have it; `split` are the mesh axes that shard each dim."""
+    placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in rest]
+    for dim, axes in enumerate(split):
+        for axis in axes:
+            placements[axis] = Shard(dim)
+    orders = tuple([(dim, axes) for dim, axes in enumerate(split) if len(axes) > 1])
+    return interned(Layout(mesh, tuple(placements), orders))
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
