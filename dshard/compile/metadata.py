@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import astuple
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class CompileMetadata(tuple[Any, ...]):
         return _restored, (self.origin, self.leaf, bool(self[-1]), self.settings.topology, self.options)
 
 
-@cache
+@cached("library digest", 1)
 def library_digest() -> str:
     """Return a hash of this library's code, which decides what a graph sends."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
