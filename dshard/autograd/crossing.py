@@ -19,7 +19,7 @@ from dshard.core.moves import LocalRedistribution, counting_as, local_redistribu
 from dshard.core.observe import OBSERVERS, Decision, finish_observed, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
-from dshard.core.transforms import refuse_batched, with_tangent
+from dshard.core.transforms import is_differentiating_forward, refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
@@ -355,14 +355,15 @@ def redistribute(
     backward pass then notices a write to `x`.
     """
     current = x._spec.layout
-    if current is layout or current == layout:
+    if current is layout or (current._hash == layout._hash and current == layout):
         return x
     if current.mesh is not layout.mesh and current.mesh != layout.mesh:
         crossed: Wrapper = Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
         return crossed
-    dual: Wrapper | None = with_tangent(x, lambda y: in_layout(y, layout, op, asynchronous=asynchronous))
-    if dual is not None:
-        return dual
+    if is_differentiating_forward():
+        dual: Wrapper | None = with_tangent(x, lambda y: in_layout(y, layout, op, asynchronous=asynchronous))
+        if dual is not None:
+            return dual
     with no_torch_function():
         if torch.is_grad_enabled() and x.requires_grad:
             if not asynchronous and local_graph_of(x) is not None:
