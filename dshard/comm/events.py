@@ -64,7 +64,7 @@ class _Once:
         self.function = function
         self.block = _LISTENERS.enter((self, False))
 
-    def __call__(self, event: Event | None = None) -> None:
+    def __call__(self, event: Event) -> None:
         if self.block in _LISTENERS.anywhere:
             _LISTENERS.leave(self.block)
             self.function()

@@ -79,13 +79,13 @@ def link_within(measured: Sequence[Measured], layers: Sequence[Layer], pairs: Gr
 
     That of the smallest measured groups that have both ranks of every pair, or else that of the layers.
     """
-    found: dict[int, Link] = {}
+    by_size: dict[int, Link] = {}
     for figures in measured:
         if figures.collective in ("permute", None):
             sets = list(map(frozenset, groups_of(figures.mesh, figures.axes)))
             if all(any(one.issuperset(pair) for one in sets) for pair in pairs):
-                found[len(sets[0])] = figures.link
-    return found[min(found)] if found else shared_link(layers, pairs, "permute")
+                by_size[len(sets[0])] = figures.link
+    return by_size[min(by_size)] if by_size else shared_link(layers, pairs, "permute")
 
 
 def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective | None) -> Link:
