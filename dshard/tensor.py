@@ -339,8 +339,9 @@ class DTensor(Wrapper):
         spec = self._spec
         local = self._local_tensor.detach()  # without the references to its views, which are of this process
         device = None if local.device == spec.device else spec.device
-        parts = (local, spec.layout, spec.shape, spec.stride, spec.dtype, device)
-        return _unpickle, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter), _attributes(self))
+        described = spec.shape, spec.stride, spec.dtype, device
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _unpickle, (local, spec.layout, described, self.requires_grad, is_parameter, _attributes(self))
 
 
 support()
@@ -369,16 +370,14 @@ def _restore(
 def _unpickle(
     local: Tensor,
     layout: Layout,
-    shape: Shape,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device | None,
+    described: tuple[Shape, tuple[int, ...], torch.dtype, torch.device | None],
     requires_grad: bool,
     is_parameter: bool,
-    attributes: dict[str, Any] | None = None,
+    attributes: dict[str, Any],
 ) -> DTensor:
-    """A tensor from its pickle; without `device`, on that of `local`, which `torch.load` may map to another."""
+    """A tensor from its pickle; without a device, on that of `local`, which `torch.load` may map to another."""
+    shape, stride, dtype, device = described
     x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, local.device if device is None else device))
     x = _restore(x, requires_grad, is_parameter, None, None)
-    x.__dict__.update(attributes or {})
+    x.__dict__.update(attributes)
     return x

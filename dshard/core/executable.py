@@ -90,7 +90,7 @@ class Executable:
         self.decision, self.local_op, self.specs, self.tensors, self.finish = decision, local_op, specs, tensors, finish
         self.gradients, self.differentiable, self.prepare = gradients, differentiable, prepare
         self.mesh = decision.operands[0].layout.mesh
-        self.plans = decision.plans if decision.bias is None else (*decision.plans, decision.bias)
+        self.plans = decision.plans
         self.compared = comparing()
         self.operator: LocalOp | None = None
         self.moves: list[tuple[int, LocalOp]] = []

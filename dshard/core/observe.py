@@ -47,7 +47,7 @@ class Decision:
     """One operator on given operands, and the strategy or redistributions that were chosen for it.
 
     `rule` and `strategy` are None for an operator that only redistributes or has no rule. `plans` redistribute the
-    operands, `bias` a matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further
+    operands, then a matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further
     collectives. `why` says what needs the communication; `ASKED` or `Members`: the user. `alternatives` are the
     alternatives to the rule that apply. A chosen one, or a `composed` operator, has all of its communication here, and
     decisions made while it runs repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
@@ -66,9 +66,13 @@ class Decision:
     exchanges: tuple[PlannedCollective, ...] = ()
     alternatives: tuple[Strategy, ...] = ()
     why: str | Members = NEEDED
-    bias: Plan | None = None
     ends: tuple[Plan, ...] = ()
     composed: bool = False
+
+    @property
+    def bias(self) -> Plan | None:
+        """The plan that redistributes a matmul's bias, if there is one."""
+        return self.plans[len(self.operands)] if len(self.plans) > len(self.operands) else None
 
     @property
     def explicit(self) -> bool:

@@ -145,16 +145,16 @@ def group_norm_backward(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    batch: int,
-    channels: int,
-    size: int,
-    groups: int,
-    mask: Sequence[bool],
+    *options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of group norm as torch decomposes them, which divides by the elements of a group."""
-    has_elements = channels * size > 0
+    """The gradients of group norm as torch decomposes them, which divides by the elements of a group.
+
+    The `options` are the numbers of batch, channels, elements of a channel and groups, and the gradients that are asked
+    for.
+    """
+    *sizes, mask = options
+    has_elements = sizes[1] * sizes[2] > 0
     decomposition = decomposition_table[aten.native_group_norm_backward.default]
-    sizes = batch, channels, size, groups
     of_x, *others = decomposition(grad, x, mean, rstd, weight, *sizes, [mask[0] and has_elements, *mask[1:]])
     return of_x if has_elements or not mask[0] else torch.zeros_like(x), *others
 

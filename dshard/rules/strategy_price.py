@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dshard.cost import together_seconds, work_seconds
 from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate, Shard, nested_chunk
 from dshard.redistribute import plan_price
 from dshard.redistribute.layout_state import State
@@ -78,7 +79,6 @@ class Price:
         self.rule, self.operands, self.outputs, self.topology = rule, operands, outputs, topology
         self.constraints = constraints
         self.sizes = sizes_of(rule, operands, outputs)
-        self.mesh = operands[0].layout.mesh
         self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
         self.idle = frozenset(
             axis
@@ -92,6 +92,11 @@ class Price:
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
         self.known_works: dict[tuple[tuple[int, ...], ...], list[Work]] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the operands."""
+        return self.operands[0].layout.mesh
 
     # -- the least that an expansion takes
 

@@ -24,7 +24,7 @@ from dshard.comm import (
     steps_of,
     sum_dtype,
 )
-from dshard.mesh import Coordinate
+from dshard.mesh import Coordinate, Mesh
 from dshard.ops.matmul.local import accumulating, local_product, outlined
 from dshard.placements import Partial
 from dshard.redistribute import Panel, Plan, Ranges
@@ -81,7 +81,6 @@ class PanelExecutor:
     ) -> None:
         self.bias = bias
         self.rule, self.plans, self.dtype, self.stream = rule, plans, dtype, stream
-        self.mesh = plans[0].src.mesh
         self.terms = (*rule.inputs, rule.outputs[0])
         shapes = [plan.shape for plan in plans]
         operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
@@ -98,6 +97,11 @@ class PanelExecutor:
         self.multiply = local_product(*rule.inputs, *rule.outputs)
         self.add = accumulating(*rule.inputs, *rule.outputs)
         self.known: dict[tuple[Coordinate, bool], Compiled] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the operands."""
+        return self.plans[0].src.mesh
 
     def __call__(self, tensors: Sequence[Tensor], *, whole: bool = False) -> tuple[Tensor, ...]:
         """Run the matmul on the local tensors of the operands, and of the bias if there is one.
