@@ -153,12 +153,22 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
     if n == 1:
         return Terms(1, Link(0.0, inf), ())
     link = topology.link(mesh, axes, collective)
-    running = [algorithm for algorithm in topology.algorithms if collective in COLLECTIVES_OF[algorithm.kind]]
-    where = topology.nodes(mesh, axes) if running and not link.measured else None
+    if not topology.algorithms or link.measured or collective not in COLLECTIVES_OF["ring"]:
+        return Terms(n, link, ())
+    where = topology.nodes(mesh, axes)
     if where is None:
         return Terms(n, link, ())
-    prices = [algorithm_price(algorithm, collective, n, *where, link.bandwidth) for algorithm in running]
-    return Terms(n, link, tuple([price for price in prices if price is not None]))
+    alike: Collective = "all_gather" if collective == "reduce_scatter" else collective
+    return Terms(n, link, _algorithm_prices(topology, alike, n, *where, link.bandwidth))
+
+
+@cached("prices of algorithms", 1024)
+def _algorithm_prices(
+    topology: Topology, collective: Collective, n: int, nodes: int, inside: Hardware | None, bandwidth: float
+) -> tuple[AlgorithmPrice, ...]:
+    running = [algorithm for algorithm in topology.algorithms if collective in COLLECTIVES_OF[algorithm.kind]]
+    prices = [algorithm_price(algorithm, collective, n, nodes, inside, bandwidth) for algorithm in running]
+    return tuple([price for price in prices if price is not None])
 
 
 def algorithm_price(

@@ -101,7 +101,9 @@ class Algorithm:
 
     def step(self, inside: Hardware | None) -> float:
         """Return the seconds of a step within a node, 0 if each node has one rank."""
-        return {"nvlink": self.nvlink, "pcie": self.pcie, "network": self.network, None: 0.0}[inside]
+        if inside is None:
+            return 0.0
+        return self.nvlink if inside == "nvlink" else self.pcie if inside == "pcie" else self.network
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.protocol}"
