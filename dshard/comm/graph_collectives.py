@@ -13,11 +13,13 @@ from threading import local
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import collectives
+from dshard.comm.backends import waits_on_host
 from dshard.comm.collectives import Wait
-from dshard.comm.process_groups import Group, this_world
+from dshard.comm.process_groups import Group, backend_name, this_world
 from dshard.placements import ReduceOp
 from dshard.torch_private import DispatchKey
 
@@ -52,14 +54,16 @@ class _InFlight(local):
 _IN_FLIGHT = _InFlight()
 
 
-def wait_in_graphs_as_in_eager() -> bool:
-    """Register the kernels of this module with torch; return False if they are registered already."""
-    if _LIBRARY:
-        return False
+def wait_in_graphs_as_in_eager() -> None:
+    """Register the kernels of this module with torch, unless no wait of this world's collectives stops the host.
+
+    torch's own graphs call them, too, in some microseconds more for each collective and wait.
+    """
+    if _LIBRARY or not dist.is_initialized() or not waits_on_host(backend_name()):
+        return
     _LIBRARY.append(torch.library.Library(_NAMESPACE, "IMPL"))
     for name, kernel in _KERNELS.items():
         _LIBRARY[0].impl(name, kernel, "CPU")
-    return True
 
 
 _LIBRARY: list[Any] = []  # the kernels end with torch's library, so it is kept

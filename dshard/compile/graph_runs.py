@@ -22,6 +22,8 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import late
 
 _WRAPPER = "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper"
+_WRAPPED: list[str] = []
+"""The name, once its class wraps graphs, or torch has been found not to have it."""
 
 
 def wrap_graph_runs() -> None:
@@ -29,8 +31,10 @@ def wrap_graph_runs() -> None:
 
     Without torch's private name, graphs read those of others, and are silent about their own.
     """
-    if not wait_in_graphs_as_in_eager():
+    wait_in_graphs_as_in_eager()
+    if _WRAPPED:
         return
+    _WRAPPED.append(_WRAPPER)
     try:
         wrapper = late(_WRAPPER)
     except ImportError:
@@ -75,6 +79,8 @@ def _with_all_gradients(graph: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(graph)
     def run(*args: object) -> Any:
         outs = list(graph(*args))
+        if len(outs) == 1:
+            return outs
         tracked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
         if len(tracked) > 1 and any(isinstance(outs[i], Wrapper) for i in tracked):
             results = Results.apply(*(outs[i] for i in tracked))  # type: ignore[no-untyped-call]
