@@ -32,7 +32,6 @@ from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap_in_flight
 from dshard.cost import predicted_seconds
 from dshard.layout import interned
-from dshard.mesh import Mesh
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
@@ -82,8 +81,9 @@ class Pending:
         self.leaf, self.move, self.own, self.dtype = leaf, move, own, move.spec.dtype
         self.stream = None
         if local is not None:
-            self.dtype, self.stream = local.dtype, comm.current_stream(local.device)
-            if self.dtype is not move.spec.dtype:
+            self.stream = comm.current_stream(move.spec.device, move.device_type)
+            if local.dtype is not self.dtype:
+                self.dtype = local.dtype
                 local, self.own = local.to(move.spec.dtype), True
         self.local = local
         self.finish: Callable[[], Tensor] | None = None
@@ -227,19 +227,20 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.meshes: dict[object, MeshPass] = {}
-        self.recent: dict[object, tuple[MeshPass, Mesh]] = {}
+        self.recent: dict[LocalRedistribution, MeshPass] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
         """Add a gradient to the pass over its mesh."""
-        local = pending.local
+        local, move = pending.local, pending.move
         assert local is not None
-        mesh = pending.move.plan.src.mesh
-        key = (id(mesh), local.device, type(local))  # what is only planned is not what runs
-        running = self.recent.get(key)  # a mesh is seldom another object than an equal one, whose hash is slow
-        if running is None:  # the mesh is kept, so that no other has its id
-            running = self.recent[key] = self._pass_over((mesh, local.device, type(local))), mesh
-        running[0].add(pending)
+        is_real = type(local) is Tensor and not local.is_meta  # what is only planned is not what runs
+        running = self.recent.get(move) if is_real else None  # the hash of a mesh is slow
+        if running is None:
+            running = self._pass_over((move.plan.src.mesh, local.device, type(local)))
+            if is_real:
+                self.recent[move] = running
+        running.add(pending)
 
     def add_begun(self, pending: Pending, passes: MeshPasses) -> None:
         """Add the gradient that began alone because it was the first in a pass over a mesh."""

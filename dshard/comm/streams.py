@@ -18,9 +18,9 @@ _CURRENT: dict[str, Callable[[torch.device], Stream]] = {"cuda": torch.cuda.curr
 """Functions that return the current stream, by type of device; other devices have no streams."""
 
 
-def current_stream(device: torch.device) -> Stream | None:
-    """The current stream of a device; None for a device without streams."""
-    find = _CURRENT.get(device.type)
+def current_stream(device: torch.device, kind: str | None = None) -> Stream | None:
+    """The current stream of a device; None for a device without streams. `kind` is its type, if at hand."""
+    find = _CURRENT.get(device.type if kind is None else kind)
     return None if find is None else find(device)
 
 

@@ -50,9 +50,11 @@ class LocalRedistribution:
     `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
     `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient. `same` is
     one object for all with equal plans between equal specs: what a rank has planned anew is what it was to others.
+    `device_type` is the type of the spec's device, which torch makes anew each time.
     """
 
     __slots__ = (
+        "device_type",
         "gathers",
         "grad",
         "gradient",
@@ -71,7 +73,7 @@ class LocalRedistribution:
         topology = planning_context().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec = source, source.with_layout(layout)
-        self.lane = comm.lane_of(self.plan)
+        self.lane, self.device_type = comm.lane_of(self.plan), self.spec.device.type
         self.grad, self.source_grad = interned(layout.cotangent()), interned(source.layout.cotangent())
         self.gathers = any(
             isinstance(target, Replicate) and isinstance(placement, Shard)
