@@ -198,7 +198,7 @@ def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
     for name, step in steps.items():
         with count_traffic() as traffic:
             step()
-        nbytes[name], messages[name] = traffic.nbytes, len(traffic.collectives)
+        nbytes[name], messages[name] = traffic.nbytes, traffic.messages
     held = {name: peak_of(make, strategy, model, width) for name, make in (("peer", theirs), ("dshard", ours))}
     return Seen(wall, cpu, losses, nbytes, messages, held)
 
@@ -220,7 +220,7 @@ class Row:
     high: float
     cpu: float
     nbytes: float
-    collectives: tuple[int, int]
+    messages: tuple[int, int]
     peak: float
 
     def cells(self) -> list[str]:
@@ -232,12 +232,12 @@ class Row:
             f"{self.low:.2f} to {self.high:.2f}",
             f"{self.cpu:.2f}",
             f"{self.nbytes:.2f}",
-            f"{self.collectives[0]} / {self.collectives[1]}",
+            f"{self.messages[0]} / {self.messages[1]}",
             f"{self.peak:.2f}",
         ]
 
 
-HEADER = ["peer", "model", "width", "step", "quartiles", "cpu", "bytes", "collectives, dshard / peer", "peak"]
+HEADER = ["peer", "model", "width", "step", "quartiles", "cpu", "bytes", "messages, dshard / peer", "peak"]
 
 
 def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
@@ -268,7 +268,7 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama,gpt,vit")
-    parser.add_argument("--widths", default="128,256,512")
+    parser.add_argument("--widths", default="128,256,512,1024")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--join", action="store_true", help="be one of the ranks that torchrun or netlab started")
