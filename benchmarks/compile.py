@@ -1,8 +1,8 @@
 """What a compiled step of a sharded GPT block costs over the compiled plain local block with the same collectives.
 
-    python benchmarks/compile.py [--backend inductor] [--repeats 15] [--write]
+    python benchmarks/compile.py [--backend inductor] [--repeats 15] [--ranks] [--write]
 
-A fake process group of four ranks, so that nothing is sent; one thread; the block under Megatron's layout, forward and
+A fake process group of four ranks, so that nothing is sent, or, with `--ranks`, four of gloo; one thread; the block under Megatron's layout, forward and
 backward; medians of interleaved repeats. The plain block has the local parameters, and functional collectives by hand:
 an all_reduce after each of the two products of rows, and one of the gradient before each product of columns. *Wrapped*
 is that block with its parameters and input in a tensor subclass that does nothing but hold them: what torch takes for
@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard.testing import rank_pool
 
 RANKS, HEADS = 4, 8
 _c10d = torch.ops._c10d_functional
@@ -151,6 +152,7 @@ def step(block: nn.Module, x: Any, grad: Any, backend: str) -> Callable[[], None
 
 def measure(width: int, batch: int, backend: str, repeats: int) -> dict[str, float]:
     """Medians in microseconds, and those of the ratios."""
+    torch.set_num_threads(1)
     torch._dynamo.reset()  # graphs of other sizes would be asked first whether they fit
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     values = torch.randn(batch, 16, width)
@@ -178,13 +180,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--ranks", action="store_true", help="send, on four gloo ranks")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    pool = rank_pool(RANKS) if options.ranks else None
+    if pool is None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     rows = []
     for width, batch in ((64, 2), (256, 4), (512, 8)):
-        found = measure(width, batch, options.backend, options.repeats)
+        case = width, batch, options.backend, options.repeats
+        found = measure(*case) if pool is None else pool.run(measure, *case, timeout=600.0)[0]
         microseconds = [f"{found[name]:.0f}" for name in ("dshard", "wrapped", "plain")]
         ratios = [f"{found[name]:.2f}" for name in ("dshard ratio", "wrapped ratio")]
         rows.append([str(width), str(batch), *microseconds, *ratios])
@@ -193,8 +198,9 @@ def main() -> None:
     )
     print(table)
     if options.write:
-        text = f"`python benchmarks/compile.py --write`: a GPT block, forward and backward, backend {options.backend}."
-        write_section("compile", f"{text}\n\n{table}")
+        command = f"`python benchmarks/compile.py{' --ranks' * options.ranks} --write`"
+        text = f"{command}: a GPT block, forward and backward, backend {options.backend}."
+        write_section("compile-ranks" if options.ranks else "compile", f"{text}\n\n{table}")
 
 
 if __name__ == "__main__":
