@@ -2,11 +2,11 @@
 
     python benchmarks/compile.py [--backend inductor] [--repeats 15] [--ranks] [--write]
 
-A fake process group of four ranks, so that nothing is sent, or, with `--ranks`, four of gloo; one thread; the block under Megatron's layout, forward and
-backward; medians of interleaved repeats. The plain block has the local parameters, and functional collectives by hand:
-an all_reduce after each of the two products of rows, and one of the gradient before each product of columns. *Wrapped*
-is that block with its parameters and input in a tensor subclass that does nothing but hold them: what torch takes for
-any subclass that is written in Python.
+A fake process group of four ranks, so that nothing is sent, or, with `--ranks`, four of gloo; one thread; the block
+under Megatron's layout, forward and backward; medians of interleaved repeats. The plain block has the local
+parameters, and functional collectives by hand: an all_reduce after each of the two products of rows, and one of the
+gradient before each product of columns. *Wrapped* is that block with its parameters and input in a tensor subclass
+that does nothing but hold them: what torch takes for any subclass that is written in Python.
 """
 
 from __future__ import annotations
