@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dshard
 from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import clear_caches
-from dshard.comm import DeviceMesh, listen
+from dshard.comm import DeviceMesh, graph_collectives, listen, wait_in_graphs_as_in_eager
 from dshard.testing import RankPool
 
 
@@ -105,3 +105,14 @@ def test_a_program_runs_in_a_process_group_that_sends_nothing() -> None:
 
     assert [row[:4] for row in seen[0]] == [row[:4] for row in seen[1]]
     assert [row[4] for row in seen[0]] != [row[4] for row in seen[1]]
+
+
+def test_graphs_call_torchs_collectives_in_a_process_group_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(graph_collectives, "_LIBRARY", registered)
+
+    wait_in_graphs_as_in_eager()  # without a process group
+    with fake_world(0):
+        wait_in_graphs_as_in_eager()
+
+    assert not registered
