@@ -57,9 +57,13 @@ _IN_FLIGHT = _InFlight()
 def wait_in_graphs_as_in_eager() -> None:
     """Register the kernels of this module with torch, unless no wait of this world's collectives stops the host.
 
-    torch's own graphs call them, too, in some microseconds more for each collective and wait.
+    torch's own graphs call them, too, in some microseconds more for each collective and wait. Graphs that were compiled
+    in one world run in the next.
     """
-    if _LIBRARY or not dist.is_initialized() or not waits_on_host(backend_name()):
+    if _LIBRARY or this_world().count == _ASKED[0]:
+        return
+    _ASKED[0] = this_world().count
+    if not dist.is_initialized() or not waits_on_host(backend_name()):
         return
     _LIBRARY.append(torch.library.Library(_NAMESPACE, "IMPL"))
     for name, kernel in _KERNELS.items():
@@ -67,6 +71,8 @@ def wait_in_graphs_as_in_eager() -> None:
 
 
 _LIBRARY: list[Any] = []  # the kernels end with torch's library, so it is kept
+_ASKED = [-1]
+"""The number of the world that was asked last whether its waits stop the host."""
 
 
 def _group_called(name: object) -> Group | None:

@@ -62,6 +62,7 @@ def _ranks(metas: Iterable[object]) -> tuple[int, ...]:
 def _publishing(run: Callable[[Any], Any], ranks: tuple[int, ...]) -> Callable[[Any], Any]:
     @wraps(run)
     def compiled_graph(args: object) -> Any:  # errors of ranks that wait have its name
+        wait_in_graphs_as_in_eager()
         try:
             outs = run(args)
         except Exception as error:

@@ -129,7 +129,7 @@ def _least(begins: set[tuple[int, float]], seconds: Sequence[float], doublings: 
 
 
 def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> Crossing:
-    """What collectives with `axis`, of `n` ranks, take beyond the fastest: of each at most one byte in some crosses it.
+    """The least that collectives with `axis`, of `n` ranks, take beyond the fastest: one byte in some crosses the axis.
 
     An all_gather of m ranks receives m - 1 parts, of which n - 1 for each m / n ranks come from elsewhere on the axis;
     so do the terms and results of reductions.

@@ -19,6 +19,7 @@ import dshard
 from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, graph_collectives, listen, wait_in_graphs_as_in_eager
+from dshard.compile.graph_runs import _publishing
 from dshard.testing import RankPool
 
 
@@ -109,10 +110,16 @@ def test_a_program_runs_in_a_process_group_that_sends_nothing() -> None:
 
 def test_graphs_call_torchs_collectives_in_a_process_group_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[object] = []
-    monkeypatch.setattr(graph_collectives, "_LIBRARY", registered)
+    for name, value in (("_LIBRARY", registered), ("_KERNELS", {}), ("_ASKED", [-1])):
+        monkeypatch.setattr(graph_collectives, name, value)
+    graph = _publishing(list, (0,))
 
     wait_in_graphs_as_in_eager()  # without a process group
     with fake_world(0):
-        wait_in_graphs_as_in_eager()
-
+        graph(())
     assert not registered
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    graph(())  # compiled in the world before
+    dist.destroy_process_group()
+
+    assert len(registered) == 1
