@@ -130,11 +130,11 @@ def test_what_is_planned_is_what_is_moved(ranks: RankPool, cases_run: Counter[st
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[RankPool]:
     """Four ranks that are told that they are on two hosts."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("LOCAL_WORLD_SIZE", "2")
-        with RankPool(4) as pool:
+    with RankPool(4) as pool:
+        with pytest.MonkeyPatch.context() as environment:  # no longer than its processes start: those of others would, too
+            environment.setenv("LOCAL_WORLD_SIZE", "2")
             pool.run(dist.get_rank)
-            yield pool
+        yield pool
 
 
 @pytest.mark.ranks
