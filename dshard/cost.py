@@ -152,6 +152,8 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
     n = prod([mesh.shape[mesh.axis(axis)] for axis in axes])
     if n == 1:
         return Terms(1, Link(0.0, inf), ())
+    if collective == "reduce_scatter" and not topology.measured:  # an all_gather the other way
+        return terms_of("all_gather", mesh, axes, topology)
     link = topology.link(mesh, axes, collective)
     if not topology.algorithms or link.measured or collective not in COLLECTIVES_OF["ring"]:
         return Terms(n, link, ())

@@ -25,6 +25,7 @@ from dshard.placements import (
 )
 from dshard.validate import check_type, of_wrong_type, shown
 
+_set = object.__setattr__
 Region = tuple[range, ...]
 Shape = tuple[int, ...]
 DimOrder = tuple[int, tuple[int, ...]]
@@ -61,18 +62,18 @@ class Layout(Drawn):
             )
         placements, strided = from_torch(placements_on(self.mesh, self.placements), self.mesh.shape)
         _check_placements(self.mesh, placements)
-        for placement in placements:
-            if isinstance(placement, Shard) and placement.dim < 0:
-                raise LayoutError(f"{placement} in a layout, which is of tensors of any shape: count dims from 0")
         axes: dict[int, tuple[int, ...]] = {}
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
-                axes[placement.dim] = (*axes.get(placement.dim, ()), i)
+                dim = placement.dim
+                if dim < 0:
+                    raise LayoutError(f"{placement} in a layout, which is of tensors of any shape: count dims from 0")
+                axes[dim] = (*axes[dim], i) if dim in axes else (i,)
         order = _canonical_order(axes, _pairs(self.order or strided)) if self.order or strided else ()
         axes.update(order)
-        for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_hash", hash((self.mesh, placements, order)))
+        hashed = hash((self.mesh, placements, order))
+        for name, value in (("placements", placements), ("order", order), ("_axes", axes), ("_hash", hashed)):
+            _set(self, name, value)
 
     def __hash__(self) -> int:
         return self._hash
@@ -114,8 +115,8 @@ class Layout(Drawn):
         return tuple(len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape))
 
     def local_numel(self, shape: Sequence[int]) -> int:
-        """The number of elements of the largest local tensor: that of the rank at coordinate 0, 0, ..."""
-        return _first_part(self, tuple(shape))[1]
+        """The number of elements of the largest local tensor."""
+        return prod(self.largest_shape(shape))
 
     def leaves_empty(self, shape: Sequence[int]) -> bool:
         """Whether some rank holds no elements of a tensor of this shape, though it has elements."""
@@ -128,9 +129,14 @@ class Layout(Drawn):
                 return True
         return False
 
-    def first_region(self, shape: Sequence[int]) -> Region:
-        """The region of the rank at coordinate 0, 0, ..., the largest."""
-        return _first_part(self, tuple(shape))[0]
+    def largest_shape(self, shape: Sequence[int]) -> Shape:
+        """The largest local shape: that of the rank at coordinate 0, 0, ..."""
+        assert self._axes is not None
+        sizes, local = self.mesh.shape, list(shape)
+        for dim, axes in self._axes.items():
+            if dim < len(local):
+                local[dim] = -(-local[dim] // prod([sizes[axis] for axis in axes]))
+        return tuple(local)
 
     def names_of(self, dim: int) -> tuple[str, ...]:
         """The names of the mesh axes that shard tensor dim `dim`, from major to minor."""
@@ -150,7 +156,7 @@ class Layout(Drawn):
             axes[before.dim] = tuple([a for a in axes[before.dim] if a != axis])
         if isinstance(placement, Shard):
             axes[placement.dim] = (*axes.get(placement.dim, ()), axis)
-        return Layout(self.mesh, placements, tuple(axes.items()))
+        return Layout(self.mesh, placements, _orders(axes))
 
     def split(self, dim: int, axes: Sequence[int]) -> Layout:
         """This layout with these mesh axes, which shard nothing, as the last ones that shard tensor dim `dim`.
@@ -165,7 +171,7 @@ class Layout(Drawn):
             placements[axis] = Shard(dim)
         order = {dim: self.axes_of(dim) for dim in self.sharded_dims()}
         order[dim] = (*order.get(dim, ()), *axes)
-        return Layout(self.mesh, tuple(placements), tuple(order.items()))
+        return Layout(self.mesh, tuple(placements), _orders(order))
 
     def cotangent(self) -> Layout:
         """The layout of the gradient of a tensor with this layout."""
@@ -197,12 +203,6 @@ def overlap(a: Region, b: Region) -> Region | None:
 def _cotangent(layout: Layout) -> Layout:
     placements = tuple(map(cotangent, layout.placements))
     return layout if placements == layout.placements else interned(Layout(layout.mesh, placements, layout.order))
-
-
-@cached("local parts", 65536)
-def _first_part(layout: Layout, shape: Shape) -> tuple[Region, int]:
-    region = layout.region(shape, (0,) * layout.mesh.ndim)
-    return region, prod(map(len, region))
 
 
 @cached("layouts", 65536, record=True)
@@ -260,6 +260,11 @@ def _check_axis(mesh: Mesh, axis: object) -> None:
             f"{axis!r} is no index of an axis of the mesh ({mesh}): use 0 to {mesh.ndim - 1}, "
             "as mesh.axis(name) gives it"
         )
+
+
+def _orders(axes: Mapping[int, tuple[int, ...]]) -> tuple[DimOrder, ...]:
+    """The pairs of those dims that several axes shard."""
+    return tuple([pair for pair in axes.items() if len(pair[1]) > 1])
 
 
 def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
@@ -325,9 +330,11 @@ def _check_placements(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
         )
     ops = set()
     for placement in placements:
+        if isinstance(placement, _WHOLE_OR_SPLIT):
+            continue
         if isinstance(placement, Partial):
             ops.add(placement.reduce_op)
-        elif not isinstance(placement, _WHOLE_OR_SPLIT):
+        else:
             raise of_wrong_type(LayoutError)(
                 f"{shown(placement)} is no placement: use Shard(dim), Replicate() or Partial(op){_of_torch(placement)}"
             )

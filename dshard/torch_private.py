@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +111,11 @@ def late(path: str) -> Any:
         return resolve(path)
     except AttributeError:
         raise ImportError(_message([NAMES[path]])) from None
+
+
+def is_there(path: str) -> bool:
+    """Whether this torch has the module of a name that was declared with `_late`, without importing it."""
+    return find_spec(NAMES[path].path) is not None
 
 
 def check() -> None:

@@ -49,16 +49,19 @@ class State:
 
     def __init__(self, axes: Axes, partial: Partials, shape: Shape, sizes: tuple[int, ...]) -> None:
         self.axes, self.partial, self.shape, self.sizes = axes, partial, shape, sizes
-        self.split = {axis: dim for dim, split in enumerate(axes) for axis in split}
-        wide, parts = [*axes], [1] * len(axes)
-        for axis, dim in self.split.items():
-            parts[dim] *= sizes[axis]
-            if sizes[axis] == 1:
-                wide[dim] = tuple([each for each in wide[dim] if each != axis])
-        self.wide = tuple(wide)
-        self.local = tuple([-(-size // n) for size, n in zip(shape, parts, strict=True)])
-        self.numel, self.share = prod(self.local), 1 / prod(parts)
-        self.exact = [size > 0 == size % n for size, n in zip(shape, parts, strict=True)]
+        self.split: dict[int, int] = {}
+        local, self.exact, parts = list[int](), list[bool](), 1
+        for dim, split in enumerate(axes):
+            n = 1
+            for axis in split:
+                self.split[axis] = dim
+                n *= sizes[axis]
+            size = shape[dim]
+            local.append(-(-size // n))
+            self.exact.append(size > 0 == size % n)
+            parts *= n
+        self.wide = axes if 1 not in sizes else tuple([tuple([a for a in s if sizes[a] > 1]) for s in axes])
+        self.local, self.numel, self.share = tuple(local), prod(local), 1 / parts
         self.even = all(self.exact)
         self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
         self.straight: dict[State, Move | None] = {}

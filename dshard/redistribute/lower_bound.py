@@ -105,6 +105,9 @@ def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Colle
 
 
 def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
+    if not ways:
+        none = (0.0,) * (mesh.size.bit_length() + 1)
+        return _Ways((), none, (none,) * mesh.ndim)
     seconds, anywhere, along = [0.0], _begins(ways), list[tuple[float, ...]]()
     for i in range(1, mesh.size.bit_length() + 1):
         seconds.append(_least(anywhere, seconds, i))

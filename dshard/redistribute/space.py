@@ -94,6 +94,8 @@ class Space:
 
     def canonical(self, src: State, dst: State) -> tuple[State, State]:
         """Source and destination of the canonical redistribution."""
+        if not self.roles:
+            return src, dst
         axes = self.canonical_axes(src, dst)
         return self.with_axes(src, axes), self.with_axes(dst, axes)
 

@@ -78,5 +78,7 @@ class Strategy:
 
 def completed_layout(layout: Layout) -> Layout:
     """The layout with every partial placement replaced by replicated."""
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    if not layout.partial_axes():
+        return layout
+    placements = tuple([Replicate() if isinstance(p, Partial) else p for p in layout.placements])
     return Layout(layout.mesh, placements, layout.order)

@@ -39,7 +39,9 @@ def choose(
     queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
     heapify(queue)
     best: Strategy | None = None
-    best_key: tuple[float, ...] = (price.of(candidates[queue[0][1]]).seconds,)
+    likely = queue[0][1]
+    upper = price.of(candidates[likely])  # whose price bounds how far others are looked into
+    best_key: tuple[float, ...] = (upper.seconds,)
     while queue:
         least, i = heappop(queue)
         if _digits(least) > _digits(best_key[0]):
@@ -48,7 +50,7 @@ def choose(
         if at_least > least or bounds[i].refine(price, best_key[0] * (1 + 1e-8) - at_least):
             heappush(queue, (bounds[i].seconds(price), i))
             continue
-        strategy = price.of(candidates[i])
+        strategy = upper if i == likely else price.of(candidates[i])
         partial_count = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
         key = (_digits(strategy.seconds), partial_count, strategy.moves, strategy.rows.count(None), alike, i)

@@ -83,7 +83,7 @@ class Price:
         self.idle = frozenset(
             axis
             for axis in range(self.mesh.ndim)
-            if all(operand.layout.placements[axis] == Replicate() for operand in operands)
+            if all(isinstance(operand.layout.placements[axis], Replicate) for operand in operands)
         )
         self.starts = [space.state_of(o.layout) for space, o in zip(self.spaces, operands, strict=True)]
         self.back = [space.state_of(o.layout.cotangent()) for space, o in zip(self.spaces, operands, strict=True)]
@@ -304,8 +304,8 @@ class Price:
         partial_axes = [axis for axis in layout.partial_axes() if axis not in self.idle]
         if not partial_axes or not shape:
             return (completed,)
-        held = completed.first_region(shape)
-        dim = max(range(len(shape)), key=lambda dim: (len(held[dim]), -dim))
+        held = completed.largest_shape(shape)
+        dim = max(range(len(shape)), key=lambda dim: (held[dim], -dim))
         return completed.split(dim, partial_axes), completed
 
 

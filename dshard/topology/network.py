@@ -17,7 +17,7 @@ from dshard.topology import json_files
 from dshard.topology.algorithms import Algorithm
 from dshard.topology.links import COLLECTIVES, Collective, Device, Hardware, Layer, Link, Measured, check_name
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
-from dshard.topology.sharing import groups_of, link_within, measured_link, nodes_of, shared_link
+from dshard.topology.sharing import DIRECT, groups_of, link_within, measured_link, nodes_of, shared_link
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
@@ -320,6 +320,8 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
     if collective is not None and collective not in COLLECTIVES:
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
+    if collective is not None and collective not in DIRECT and not topology.measured:  # as any around a ring
+        return _link(topology, mesh, axes, None)
     _check_ranks(topology, mesh)
     groups = groups_of(mesh, axes)
     link = measured_link(topology.measured, groups, collective) or shared_link(topology.layers, groups, collective)

@@ -37,9 +37,11 @@ from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule, Term
 from dshard.topology import Topology
-from dshard.torch_private import late
+from dshard.torch_private import is_there, late
 
 _BULK = Stream(1)
+_OPERATORS = "torch.distributed._symmetric_memory"
+"""The module that defines the operators; plans ask whether it is there, kernels load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,7 @@ def _has_symmetric_memory(mesh: Mesh, topology: Topology) -> bool:
     is_planned = device_mesh_of(mesh) is mesh and topology.backend == "nccl"
     if not (is_planned or planned_backend(mesh).multiplies) or simulated_ranks() is not None:
         return False
-    try:
-        late("torch.distributed._symmetric_memory")  # which defines the operators
-    except ImportError:
-        return False
-    return True
+    return is_there(_OPERATORS)
 
 
 def fused_matmul(
@@ -255,6 +253,7 @@ class SymmetricExecutor(PanelExecutor):
         return total, None if bias is None else bias.narrow(0, call.bias, total.shape[-1])
 
     def _call(self, at: Coordinate) -> KernelCall:
+        late(_OPERATORS)
         end, moved, left = self.plans[2], self.plans[self.fused.tensor], self.plans[self.fused.left]
         (transfer,) = steps_of(moved, None, at, self.dtype, planned_backend(self.mesh))
         assert isinstance(transfer, Transfer)
