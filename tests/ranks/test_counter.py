@@ -131,7 +131,9 @@ def test_what_is_planned_is_what_is_moved(ranks: RankPool, cases_run: Counter[st
 def hosts() -> Iterator[RankPool]:
     """Four ranks that are told that they are on two hosts."""
     with RankPool(4) as pool:
-        with pytest.MonkeyPatch.context() as environment:  # no longer than its processes start: those of others would, too
+        with (
+            pytest.MonkeyPatch.context() as environment
+        ):  # no longer than its processes start: those of others would, too
             environment.setenv("LOCAL_WORLD_SIZE", "2")
             pool.run(dist.get_rank)
         yield pool
