@@ -48,10 +48,20 @@ class Leaf:
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
     of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own. The
     gradient was the only one of a pass in the passes `alone` over its mesh. `is_packed` says that the last one was
-    reduced in a buffer with others.
+    reduced in a buffer with others, `joined` by which move, in which passes.
     """
 
-    __slots__ = ("accumulates", "alone", "has_partial_sum", "is_packed", "layout", "number", "of", "reduce_dtype")
+    __slots__ = (
+        "accumulates",
+        "alone",
+        "has_partial_sum",
+        "is_packed",
+        "joined",
+        "layout",
+        "number",
+        "of",
+        "reduce_dtype",
+    )
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
@@ -60,6 +70,7 @@ class Leaf:
         self.has_partial_sum = self.is_packed = False
         self.reduce_dtype: torch.dtype | None = None
         self.alone: MeshPasses | None = None
+        self.joined: tuple[LocalRedistribution, MeshPasses] | None = None
 
     def reduced(self, spec: Spec) -> Spec:
         """The spec of a gradient as it is reduced."""
@@ -128,14 +139,12 @@ class Buckets:
 class MeshPasses:
     """The backward passes over a mesh: the buckets of each, which followed which, and the last.
 
-    `key` is the mesh, the device and the type of local tensors; `began_alone` the number of the last pass whose first
-    gradient began alone.
+    `began_alone` is the number of the last pass whose first gradient began alone.
     """
 
-    __slots__ = ("began_alone", "following", "key", "known", "last")
+    __slots__ = ("began_alone", "following", "known", "last")
 
-    def __init__(self, key: object) -> None:
-        self.key = key
+    def __init__(self) -> None:
         self.known = Cache("gradient buckets", 64, record=True)
         self.following = Cache("gradient passes", 64, record=True)
         self.last: Buckets | None = None
@@ -164,6 +173,7 @@ class MeshPasses:
 
 
 _MESHES: Cache = Cache("gradient meshes", 256, record=True)
+"""The passes over each mesh, for each device and type of local tensors."""
 
 
 class MeshPass:
@@ -192,6 +202,14 @@ class MeshPass:
 
     def end(self) -> None:
         """Begin the remaining buckets, and record the pass."""
+        known = self.expected
+        if (
+            known is not None
+            and self.turn == len(known.sizes)
+            and not (self.unexpected or known.stepwise or known.alone)
+        ):
+            self.passes.has_run(known)  # as in most passes
+            return
         every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
         expected = self.expected
         complete = expected is not None and not self.unexpected and [*map(len, self.arrived)] == expected.sizes
@@ -225,34 +243,31 @@ class MeshPass:
 class BackwardPass:
     """The gradients of one backward pass that are reduced together, from the first of them to the end of the pass."""
 
+    __slots__ = ("__weakref__", "meshes", "sums")
+
     def __init__(self) -> None:
-        self.meshes: dict[object, MeshPass] = {}
-        self.recent: dict[LocalRedistribution, MeshPass] = {}
+        self.meshes: dict[MeshPasses, MeshPass] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
         """Add a gradient to the pass over its mesh."""
-        local, move = pending.local, pending.move
+        leaf, local = pending.leaf, pending.local
         assert local is not None
         is_real = type(local) is Tensor and not local.is_meta  # what is only planned is not what runs
-        running = self.recent.get(move) if is_real else None  # the hash of a mesh is slow
-        if running is None:
-            running = self._pass_over((move.plan.src.mesh, local.device, type(local)))
+        if is_real and leaf.joined is not None and leaf.joined[0] is pending.move:  # the hash of a mesh is slow
+            passes = leaf.joined[1]
+        else:
+            key = (pending.move.plan.src.mesh, local.device, type(local))
+            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
             if is_real:
-                self.recent[move] = running
-        running.add(pending)
+                leaf.joined = pending.move, passes
+        self.over(passes).add(pending)
 
-    def add_begun(self, pending: Pending, passes: MeshPasses) -> None:
-        """Add the gradient that began alone because it was the first in a pass over a mesh."""
-        running = self.meshes[passes.key] = MeshPass(passes)
-        running.add(pending)
-
-    def _pass_over(self, key: object) -> MeshPass:
-        """Return the pass over a mesh, a device and a type of local tensors."""
-        running = self.meshes.get(key)
+    def over(self, passes: MeshPasses) -> MeshPass:
+        """The pass over a mesh, among the passes over it."""
+        running = self.meshes.get(passes)
         if running is None:
-            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses(key))
-            running = self.meshes[key] = MeshPass(passes)
+            running = self.meshes[passes] = MeshPass(passes)
         return running
 
     def end(self) -> None:
@@ -262,7 +277,7 @@ class BackwardPass:
             mesh.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
-        self.meshes, self.recent, self.sums = {}, {}, []
+        self.meshes, self.sums = {}, []
 
 
 _PASSES: dict[int, ref[BackwardPass]] = {}
@@ -309,7 +324,7 @@ def _running(number: int) -> BackwardPass:
         autograd_engine.queue_callback(running.end)
         if number in _ALONE:
             leaf, move, passes = _ALONE.pop(number)
-            running.add_begun(Pending(leaf, None, move, False), passes)
+            running.over(passes).add(Pending(leaf, None, move, False))
     return running
 
 
@@ -384,27 +399,29 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
 
 def _begin(members: Sequence[Pending]) -> None:
     """Begin the collective of one lane's gradients, except those that were used before."""
-    waiting = [pending for pending in members if pending.local is not None]
+    waiting, local = list[Pending](), list[Tensor]()
+    for pending in members:
+        if pending.local is not None:
+            waiting.append(pending)
+            local.append(pending.local)
+            if pending.stream is not None:
+                comm.follow(pending.stream, (pending.local,))
     if not waiting:
         return
-    for pending in waiting:
-        if pending.stream is not None and pending.local is not None:
-            comm.follow(pending.stream, (pending.local,))
     if len(waiting) == 1 and len(waiting[0].move.plan.steps) > 1:
         (pending,) = waiting  # begun, its first collective would hold it and a buffer until the end of the pass
-        assert pending.local is not None
-        reduced = run_alone(pending.move, pending.local, "redistribute", (pending.leaf.of,))
+        reduced = run_alone(pending.move, local.pop(), "redistribute", (pending.leaf.of,))
         pending.local, pending.finish = None, lambda: reduced
         return
     if len(waiting) == 1 and not OBSERVERS:
         (pending,) = waiting
-        assert pending.local is not None
-        pending.finish = pending.move.begin_or_run(pending.local, pending.own)
+        pending.finish = pending.move.begin_or_run(local.pop(), pending.own)
         pending.local, pending.leaf.is_packed = None, False
         return
-    local = [pending.local for pending in waiting if pending.local is not None]
-    name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else "redistribute"
-    leaves = tuple(map(_OF, waiting)) if OBSERVERS else ()
+    name, leaves = "redistribute", ()
+    if OBSERVERS:
+        name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
+        leaves = tuple(map(_OF, waiting))
     ends = begin_lane([pending.move for pending in waiting], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
         pending.local, pending.finish, pending.leaf.is_packed = None, end, True
