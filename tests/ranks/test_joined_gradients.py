@@ -373,9 +373,9 @@ def packed() -> list[str]:
     rows = distribute_tensor(torch.rand(8, 3), mesh, [Shard(0)])
     leaves = [distribute_tensor(torch.rand(3), mesh, [Replicate()]).requires_grad_() for _ in range(4)]
     for _ in range(3):
-        sums = [(rows * x).sum() for x in leaves]
+        products = [rows * x for x in leaves]
         with Computed() as mode:
-            torch.autograd.backward(sums, [torch.ones_like(total) for total in sums])
+            torch.autograd.backward(products, [torch.ones_like(each) for each in products])
             found = [x.grad.to_local() for x in leaves]
         assert all(grad.is_contiguous() and not grad._is_view() for grad in found)
         version = found[0]._version
