@@ -119,7 +119,7 @@ def test_gradients_are_those_of_one_device(ranks: RankPool):
 
 @pytest.mark.thorough
 def test_many_gradients_are_those_of_one_device(ranks: RankPool):
-    ranks.run(many_passes, 1500, 1000, timeout=3000.0)
+    ranks.run(many_passes, 1000, 1000, timeout=3000.0)
 
 
 def alone_and_not(reset: bool) -> None:
