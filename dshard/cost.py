@@ -41,11 +41,6 @@ LARGE_PIECE = 2**22
 That is between hosts, whose link a broadcast crosses once, and by the prices of NCCL's algorithms on presets of GPUs;
 within a host each broadcast takes a ring's steps, and messages take less time at all sizes.
 """
-MEMORY_ACCESSES = 8
-"""Accesses of memory, at its bandwidth, in the time in which cores move a byte from and to sockets.
-
-Between ranks of one host, memory has 5 times the bandwidth of the link in the presets, and 5 to 10 times as measured.
-"""
 SLOWDOWN = 0.189
 """By how much longer a GPU computes beside communication: the mean that Lee et al. (arXiv 2507.03114) found on four."""
 
@@ -237,16 +232,15 @@ def copy_seconds(nbytes: float, topology: Topology) -> float:
 def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> float:
     """Seconds that local work takes longer beside an exchange in which a rank receives `nbytes` in `seconds`.
 
-    Over gloo the cores that compute move the bytes, as fast as over the fastest link, or as memory lets them
-    (`MEMORY_ACCESSES`); while a slower link takes longer, they compute. Devices that have other means compute at part
-    of their rate: of registers, caches and memory bandwidth the exchange takes its share (`SLOWDOWN`).
+    Over gloo the cores that compute move the bytes, as fast as over the fastest link; while a slower one takes longer,
+    they compute. Devices that have other means compute at part of their rate: of registers, caches and memory
+    bandwidth the exchange takes its share (`SLOWDOWN`).
     """
     if topology.backend != "gloo":
         return seconds * SLOWDOWN / (1 + SLOWDOWN)
     moved = (each.link for each in topology.measured if each.collective in ("permute", None))
     links = list(moved) or [Link(layer.latency, layer.group_bandwidth) for layer in topology.layers]
-    moving = min(messages_seconds(nbytes, 1, link) for link in links)
-    return min(seconds, moving, MEMORY_ACCESSES * nbytes / topology.memory_bandwidth)
+    return min(seconds, *(messages_seconds(nbytes, 1, link) for link in links))
 
 
 @cached("links along axes", 1024)

@@ -387,8 +387,7 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
     """Return the received bytes per bucket that let a backward pass end first, of `total` bytes in a lane.
 
     Each of `n` buckets takes a latency; all but the last run beside the backward pass. The latencies and the last
-    bucket take `n latency + transfer / n` seconds, least for `n = sqrt(transfer / latency)`. Cores that move the bytes
-    themselves hide nothing, see `dshard.cost.hidden_seconds_lost`; but one bucket of all gradients would be held twice.
+    bucket take `n latency + transfer / n` seconds, least for `n = sqrt(transfer / latency)`.
     """
     latency, seconds = (
         sum(predicted_seconds(kind, nbytes, lane.mesh, axes, topology) for kind, axes, _ in lane.collectives)
