@@ -46,8 +46,6 @@ dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it 
 
 LONGEST = 100
 """The most characters of a local tensor in the repr of a distributed one."""
-_PEFT = "peft.tuners.tuners_utils"
-"""A module that tells, by the names of a mesh, whether layers compute with local weights."""
 
 
 def as_dtensor(x: Wrapper) -> DTensor:
@@ -105,8 +103,8 @@ class DTensor(Wrapper):
     @property
     def device_mesh(self) -> DeviceMesh | Mesh:  # type: ignore[override]  # torch has no pure mesh
         """torch's mesh of the tensor, or the pure mesh if there are no processes."""
-        if _PEFT in sys.modules and sys._getframe(1).f_globals.get("__name__") == _PEFT:
-            return UNNAMED  # type: ignore[return-value]  # ours compute with global ones
+        if sys._getframe(1).f_globals.get("__name__") == "peft.tuners.tuners_utils":
+            return UNNAMED  # type: ignore[return-value]  # by names it tells whether layers compute with local weights
         return comm.device_mesh_of(self._spec.layout.mesh)
 
     # -- to and from local tensors

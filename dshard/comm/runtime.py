@@ -391,8 +391,8 @@ def on_one_host(mesh: Mesh, axis: str) -> bool:
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
     """torch's DeviceMesh from which `mesh` was made, or `mesh` itself where there is none."""
-    runtime = _RUNTIMES.get(mesh)  # as `_with_processes`, for guards of compiled graphs
-    return mesh if runtime is None or runtime.world is not dist.group.WORLD else runtime.device_mesh
+    runtime = _with_processes(mesh)
+    return mesh if runtime is None else runtime.device_mesh
 
 
 def simulated_ranks() -> frozenset[int] | None:

@@ -71,15 +71,6 @@ def settings_in_force() -> list[object]:
     return [setting() for setting in SETTINGS]
 
 
-def settings_are(settings: list[object]) -> bool:
-    """Whether these are the settings in force."""
-    for setting, before in zip(SETTINGS, settings, strict=True):
-        now = setting()
-        if now is not before and now != before:
-            return False
-    return True
-
-
 def planning_context_of(topology: Topology | None) -> PlanningContext:
     """The planning context of `topology`: one object, until 16 other topologies have been used since."""
     context = _ALL.pop(topology, None) or PlanningContext(topology)

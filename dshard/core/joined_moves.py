@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from dshard import comm
@@ -77,16 +76,13 @@ def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: st
             decision = replace(move.decision(op), why=_why(moves, members))
             return [partial(finish_observed, decision, observed(decision, move.begin_or_run, (tensor,)))]
         return [move.begin_or_run(tensor)]
-    start = _start_of(moves, local[0])
-    if start is not None and not OBSERVERS and not torch.is_grad_enabled():
-        results = _Once(start(local))
+    plans = [move.plan for move in moves]
+    args = (plans, local, moves[0].spec.dtype, _start_of(moves, local[0]))
+    if OBSERVERS:
+        decision = decision_together(moves, op, members)
+        results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
     else:
-        args = ([move.plan for move in moves], local, moves[0].spec.dtype, start)
-        if OBSERVERS:
-            decision = decision_together(moves, op, members)
-            results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
-        else:
-            results = _Once(comm.begin_joined(*args))
+        results = _Once(comm.begin_joined(*args))
     return [partial(results, i) for i in range(len(moves))]
 
 

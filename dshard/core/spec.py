@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, plain
-from dshard.core.context import settings_are, settings_in_force
+from dshard.core.context import settings_in_force
 from dshard.core.torch_placements import torch_placements
 from dshard.core.torch_wrappers import refuse_fully_shard
 from dshard.layout import Layout, Shape, interned
@@ -103,8 +103,8 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         return SpecUnderSettings(self)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        if isinstance(other, SpecUnderSettings):  # by a guard, which each call of a graph evaluates for each operand
-            return self is other.origin and settings_are(other.settings)
+        if isinstance(other, SpecUnderSettings):
+            return other.serves(self)
         return bool(super()._check_equals(other, skip_shapes))
 
     def __repr__(self) -> str:
@@ -115,8 +115,7 @@ class SpecUnderSettings(Spec):
     """A copy of a spec with the settings in force, as torch.compile's guard of a distributed tensor keeps it.
 
     torch copies the spec of an operand when it compiles a graph, and compares the spec of a later operand with the
-    copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them, and serves the one spec
-    that it is of.
+    copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them.
     """
 
     __slots__ = ("origin", "settings")
@@ -124,6 +123,10 @@ class SpecUnderSettings(Spec):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         self.origin, self.settings = spec, settings_in_force()
+
+    def serves(self, spec: Spec) -> bool:
+        """Whether a graph compiled for this spec makes the choices that `spec` would get now."""
+        return spec is self.origin and settings_in_force() == self.settings
 
 
 _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
