@@ -164,10 +164,11 @@ class Layout(Drawn):
         Raises:
             LayoutError: no such axis, or one that shards a dim.
         """
-        for axis in axes:
-            _check_axis(self.mesh, axis)
         placements = list(self.placements)
         for axis in axes:
+            _check_axis(self.mesh, axis)
+            if isinstance(placements[axis], Shard):
+                raise LayoutError(f"mesh axis {axis} of [{self}] shards a dim: give axes that shard none, each once")
             placements[axis] = Shard(dim)
         order = {dim: self.axes_of(dim) for dim in self.sharded_dims()}
         order[dim] = (*order.get(dim, ()), *axes)

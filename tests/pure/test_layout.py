@@ -184,6 +184,14 @@ def test_axes_that_split_a_dim_together_do_so_one_after_the_other(case: tuple[La
         assert layout.split(dim, idle) == expected
 
 
+@pytest.mark.parametrize("axes", [(0,), (1, 1), (1, 0)])
+def test_an_axis_splits_one_dim_once(axes: tuple[int, ...]) -> None:
+    with pytest.raises(
+        LayoutError, match=r"mesh axis [01] of \[dp:S\(0\) tp:R\] shards a dim: give axes that shard none"
+    ):
+        Layout(MESH, (Shard(0), Replicate())).split(1, axes)
+
+
 @pytest.mark.parametrize("text", ["dp:S(0) tp:S(0); tp,dp", "dp:S(0) tp:S(0); x:tp,dp", "dp:S(0)", "dp:S(0) tp:Q"])
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(NotationError):

@@ -118,8 +118,9 @@ def test_gradients_are_those_of_one_device(ranks: RankPool):
 
 
 @pytest.mark.thorough
-def test_many_gradients_are_those_of_one_device(ranks: RankPool):
-    ranks.run(many_passes, 1000, 1000, timeout=3000.0)
+@pytest.mark.parametrize("first", [1000, 1750])
+def test_many_gradients_are_those_of_one_device(ranks: RankPool, first: int):
+    ranks.run(many_passes, 750, first, timeout=3000.0)
 
 
 def alone_and_not(reset: bool) -> None:

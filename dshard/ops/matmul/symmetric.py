@@ -41,7 +41,7 @@ from dshard.torch_private import is_there, late
 
 _BULK = Stream(1)
 _OPERATORS = "torch.distributed._symmetric_memory"
-"""The module that defines the operators; plans ask whether it is there, kernels load it."""
+"""The module that defines the operators: prices ask whether it is there, executors load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def check_symmetric(stream: Stream, mesh: Mesh, topology: Topology) -> None:
     Raises:
         StrategyError: they are not NCCL's, or are simulated.
     """
-    if not _has_symmetric_memory(mesh, topology):
+    if not (_has_symmetric_memory(mesh, topology) and _has_loaded()):
         who = "simulated ranks" if simulated_ranks() is not None else f"backend {planned_backend(mesh).name!r}"
         raise StrategyError(
             f"{stream} on the mesh ({mesh}) with {who}: symmetric memory is that of GPUs over NCCL; "
@@ -96,6 +96,14 @@ def _has_symmetric_memory(mesh: Mesh, topology: Topology) -> bool:
     if not (is_planned or planned_backend(mesh).multiplies) or simulated_ranks() is not None:
         return False
     return is_there(_OPERATORS)
+
+
+def _has_loaded() -> bool:
+    try:
+        late(_OPERATORS)
+    except ImportError:
+        return False
+    return True
 
 
 def fused_matmul(
@@ -253,7 +261,6 @@ class SymmetricExecutor(PanelExecutor):
         return total, None if bias is None else bias.narrow(0, call.bias, total.shape[-1])
 
     def _call(self, at: Coordinate) -> KernelCall:
-        late(_OPERATORS)
         end, moved, left = self.plans[2], self.plans[self.fused.tensor], self.plans[self.fused.left]
         (transfer,) = steps_of(moved, None, at, self.dtype, planned_backend(self.mesh))
         assert isinstance(transfer, Transfer)
