@@ -241,7 +241,7 @@ class DTensor(Wrapper):
     def __torch_function__(cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if func in QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
             with no_torch_function():  # optimisers ask these of each parameter in each step
-                return func(*args)
+                return func(*args, **(kwargs or {}))
         return fast_path.call(func, args, kwargs or {}, through)
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
@@ -256,7 +256,8 @@ class DTensor(Wrapper):
             wrap_graph_runs()
             if IS_TORCHS and not traced(self._local_tensor):
                 names.append("device_mesh")
-        return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
+        with no_torch_function():
+            return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -264,7 +265,7 @@ class DTensor(Wrapper):
     ) -> DTensor:
         local = parts["_local_tensor"]
         if type(local) is Tensor or not traced(local):
-            return DTensor._wrap(local, flat.spec(tuple(size), tuple(stride)))
+            return as_dtensor(wrap(local, flat.spec(size, stride)))
         sizes_of = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
         out = DTensor._wrap(local, flat.spec(sizes_of[0], sizes_of[1]))
         out._leaf = flat.leaf

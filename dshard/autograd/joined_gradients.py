@@ -261,14 +261,13 @@ class BackwardPass:
             passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
             if is_real:
                 leaf.joined = pending.move, passes
-        self.over(passes).add(pending)
+        (self.meshes.get(passes) or self.over(passes)).add(pending)
 
     def over(self, passes: MeshPasses) -> MeshPass:
         """The pass over a mesh, among the passes over it."""
-        running = self.meshes.get(passes)
-        if running is None:
-            running = self.meshes[passes] = MeshPass(passes)
-        return running
+        if passes not in self.meshes:
+            self.meshes[passes] = MeshPass(passes)
+        return self.meshes[passes]
 
     def end(self) -> None:
         """Begin all remaining collectives at the end of the pass, and accumulate the gradients."""

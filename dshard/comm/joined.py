@@ -78,10 +78,11 @@ class JoinedStep:
 
     `sent` are the pieces in the buffer to send, each the index of a tensor and its region, None for the full tensor:
     the pieces of all tensors for the first rank, then those for the second, and so on; `sizes` are their elements.
+    `of_vectors` says that these are whole tensors of one dim, each once.
     `arriving` are the pieces in the buffer received, after its terms are reduced, and `received` their elements.
     """
 
-    __slots__ = ("arriving", "dtype", "gathers", "members", "parts", "received", "sent", "sizes")
+    __slots__ = ("arriving", "dtype", "gathers", "members", "of_vectors", "parts", "received", "sent", "sizes")
 
     def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
         self.members, self.dtype = members, dtype
@@ -92,6 +93,7 @@ class JoinedStep:
             for regions in of_ranks
             for i, region in enumerate(regions)
         ]
+        self.of_vectors = self.sent == [(i, None) for i, moved in enumerate(members) if len(moved.before) == 1]
         self.arriving = [pair for regions in self._by_rank("received") for pair in enumerate(regions)]
         self.received = [numel(region) for _, region in self.arriving]
         self.gathers = members[0].collective.kind == "all_gather"
@@ -128,6 +130,8 @@ class JoinedStep:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The flat buffer to send."""
+        if self.of_vectors and {x.dtype for x in tensors} == {self.dtype}:
+            return torch.cat(list(tensors))  # of any strides
         pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
         if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
             return torch.cat([x.flatten() for x in pieces])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
@@ -270,8 +271,8 @@ def runtime_of(mesh: Mesh) -> Runtime | None:
 
 
 def _with_processes(mesh: Mesh) -> Runtime | None:
-    runtime = _RUNTIMES.get(mesh)
-    return None if runtime is None or runtime.world is not dist.group.WORLD else runtime
+    runtime = _RUNTIMES.get(mesh)  # warm paths ask: the property is that of `dist.group.WORLD`, by fewer calls
+    return None if runtime is None or runtime.world is not distributed_c10d._world.default_pg else runtime
 
 
 def planned_backend(mesh: Mesh) -> Backend:
@@ -391,8 +392,8 @@ def on_one_host(mesh: Mesh, axis: str) -> bool:
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
     """torch's DeviceMesh from which `mesh` was made, or `mesh` itself where there is none."""
-    runtime = _with_processes(mesh)
-    return mesh if runtime is None else runtime.device_mesh
+    runtime = _RUNTIMES.get(mesh)  # as in `_with_processes`: the guards of compiled graphs ask this of each tensor
+    return mesh if runtime is None or runtime.world is not distributed_c10d._world.default_pg else runtime.device_mesh
 
 
 def simulated_ranks() -> frozenset[int] | None:

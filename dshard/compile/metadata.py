@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dshard.caches import cached
 from dshard.comm import runtime_of
 from dshard.core.context import PlanningContext, planning_context, planning_context_of
 from dshard.core.spec import Spec, spec_of
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.topology import Topology
 from dshard.validate import is_symbolic
@@ -37,12 +37,12 @@ class CompileMetadata(tuple[Any, ...]):
     settings: PlanningContext
     options: MatmulOptions
 
-    def spec(self, shape: Shape, stride: Shape) -> Spec:
+    def spec(self, shape: Sequence[int], stride: Sequence[int]) -> Spec:
         """Return the spec of a tensor with this metadata and these sizes."""
         spec = self.origin
         if spec.shape == shape and spec.stride == stride:
             return spec
-        return spec_of(spec.layout, shape, stride, spec.dtype, spec.device)
+        return spec_of(spec.layout, tuple(shape), tuple(stride), spec.dtype, spec.device)
 
     def digest(self) -> str:
         """Return a hash that two processes share only if the graph of one may run in the other."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dshard.caches import Cache, clear_records
 from dshard.comm import FORGET, DeviceMesh, Scoped, bind, outside_graphs, ranks_per_host, same_topology
@@ -62,13 +63,25 @@ def planning_context() -> PlanningContext:
     return state.value if state is not None else _SETTINGS.value()
 
 
-SETTINGS: list[Callable[[], object]] = [planning_context]
-"""Functions that return the settings on which choices depend: values that are compared by `==`."""
+_ALL_SETTINGS: list[Scoped[Any, Any]] = []
+_DEFAULTS: list[object] = []
+
+
+def decides(setting: Scoped[Any, Any]) -> None:
+    """Declare a setting on which choices depend; its values are compared by `==`."""
+    _ALL_SETTINGS.append(setting)
+    _DEFAULTS.append(setting.value())
+
+
+decides(_SETTINGS)
 
 
 def settings_in_force() -> list[object]:
     """The settings on which choices depend in this thread and asynchronous task, beside the operands."""
-    return [setting() for setting in SETTINGS]
+    for setting in _ALL_SETTINGS:  # the guards of compiled graphs call this for each tensor
+        if setting.anywhere:
+            return [each.value() for each in _ALL_SETTINGS]
+    return _DEFAULTS
 
 
 def planning_context_of(topology: Topology | None) -> PlanningContext:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from dshard import comm
@@ -76,13 +77,15 @@ def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: st
             decision = replace(move.decision(op), why=_why(moves, members))
             return [partial(finish_observed, decision, observed(decision, move.begin_or_run, (tensor,)))]
         return [move.begin_or_run(tensor)]
-    plans = [move.plan for move in moves]
-    args = (plans, local, moves[0].spec.dtype, _start_of(moves, local[0]))
+    start = _start_of(moves, local[0])
     if OBSERVERS:
         decision = decision_together(moves, op, members)
+        args = [move.plan for move in moves], local, moves[0].spec.dtype, start
         results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
+    elif start is None or torch.is_grad_enabled():
+        results = _Once(comm.begin_joined([move.plan for move in moves], local, moves[0].spec.dtype, start))
     else:
-        results = _Once(comm.begin_joined(*args))
+        results = _Once(start(local))
     return [partial(results, i) for i in range(len(moves))]
 
 

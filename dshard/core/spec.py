@@ -103,8 +103,8 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         return SpecUnderSettings(self)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        if isinstance(other, SpecUnderSettings):
-            return other.serves(self)
+        if type(other) is SpecUnderSettings:
+            return self is other.origin and settings_in_force() == other.settings
         return bool(super()._check_equals(other, skip_shapes))
 
     def __repr__(self) -> str:
@@ -115,7 +115,8 @@ class SpecUnderSettings(Spec):
     """A copy of a spec with the settings in force, as torch.compile's guard of a distributed tensor keeps it.
 
     torch copies the spec of an operand when it compiles a graph, and compares the spec of a later operand with the
-    copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them.
+    copy. Choices in the graph depend on sizes and settings, too, so the copy holds all of them: a graph serves no other
+    spec, and no other settings.
     """
 
     __slots__ = ("origin", "settings")
@@ -123,10 +124,6 @@ class SpecUnderSettings(Spec):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec.layout, spec.shape, spec.stride, spec.dtype, spec.device)
         self.origin, self.settings = spec, settings_in_force()
-
-    def serves(self, spec: Spec) -> bool:
-        """Whether a graph compiled for this spec makes the choices that `spec` would get now."""
-        return spec is self.origin and settings_in_force() == self.settings
 
 
 _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)

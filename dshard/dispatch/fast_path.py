@@ -248,6 +248,7 @@ QUERIES = frozenset(
         *(attribute.__get__ for attribute in _ASKED),
         _SET.__set__,
         *(torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
+        torch.Tensor.is_contiguous,
     }
 )
-"""Queries of a tensor's place in the graph, which torch answers if no operator was recorded on its local tensor."""
+"""Queries of a tensor and its place in the graph, which torch answers if its local tensor has no graph."""
