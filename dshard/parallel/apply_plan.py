@@ -43,10 +43,11 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     hooks = take_inputs(model, plan)
     hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
+    pins = pin_schedules(model, plan)
     for name, schedule in plan.products.items():
-        hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    hooks += pin_schedules(model, plan)
-    return hooks + gather_in_groups(model, plan)
+        if name in plan.shared or not (name in pins and _sends_nothing(schedule, pins[name].weight)):
+            hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
+    return [*hooks, *pins.values(), *gather_in_groups(model, plan)]
 
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
@@ -127,6 +128,11 @@ def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list
     return [before(module, enter), after(module, leave, always=True)]
 
 
+def _sends_nothing(schedule: Schedule, weight: DTensor) -> bool:
+    """Whether rows sharded as by the schedule meet the whole weight: without options, too, that is the cheapest."""
+    return set(schedule.loops) == {"m"} and set(weight.placements) == {Replicate()}
+
+
 @cached("operands split as their matmul", 4096)
 def _is_split(spec: Spec, loops: tuple[str, ...]) -> bool:
     """Whether a first operand of this spec has rows sharded as by `loops`: then its gradient has its own layout."""
@@ -155,18 +161,18 @@ class _PinnedOptions:
             self.weight._matmul = None
 
 
-def pin_schedules(model: nn.Module, plan: Plan) -> list[Any]:
-    """Pin the schedule of each `nn.Linear` to its weight, unless another module uses the weight; return the pins.
+def pin_schedules(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Pin the schedule of each `nn.Linear` to its weight, unless another module uses the weight; the pins by name.
 
     Then no block needs to be entered and left around each of its calls.
     """
     modules = {name: model.get_submodule(name) for name in plan.products}
     users = Counter(id(weight) for module in modules.values() for weight in module._parameters.values())
-    pins: list[_PinnedOptions] = []
+    pins: dict[str, Any] = {}
     for name, module in modules.items():
         weight: object = module._parameters.get("weight")
         if type(module) is nn.Linear and type(weight) is DTensor and users[id(weight)] == 1:
-            pins.append(_PinnedOptions(weight, kept_options(MatmulOptions(plan.products[name]))))
+            pins[name] = _PinnedOptions(weight, kept_options(MatmulOptions(plan.products[name])))
     return pins
 
 

@@ -81,7 +81,8 @@ def pinned(strategy: str, tied: bool) -> None:
     for module in (model.second, model.last):  # a weight that has no pin: its module enters the block
         old: Any = module.weight
         module.weight = nn.Parameter(distribute_tensor(old.full_tensor().detach(), old.device_mesh, old.placements))
-    assert calls_of(lambda: model(x))["enter_options"] == 2
+    sends = strategy != "data"
+    assert calls_of(lambda: model(x))["enter_options"] == 2 * sends, "products that send nothing need no block"
     for _ in range(3):
         assert compare(model, reference, x) == sent, "the same collectives, pinned or in a block"
     model(x[:3])
