@@ -1,4 +1,4 @@
-"""Pools of reusable buffers, so that work on panels allocates nothing new after the first panels."""
+"""Pools of reusable buffers, so that panels and reduced gradients allocate nothing new after the first ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from sys import getrefcount
+from threading import Lock
 from weakref import WeakSet
 
 import torch
@@ -16,7 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dshard.comm.runtime import Runtime
 from dshard.comm.streams import Stream, current_stream
 from dshard.layout import Shape
+from dshard.torch_private import storage_references
 
+KEPT_BYTES = 1 << 17
+"""The least bytes of a buffer for results that is kept: the C library does not take fewer from the system anew."""
 Kind = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
 """All workspaces: that of this process, and those of runs without data."""
@@ -65,10 +70,71 @@ def borrowed_now() -> int:
 def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
     """Bytes of the given storages that still exist, and of the buffers lent by workspaces.
 
-    Free buffers of a workspace, which on real ranks persist between steps, are not in use.
+    Free buffers of a workspace, and idle ones for results, which on real ranks persist between steps, are not in use.
     """
-    kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
+    kept = RESULTS.storages(idle=True).union(*(space.storages for space in tuple(WORKSPACES)))
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
+
+
+def _holders(flat: Tensor) -> tuple[int, int]:
+    """References to the memory of `flat`, in C++ and in Python."""
+    memory = flat.untyped_storage()
+    return storage_references(memory._cdata), getrefcount(memory)
+
+
+@dataclass(eq=False, slots=True)
+class ResultBuffer:
+    """A flat buffer for results, and the references to its memory while nobody has any."""
+
+    flat: Tensor
+    alone: tuple[int, int]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody in this process holds this memory: no tensor, array or storage."""
+        return _holders(self.flat) == self.alone
+
+
+class ResultBuffers:
+    """Flat buffers on a CPU for results that live until anyone drops them, such as gradients of a bucket.
+
+    They stay from step to step: memory that goes back to the system comes back page by page, of which each is cleared
+    at its first write. Accelerators have allocators of torch's for that. Idle ones are dropped when another size is
+    asked for, and those whose memory other processes may have.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[ResultBuffer] = []
+        self._lock = Lock()  # calls of torch let other threads run
+
+    def take(self, size: int, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """An uninitialised flat tensor on the device of `like`, whose memory nobody else has.
+
+        None where none is kept: of few bytes, on an accelerator, and in inference mode, whose tensors are not written
+        outside of it.
+        """
+        if size * dtype.itemsize < KEPT_BYTES or type(like) is not Tensor or like.device.type != "cpu":
+            return None
+        if torch.is_inference_mode_enabled():
+            return None
+        with self._lock:
+            self.buffers = [buffer for buffer in self.buffers if not buffer.flat.is_shared()]
+            for buffer in self.buffers:
+                if buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
+                    return buffer.flat.detach()
+            self.buffers = [buffer for buffer in self.buffers if not buffer.is_idle]
+            flat = like.new_empty(size, dtype=dtype)
+            self.buffers.append(ResultBuffer(flat, _holders(flat)))
+            return flat.detach()
+
+    def storages(self, *, idle: bool) -> set[StorageWeakRef]:
+        """The storages of the buffers whose memory nobody has, or of the others."""
+        buffers = [buffer for buffer in self.buffers if buffer.is_idle == idle]
+        return {StorageWeakRef(buffer.flat.untyped_storage()) for buffer in buffers}
+
+
+RESULTS = ResultBuffers()
+"""The buffers for results of this process."""
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class _Recorder:
             self.events = [event for event in self.events if event.queue != "compute"]
         if self.real and all(tensor.is_meta for tensor in outputs):
             return out
-        self.memory.known |= before - self.memory.sizes.keys()
+        self.memory.existed(before)
         if self.memory.add(outputs):
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
         fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from dshard import (
     use_topology,
 )
 from dshard.autograd.joined_gradients import bucket_bytes
-from dshard.comm import Lane
+from dshard.comm import Lane, workspace
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import Topology
@@ -78,7 +80,15 @@ def matches(x: Any, expected: Tensor | None) -> None:
 
 
 def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
-    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order."""
+    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order.
+
+    In half of them every bucket's buffer stays from pass to pass, however small.
+    """
+    with mock.patch.object(workspace, "KEPT_BYTES", 0 if seed % 2 else workspace.KEPT_BYTES):
+        return passes_of(seed, shape, turned)
+
+
+def passes_of(seed: int, shape: tuple[int, ...], turned: bool) -> int:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
     single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned else 0.3)
     order = int(turned and dist.get_rank() == 1)
@@ -413,3 +423,67 @@ def mean_loss() -> None:
 
 def test_a_mean_loss_reduces_its_sum_and_weight_together(ranks: RankPool):
     ranks.run(mean_loss)
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "the gradient": lambda grad: grad,
+    "its local tensor": lambda grad: grad.to_local(),
+    "an alias": lambda grad: grad.detach(),
+    "a view": lambda grad: grad[1:2],
+    "an array": lambda grad: grad.to_local().numpy(),
+    "its memory": lambda grad: grad.to_local().untyped_storage(),
+    "the graph": lambda grad: grad.to_local() * torch.ones(1, requires_grad=True),
+}
+"""Ways to hold a gradient beyond the next backward pass."""
+
+
+def held_gradients(rows: int) -> None:
+    """A bucket's buffer is that of the pass before, unless anyone still holds a gradient in it."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    parallelize(model, mesh, "data", torch.randn(rows, 256))
+
+    def step(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        model(torch.randn(rows, 256)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    def addresses(grads: list[Any]) -> set[int]:
+        return {grad.to_local().untyped_storage().data_ptr() for grad in grads}
+
+    def local_values(grads: list[Any]) -> list[Tensor]:
+        return [grad.to_local().clone() for grad in grads]
+
+    first = addresses(step(0))
+    model.zero_grad()
+    grads = step(1)
+    assert addresses(grads) == first, "the memory of the pass before"
+    expected = local_values(grads)
+    for name, hold in HOLDERS.items():
+        model.zero_grad()
+        grads = step(2)
+        before, kept = addresses(grads), [hold(grad) for grad in grads]
+        values = local_values(grads)
+        del grads
+        model.zero_grad()
+        grads = step(1)
+        assert not addresses(grads) & before, name
+        assert all(map(torch.equal, local_values(grads), expected))
+        if name in ("the gradient", "its local tensor", "an alias"):
+            assert all(torch.equal(whole_of(x), y) for x, y in zip(kept, values, strict=True)), name
+        del kept, grads
+    step(2)  # accumulates into gradients in the buffer
+    both = local_values([p.grad for p in model.parameters()])
+    model.zero_grad()
+    second = local_values(step(2))
+    torch.testing.assert_close(both, [a + b for a, b in zip(expected, second, strict=True)])
+    model.zero_grad()
+    assert len(workspace.RESULTS.buffers) <= 2 * len(first), "what nobody holds does not pile up"
+
+
+def whole_of(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def test_a_buffer_stays_unless_a_gradient_in_it_is_held(ranks: RankPool) -> None:
+    ranks.run(held_gradients, 8)
