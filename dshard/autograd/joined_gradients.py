@@ -38,7 +38,7 @@ from dshard.torch_private import autograd_engine, graph_task_id
 _NUMBERS = count()
 _IN_ONE = frozenset({torch.float32, torch.float64})
 """The dtypes that every backend reduces in one collective."""
-_NUMBER, _OF = attrgetter("leaf.number"), attrgetter("leaf.of")
+_NUMBER, _OF, _MOVE = attrgetter("leaf.number"), attrgetter("leaf.of"), attrgetter("move")
 """The attributes that are read of each gradient in each pass, without a call of Python."""
 
 
@@ -421,6 +421,6 @@ def _begin(members: Sequence[Pending]) -> None:
     if OBSERVERS:
         name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
         leaves = tuple(map(_OF, waiting))
-    ends = begin_lane([pending.move for pending in waiting], local, name, leaves)
+    ends = begin_lane([*map(_MOVE, waiting)], local, name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
         pending.local, pending.finish, pending.leaf.is_packed = None, end, True

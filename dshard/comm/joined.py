@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,12 +27,13 @@ from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
 from dshard.comm.run import launch_on, received_at_once, run_program
 from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.workspace import RESULTS, Session
+from dshard.comm.workspace import KEPT_BYTES, RESULTS, Session
 from dshard.layout import Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
 from dshard.redistribute import Plan, all_reduce_sizes, numel
 
+_DTYPE = attrgetter("dtype")
 Finish = Callable[[], Results]
 """Waits for the collective, and returns the local tensors."""
 
@@ -143,13 +146,15 @@ class JoinedStep:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The flat buffer to send."""
-        flat = RESULTS.take(sum(self.sizes), tensors[0], self.dtype) if self.in_place else None
-        if self.of_vectors and {x.dtype for x in tensors} == {self.dtype}:
+        size = sum(self.sizes)
+        is_kept = self.in_place and size * self.dtype.itemsize >= KEPT_BYTES
+        flat = RESULTS.take(size, tensors[0], self.dtype) if is_kept else None
+        if self.of_vectors and all(map(is_, map(_DTYPE, tensors), repeat(self.dtype))):
             return torch.cat(list(tensors), out=flat)  # of any strides
         pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
         if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
             return torch.cat([x.flatten() for x in pieces], out=flat)
-        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype) if flat is None else flat
+        flat = tensors[0].new_empty(size, dtype=self.dtype) if flat is None else flat
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(places, pieces)
         return flat

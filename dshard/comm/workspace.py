@@ -110,12 +110,9 @@ class ResultBuffers:
     def take(self, size: int, like: Tensor, dtype: torch.dtype) -> Tensor | None:
         """An uninitialised flat tensor on the device of `like`, whose memory nobody else has.
 
-        None where none is kept: of few bytes, on an accelerator, and in inference mode, whose tensors are not written
-        outside of it.
+        None where none is kept: on an accelerator, and in inference mode, whose tensors are not written outside of it.
         """
-        if size * dtype.itemsize < KEPT_BYTES or type(like) is not Tensor or like.device.type != "cpu":
-            return None
-        if torch.is_inference_mode_enabled():
+        if type(like) is not Tensor or like.device.type != "cpu" or torch.is_inference_mode_enabled():
             return None
         with self._lock:
             self.buffers = [buffer for buffer in self.buffers if not buffer.flat.is_shared()]

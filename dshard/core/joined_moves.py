@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -86,7 +87,7 @@ def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: st
         results = _Once(comm.begin_joined([move.plan for move in moves], local, moves[0].spec.dtype, start))
     else:
         results = _Once(start(local))
-    return [partial(results, i) for i in range(len(moves))]
+    return [*map(partial, repeat(results), range(len(moves)))]
 
 
 def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[int, ...]) -> Tensor:

@@ -29,6 +29,7 @@ from dshard import (
 )
 from dshard.autograd.joined_gradients import bucket_bytes
 from dshard.comm import Lane, workspace
+from dshard.comm import joined as comm_joined
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import Topology
@@ -84,7 +85,7 @@ def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
 
     In half of them every bucket's buffer stays from pass to pass, however small.
     """
-    with mock.patch.object(workspace, "KEPT_BYTES", 0 if seed % 2 else workspace.KEPT_BYTES):
+    with mock.patch.object(comm_joined, "KEPT_BYTES", 0 if seed % 2 else comm_joined.KEPT_BYTES):
         return passes_of(seed, shape, turned)
 
 
