@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dshard.caches import Cache
 from dshard.comm.runtime import Runtime
 from dshard.comm.streams import Stream, current_stream
 from dshard.layout import Shape
@@ -100,11 +101,11 @@ class ResultBuffers:
 
     They stay from step to step: memory that goes back to the system comes back page by page, of which each is cleared
     at its first write. Accelerators have allocators of torch's for that. Idle ones are dropped when another size is
-    asked for, and those whose memory other processes may have.
+    asked for, and those whose memory other processes may have; `clear_caches` drops all.
     """
 
     def __init__(self) -> None:
-        self.buffers: list[ResultBuffer] = []
+        self.buffers = Cache("buffers for results", 1024)
         self._lock = Lock()  # calls of torch let other threads run
 
     def take(self, size: int, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -115,18 +116,22 @@ class ResultBuffers:
         if type(like) is not Tensor or like.device.type != "cpu" or torch.is_inference_mode_enabled():
             return None
         with self._lock:
-            self.buffers = [buffer for buffer in self.buffers if not buffer.flat.is_shared()]
-            for buffer in self.buffers:
-                if buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
-                    return buffer.flat.detach()
-            self.buffers = [buffer for buffer in self.buffers if not buffer.is_idle]
+            for number, buffer in tuple(self.buffers.items()):
+                if buffer.flat.is_shared():
+                    del self.buffers[number]
+                elif buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
+                    self.buffers.hits += 1
+                    return buffer.flat.detach()  # type: ignore[no-any-return]
+            for number, buffer in tuple(self.buffers.items()):
+                if buffer.is_idle:
+                    del self.buffers[number]
             flat = like.new_empty(size, dtype=dtype)
-            self.buffers.append(ResultBuffer(flat, _holders(flat)))
+            self.buffers.add(_number(flat), ResultBuffer(flat, _holders(flat)))
             return flat.detach()
 
     def storages(self, *, idle: bool) -> set[StorageWeakRef]:
         """The storages of the buffers whose memory nobody has, or of the others."""
-        buffers = [buffer for buffer in self.buffers if buffer.is_idle == idle]
+        buffers = [buffer for buffer in tuple(self.buffers.values()) if buffer.is_idle == idle]
         return {StorageWeakRef(buffer.flat.untyped_storage()) for buffer in buffers}
 
 
