@@ -239,8 +239,9 @@ class DTensor(Wrapper):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        if func in QUERIES and type(args[0]) is DTensor and args[0]._local_graph is None:
-            with no_torch_function():  # optimisers ask these of each parameter in each step
+        of_graph = QUERIES.get(func)
+        if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
+            with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
                 return func(*args, **(kwargs or {}))
         return fast_path.call(func, args, kwargs or {}, through)
 

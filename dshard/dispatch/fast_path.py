@@ -238,17 +238,23 @@ def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-_ASKED: tuple[Any, ...] = (
-    *(torch.Tensor.grad, torch.Tensor.is_leaf, torch.Tensor.requires_grad),
-    *(torch.Tensor.is_cpu, torch.Tensor.is_cuda, torch.Tensor.is_sparse, torch.Tensor.is_meta),
-)
-_SET: Any = torch.Tensor.grad
-QUERIES = frozenset(
-    {
-        *(attribute.__get__ for attribute in _ASKED),
-        _SET.__set__,
-        *(torch.is_floating_point, torch.is_complex, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
-        torch.Tensor.is_contiguous,
-    }
-)
-"""Queries of a tensor and its place in the graph, which torch answers if its local tensor has no graph."""
+_Tensor: Any = torch.Tensor
+QUERIES = {
+    **dict.fromkeys(
+        (
+            *(_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__),
+            *(_Tensor.is_cpu.__get__, _Tensor.is_cuda.__get__, _Tensor.is_sparse.__get__, _Tensor.is_meta.__get__),
+            *(torch.is_floating_point, torch.is_complex, _Tensor.is_floating_point, _Tensor.is_complex),
+        ),
+        True,
+    ),
+    **dict.fromkeys(
+        (
+            *(_Tensor.shape.__get__, _Tensor.ndim.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__),
+            *(_Tensor.dim, _Tensor.numel, _Tensor.is_contiguous),
+        ),
+        False,
+    ),
+}
+"""Queries that torch answers and that raise nothing; true for those of which an operator that was recorded on the local
+tensor changes the answer."""

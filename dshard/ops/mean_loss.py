@@ -29,6 +29,7 @@ from dshard.rules.strategy import completed_layout
 
 WarmCall: TypeAlias = Callable[[Args, Kwargs], Any]
 _NLL = torch.ops.aten.nll_loss_forward.default
+_NAME = str(_NLL)
 
 
 def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper) -> WarmCall | None:
@@ -89,7 +90,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, total: Tensor, count: Tensor, move: LocalRedistribution) -> Any:
         ctx.move = move
-        total, every = (end() for end in begin_together([move, move], [total.detach(), count], str(_NLL)))
+        total, every = (end() for end in begin_together([move, move], [total.detach(), count], _NAME))
         count.data.copy_(every)  # which the node of the local sum saves, too, and does not read
         ctx.save_for_backward(count)
         return wrap(total / every, move.spec)
