@@ -7,7 +7,7 @@ every rank runs the same program, so positions and masks computed from shapes al
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
 from types import FrameType
@@ -138,9 +138,10 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
     """
-    cls = Wrapper.public
-    if any(is_torchs(leaf) for leaf in leaves((args, kwargs)) if type(leaf) is not cls and type(leaf) is not Tensor):
+    flat = leaves((args, kwargs))  # once: an optimiser's lists have several tensors for each parameter
+    if any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in set(map(type, flat))):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
+        flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)
     if not takes_all:
@@ -148,8 +149,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             return replace_leaves(  # type: ignore[no-any-return]
                 (args, kwargs), lambda x: plain_number(func, x) if isinstance(x, Wrapper) else x
             )
-        refuse_plain(func, args, kwargs)
-    tensors = tensors_in((args, kwargs))
+        _refuse_plain(func, args, flat)
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
@@ -272,7 +273,11 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
     """
-    for t in leaves((args, kwargs)):
+    _refuse_plain(func, args, leaves((args, kwargs)))
+
+
+def _refuse_plain(func: Function, args: Args, flat: Sequence[object]) -> None:
+    for t in flat:
         if isinstance(t, Tensor) and not isinstance(t, Wrapper) and (t.numel() != 1 or t.dim()):
             name = getattr(func, "__name__", str(func))
             if t.numel() == 1 and not name.startswith(_BY_INDICES):
