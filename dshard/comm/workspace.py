@@ -73,7 +73,7 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 
     Free buffers of a workspace, and idle ones for results, which on real ranks persist between steps, are not in use.
     """
-    kept = RESULTS.storages(idle=True).union(*(space.storages for space in tuple(WORKSPACES)))
+    kept = RESULTS.idle().union(*(space.storages for space in tuple(WORKSPACES)))
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
 
 
@@ -85,10 +85,11 @@ def _holders(flat: Tensor) -> tuple[int, int]:
 
 @dataclass(eq=False, slots=True)
 class ResultBuffer:
-    """A flat buffer for results, and the references to its memory while nobody has any."""
+    """A flat buffer for results, the references to its memory while nobody has any, and when it was last taken."""
 
     flat: Tensor
     alone: tuple[int, int]
+    taken: int
 
     @property
     def is_idle(self) -> bool:
@@ -106,6 +107,7 @@ class ResultBuffers:
 
     def __init__(self) -> None:
         self.buffers = Cache("buffers for results", 1024)
+        self.takes = 0  # of buffers, so far
         self._lock = Lock()  # calls of torch let other threads run
 
     def take(self, size: int, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -116,22 +118,30 @@ class ResultBuffers:
         if type(like) is not Tensor or like.device.type != "cpu" or torch.is_inference_mode_enabled():
             return None
         with self._lock:
+            self.takes += 1
             for number, buffer in tuple(self.buffers.items()):
                 if buffer.flat.is_shared():
                     del self.buffers[number]
                 elif buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
                     self.buffers.hits += 1
+                    buffer.taken = self.takes
                     return buffer.flat.detach()  # type: ignore[no-any-return]
             for number, buffer in tuple(self.buffers.items()):
                 if buffer.is_idle:
                     del self.buffers[number]
             flat = like.new_empty(size, dtype=dtype)
-            self.buffers.add(_number(flat), ResultBuffer(flat, _holders(flat)))
+            if type(flat) is not Tensor:  # within a mode that has none with data
+                return flat
+            self.buffers.add(_number(flat), ResultBuffer(flat, _holders(flat), self.takes))
             return flat.detach()
 
-    def storages(self, *, idle: bool) -> set[StorageWeakRef]:
-        """The storages of the buffers whose memory nobody has, or of the others."""
-        buffers = [buffer for buffer in tuple(self.buffers.values()) if buffer.is_idle == idle]
+    def idle(self) -> set[StorageWeakRef]:
+        """The storages of the buffers whose memory nobody has."""
+        return {StorageWeakRef(each.flat.untyped_storage()) for each in tuple(self.buffers.values()) if each.is_idle}
+
+    def taken_after(self, takes: int) -> set[StorageWeakRef]:
+        """The storages of the buffers that were taken after so many takes."""
+        buffers = [buffer for buffer in tuple(self.buffers.values()) if buffer.taken > takes]
         return {StorageWeakRef(buffer.flat.untyped_storage()) for buffer in buffers}
 
 

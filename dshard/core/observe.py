@@ -245,19 +245,19 @@ class Allocations:
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self.known = {StorageWeakRef(x.untyped_storage()) for x in known} | RESULTS.storages(idle=False)
+        self.known, self.takes = {StorageWeakRef(x.untyped_storage()) for x in known}, RESULTS.takes
         self.sizes: dict[StorageWeakRef, int] = {}
         self.total = 0  # of all in `sizes`, gone or not
         self.most = 0
 
     def existed(self, storages: set[StorageWeakRef]) -> None:
         """Take the storages of an operator's operands for known, unless an operator made them."""
-        unknown = storages - self.sizes.keys() - self.known
-        if unknown:
-            self.known |= unknown - RESULTS.storages(idle=True) - RESULTS.storages(idle=False)
+        self.known |= storages - self.sizes.keys()
 
     def add(self, outputs: Iterable[Tensor]) -> bool:
         """Add the storages of an operator's outputs; return whether `alive` may exceed `most` now."""
+        if RESULTS.takes != self.takes:
+            self.known -= RESULTS.taken_after(self.takes)
         for output in outputs:
             storage = output.untyped_storage()
             ref = StorageWeakRef(storage)
