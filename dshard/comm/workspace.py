@@ -22,7 +22,7 @@ from dshard.layout import Shape
 from dshard.torch_private import storage_references
 
 KEPT_BYTES = 1 << 17
-"""The least bytes of a buffer for results that is kept: the C library does not take fewer from the system anew."""
+"""The least bytes of a buffer for results that is kept: the C library itself keeps smaller ones that are freed."""
 Kind = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
 """All workspaces: that of this process, and those of runs without data."""
@@ -96,13 +96,18 @@ class ResultBuffer:
         """Whether nobody in this process holds this memory: no tensor, array or storage."""
         return _holders(self.flat) == self.alone
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a holder of a result has moved the memory to where other processes share it, or resized it."""
+        return self.flat.is_shared() or self.flat.untyped_storage().nbytes() != self.flat.nbytes
+
 
 class ResultBuffers:
     """Flat buffers on a CPU for results that live until anyone drops them, such as gradients of a bucket.
 
     They stay from step to step: memory that goes back to the system comes back page by page, of which each is cleared
     at its first write. Accelerators have allocators of torch's for that. Idle ones are dropped when another size is
-    asked for, and those whose memory other processes may have; `clear_caches` drops all.
+    asked for, and those whose memory was shared with other processes, or resized; `clear_caches` drops all.
     """
 
     def __init__(self) -> None:
@@ -120,7 +125,7 @@ class ResultBuffers:
         with self._lock:
             self.takes += 1
             for number, buffer in tuple(self.buffers.items()):
-                if buffer.flat.is_shared():
+                if buffer.is_replaced:
                     del self.buffers[number]
                 elif buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
                     self.buffers.hits += 1
