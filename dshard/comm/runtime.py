@@ -392,8 +392,8 @@ def on_one_host(mesh: Mesh, axis: str) -> bool:
 
 def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
     """torch's DeviceMesh from which `mesh` was made, or `mesh` itself where there is none."""
-    runtime = _RUNTIMES.get(mesh)  # as in `_with_processes`: the guards of compiled graphs ask this of each tensor
-    return mesh if runtime is None or runtime.world is not distributed_c10d._world.default_pg else runtime.device_mesh
+    runtime = _with_processes(mesh)
+    return mesh if runtime is None else runtime.device_mesh
 
 
 def simulated_ranks() -> frozenset[int] | None:

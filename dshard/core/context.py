@@ -67,13 +67,13 @@ _ALL_SETTINGS: list[Scoped[Any, Any]] = []
 _DEFAULTS: list[object] = []
 
 
-def decides(setting: Scoped[Any, Any]) -> None:
+def declare_setting(setting: Scoped[Any, Any]) -> None:
     """Declare a setting on which choices depend; its values are compared by `==`."""
     _ALL_SETTINGS.append(setting)
     _DEFAULTS.append(setting.value())
 
 
-decides(_SETTINGS)
+declare_setting(_SETTINGS)
 
 
 def settings_in_force() -> list[object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dshard.comm import Scoped, outside_graphs
-from dshard.core.context import decides
+from dshard.core.context import declare_setting
 from dshard.core.wrapper import Wrapper
 from dshard.errors import StrategyError
 from dshard.layout import Layout
@@ -140,7 +140,7 @@ def options_of(weight: object) -> MatmulOptions:
     return _merged((current_options(), pinned)) if OPTION_BLOCKS else pinned
 
 
-decides(_BLOCKS)
+declare_setting(_BLOCKS)
 
 
 @contextmanager
