@@ -128,7 +128,7 @@ class Buckets:
         buckets = [bucket for members in lanes.values() for bucket in _cut(members)]
         buckets.sort(key=lambda members: -members[-1].leaf.number)
         self.all = [[*map(_expected, members)] for members in buckets]
-        self.places = {member: i for i, bucket in enumerate(self.all) for member in bucket}
+        self.places = {member: (i, j) for i, bucket in enumerate(self.all) for j, member in enumerate(bucket)}
         self.sizes = [*map(len, self.all)]
         moves = [pending.move for bucket in buckets for pending in bucket]
         self.stepwise = any(map(has_steps, moves))
@@ -179,42 +179,44 @@ _MESHES: Cache = Cache("gradient meshes", 256, record=True)
 class MeshPass:
     """The gradients on one mesh in one backward pass."""
 
-    __slots__ = ("arrived", "expected", "passes", "turn", "unexpected")
+    __slots__ = ("arrived", "expected", "missing", "passes", "turn", "unexpected")
 
     def __init__(self, passes: MeshPasses) -> None:
         self.passes = passes
         self.expected: Buckets | None = passes.following.get(passes.last) or passes.last
-        self.arrived: list[list[Pending]] = [[] for _ in self.expected.all] if self.expected else []
+        self.missing = [*self.expected.sizes] if self.expected else []  # how many gradients of each bucket
+        self.arrived: list[list[Pending | None]] = [[None] * n for n in self.missing]
         self.unexpected: list[Pending] = []
         self.turn = 0  # the bucket that is to begin next
 
     def add(self, pending: Pending) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
-        expected, arrived = self.expected, self.arrived
+        expected, missing = self.expected, self.missing
         place = None if expected is None else expected.places.get((pending.leaf.number, pending.move.same))
-        if expected is None or place is None:
+        if place is None:
             self.unexpected.append(pending)
             return
-        arrived[place].append(pending)
-        sizes = expected.sizes
-        while self.turn < len(sizes) and len(arrived[self.turn]) == sizes[self.turn]:
-            self._begin_next()
+        bucket, i = place
+        self.arrived[bucket][i] = pending
+        missing[bucket] -= 1
+        while self.turn < len(missing) and not missing[self.turn]:
+            _begin(self.arrived[self.turn])
+            self.turn += 1
 
     def end(self) -> None:
         """Begin the remaining buckets, and record the pass."""
         known = self.expected
         if (
             known is not None
-            and self.turn == len(known.sizes)
+            and self.turn == len(self.missing)
             and not (self.unexpected or known.stepwise or known.alone)
         ):
             self.passes.has_run(known)  # as in most passes
             return
-        every = [pending for arrived in self.arrived for pending in arrived] + self.unexpected
-        expected = self.expected
-        complete = expected is not None and not self.unexpected and [*map(len, self.arrived)] == expected.sizes
-        while self.turn < len(self.arrived):
-            self._begin_next()
+        every, expected = self._every(), self.expected
+        complete = not self.unexpected and not any(self.missing)
+        for arrived in self.arrived[self.turn :]:
+            _begin(arrived)
         if self.unexpected:
             by_place = {_expected(pending): pending for pending in self.unexpected}
             for bucket in self.passes.buckets_of(self.unexpected).all:
@@ -233,11 +235,11 @@ class MeshPass:
     @property
     def order(self) -> int:
         """The number of the pass's last leaf, by which passes over several meshes end in one order on all ranks."""
-        return max(pending.leaf.number for arrived in (*self.arrived, self.unexpected) for pending in arrived)
+        return max(pending.leaf.number for pending in self._every())
 
-    def _begin_next(self) -> None:
-        _begin(_in_order(self.arrived[self.turn]))
-        self.turn += 1
+    def _every(self) -> list[Pending]:
+        arrived = [pending for bucket in self.arrived for pending in bucket if pending is not None]
+        return arrived + self.unexpected
 
 
 class BackwardPass:
@@ -396,11 +398,11 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
     return total / max(1, int(sqrt(transfer / latency))) if latency > 0 else 0.0
 
 
-def _begin(members: Sequence[Pending]) -> None:
+def _begin(members: Sequence[Pending | None]) -> None:
     """Begin the collective of one lane's gradients, except those that were used before."""
     waiting, local = list[Pending](), list[Tensor]()
     for pending in members:
-        if pending.local is not None:
+        if pending is not None and pending.local is not None:
             waiting.append(pending)
             local.append(pending.local)
             if pending.stream is not None:

@@ -83,7 +83,7 @@ class JoinedStep:
     the pieces of all tensors for the first rank, then those for the second, and so on; `sizes` are their elements.
     `of_vectors` says that these are whole tensors of one dim, each once.
     `arriving` are the pieces in the buffer received, after its terms are reduced, and `received` their elements.
-    `in_place` says that this is the buffer that was sent.
+    `in_place` says that this is the buffer that was sent, and `is_kept` that it stays for the next pass.
     """
 
     __slots__ = (
@@ -91,6 +91,7 @@ class JoinedStep:
         "dtype",
         "gathers",
         "in_place",
+        "is_kept",
         "members",
         "of_vectors",
         "parts",
@@ -113,6 +114,7 @@ class JoinedStep:
         self.received = [numel(region) for _, region in self.arriving]
         self.gathers = members[0].collective.kind == "all_gather"
         self.in_place = members[0].collective.kind == "all_reduce"
+        self.is_kept = self.in_place and sum(self.sizes) * dtype.itemsize >= KEPT_BYTES
         self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
 
     def _by_rank(self, which: Literal["sent", "received"]) -> list[tuple[Region, ...]]:
@@ -146,15 +148,13 @@ class JoinedStep:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The flat buffer to send."""
-        size = sum(self.sizes)
-        is_kept = self.in_place and size * self.dtype.itemsize >= KEPT_BYTES
-        flat = RESULTS.take(size, tensors[0], self.dtype) if is_kept else None
+        flat = RESULTS.take(sum(self.sizes), tensors[0], self.dtype) if self.is_kept else None
         if self.of_vectors and all(map(is_, map(_DTYPE, tensors), repeat(self.dtype))):
             return torch.cat(list(tensors), out=flat)  # of any strides
         pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
         if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
             return torch.cat([x.flatten() for x in pieces], out=flat)
-        flat = tensors[0].new_empty(size, dtype=self.dtype) if flat is None else flat
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype) if flat is None else flat
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(places, pieces)
         return flat

@@ -16,6 +16,30 @@ from dshard.torch_private import make_wrapper_subclass as make
 from dshard.torch_private import no_torch_function
 
 
+def _answered_by_torch(name: str) -> property:
+    """An attribute of tensors, read without a call of `__torch_function__`, with which it takes four times as long.
+
+    The gradient of a tensor whose operators were recorded on its local tensor is still asked for by that call.
+    """
+    attribute: Any = getattr(Tensor, name)
+    get, set_, needs_graph = attribute.__get__, attribute.__set__, name == "grad"
+
+    def read(x: Wrapper) -> Any:
+        if needs_graph and x._local_graph is not None:
+            return get(x)
+        with no_torch_function():
+            return get(x)
+
+    def write(x: Wrapper, value: object) -> None:
+        if x._local_graph is not None:
+            set_(x, value)
+            return
+        with no_torch_function():
+            set_(x, value)
+
+    return property(read, write if needs_graph else None, attribute.__delete__ if needs_graph else None)
+
+
 class Wrapper(Base):
     """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
@@ -40,6 +64,10 @@ class Wrapper(Base):
 
         def detach(self) -> Wrapper: ...
         def to(self, *args: object, **kwargs: object) -> Wrapper: ...
+
+    else:
+        grad, shape, ndim, dtype, device = map(_answered_by_torch, ("grad", "shape", "ndim", "dtype", "device"))
+        is_cpu, is_cuda, is_meta, is_sparse = map(_answered_by_torch, ("is_cpu", "is_cuda", "is_meta", "is_sparse"))
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -242,19 +242,12 @@ _Tensor: Any = torch.Tensor
 QUERIES = {
     **dict.fromkeys(
         (
-            *(_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__),
-            *(_Tensor.is_cpu.__get__, _Tensor.is_cuda.__get__, _Tensor.is_sparse.__get__, _Tensor.is_meta.__get__),
+            *(_Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__),
             *(torch.is_floating_point, torch.is_complex, _Tensor.is_floating_point, _Tensor.is_complex),
         ),
         True,
     ),
-    **dict.fromkeys(
-        (
-            *(_Tensor.shape.__get__, _Tensor.ndim.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__),
-            *(_Tensor.dim, _Tensor.numel, _Tensor.is_contiguous),
-        ),
-        False,
-    ),
+    **dict.fromkeys((_Tensor.dim, _Tensor.numel, _Tensor.is_contiguous), False),
 }
 """Queries that torch answers and that raise nothing; true for those of which an operator that was recorded on the local
 tensor changes the answer."""

@@ -200,3 +200,37 @@ def reused() -> list[str]:
 @pytest.mark.ranks
 def test_results_of_a_first_call_are_its_own(ranks: RankPool) -> None:
     assert ranks.run(reused) == [[]] * 4
+
+
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cpu", "is_cuda", "is_meta", "is_sparse")
+
+
+def slow_attributes() -> list[str]:
+    """The attributes that differ from those of a plain tensor, or are read or set by a call of `__torch_function__`."""
+    plain, x = torch.zeros(8, 6, dtype=torch.float64), laid((8, 6), Shard(0), True).double().detach().requires_grad_()
+    y = (x * 2).exp()
+    wrong = [f"{name} of {at}" for at in (x, y) for name in ATTRIBUTES if getattr(at, name) != getattr(plain, name)]
+    y.retain_grad()
+    y.sum().backward()
+    if not torch.equal(x.grad.full_tensor(), 2 * (2 * x).exp().full_tensor()) or not (y.grad == 1).full_tensor().all():
+        wrong.append("grad")  # that of y is recorded on its local tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(x), "__torch_function__", classmethod(lambda cls, func, *_: wrong.append(func.__qualname__)))
+        for at in (x, y):
+            for name in ATTRIBUTES:
+                getattr(at, name)
+        x.grad = x.grad
+        x.grad = None
+    if x.grad is not None:
+        wrong.append("grad that is set to None")
+    for other in ("to", torch.zeros(2)):  # errors are torch's
+        with pytest.raises((TypeError, RuntimeError), match="grad"):
+            x.grad = other
+    x.grad = x.detach()
+    del x.grad
+    return wrong if x.grad is None else [*wrong, "grad that is deleted"]
+
+
+@pytest.mark.ranks
+def test_attributes_are_read_without_a_call(ranks: RankPool) -> None:
+    assert ranks.run(slow_attributes) == [[]] * 4

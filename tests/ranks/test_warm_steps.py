@@ -136,9 +136,8 @@ def calls_of(run: Callable[[], Any]) -> int:
         nonlocal count
         count += event == "call"
 
-    # A collection in the middle of a run calls what waits for the end of older objects: finalizers of other tests.
-    gc.collect()
-    gc.disable()
+    gc.disable()  # a collection in a run calls what waits for the end of older objects: finalizers of other tests
+    dist.barrier()  # a rank that waits for more than a second looks why, which takes calls
     sys.setprofile(profile)
     try:
         run()
@@ -184,7 +183,7 @@ def counted() -> tuple[int, ...]:
     for ours, theirs in pairs:
         for _ in range(3):
             ours()
-        # the least of several: a rank that waits for more than a second looks why
+        # the least of several, as ranks may still wait for long in a run
         counts.append(min(calls_of(ours) for _ in range(3)) - calls_of(theirs))
     return tuple(counts)
 
