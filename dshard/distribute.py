@@ -19,15 +19,16 @@ from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
 from dshard.core.signature import Function
-from dshard.core.spec import contiguous_stride, spec_of
-from dshard.core.transforms import refuse_wrapped
+from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
-from dshard.layout import layout_of, replicated
+from dshard.layout import Layout, Region, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Replicate
 from dshard.tensor import DTensor, as_dtensor
 from dshard.torch_dtensor import TorchDTensor
+from dshard.torch_private import n_dispatch_modes
 from dshard.validate import check_callable, check_type
 
 
@@ -89,6 +90,29 @@ def distribute_tensor(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
     return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out
+
+
+def cut(tensor: Tensor, layout: Layout) -> DTensor:
+    """`distribute_tensor` with this layout, where each rank cuts its local tensor out of its own copy of `tensor`.
+
+    For plain tensors of one shape, which a training loop gives in each step, region and spec are found once. In debug
+    mode only the first of these is compared.
+    """
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    is_changed = n_dispatch_modes() or is_wrapped(tensor) or is_differentiating_forward()
+    runtime = comm.runtime_of(layout.mesh) if is_plain and not is_changed else None
+    if runtime is None or runtime.coordinate is None:
+        return distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=None)
+    key = (cut, layout, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    known: tuple[Region, Spec] | None = runtime.runners.get(key)
+    if known is None:
+        out = distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=None)
+        if not out._spec.has_partial:
+            runtime.runners.add(key, (layout.region(tensor.shape, runtime.coordinate), out._spec))
+        return out
+    runtime.runners.hits += 1
+    region, spec = known
+    return as_dtensor(wrap(comm.local_shard(tensor, region, torch.preserve_format), spec))
 
 
 def _stride(source: Tensor, src_data_rank: int | None) -> tuple[int, ...]:

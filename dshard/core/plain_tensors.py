@@ -119,11 +119,16 @@ def implicit_replication() -> Iterator[None]:
     With `DSHARD_DEBUG=1` the ranks compare them. Their gradients are plain, and complete on every rank.
     torch's own `torch.distributed.tensor.experimental.implicit_replication` does the same.
     """
-    _COUNTED_AS_REPLICATED.depth += 1
+    count_as_replicated(1)
     try:
         yield
     finally:
-        _COUNTED_AS_REPLICATED.depth -= 1
+        count_as_replicated(-1)
+
+
+def count_as_replicated(change: int) -> None:
+    """Enter a block of `implicit_replication` on this thread, by 1, or leave one, by -1."""
+    _COUNTED_AS_REPLICATED.depth += change
 
 
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

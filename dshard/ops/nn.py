@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -57,10 +58,17 @@ EMBEDDING = "v h, ... -> ... h"
 
 
 def embedding_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    """A kernel of embedding in which rows that another rank holds count as zero."""
+    """A kernel of embedding in which rows that another rank holds count as zero.
+
+    Of a whole table it is torch's own operator, whose local gradient is then a term of the table's: not where rows are
+    divided by how often all ranks look them up, or where torch's has no second derivative.
+    """
     size = call.shapes[0][0]
     rows = strategy.inputs[0].dim_range(0, size, coordinate)
-    return look_up if len(rows) == size else rows_held(rows, size, look_up)
+    if len(rows) < size:
+        return rows_held(rows, size, look_up)
+    local_shapes = [layout.local_shape(x, coordinate) for layout, x in zip(strategy.inputs, call.shapes, strict=True)]
+    return call.func if all(map(prod, local_shapes)) and not call.argument("scale_grad_by_freq") else look_up
 
 
 def embedding_backward(call: Call) -> Rule:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import nan
 from typing import Any
@@ -16,16 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
-from dshard.comm import compare_calls, runtime_of, simulated_ranks
+from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
-from dshard.core.plain_tensors import implicit_replication
+from dshard.core.plain_tensors import count_as_replicated, implicit_replication
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
-from dshard.distribute import distribute_tensor
+from dshard.distribute import cut, distribute_tensor
 from dshard.errors import LayoutError
 from dshard.factories import full
+from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
-from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
+from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
@@ -58,13 +59,14 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
     if plan.attention is not None:
         blocks.append(_around(partial(_by_loops, plan.attention), by_loops(plan.attention)))
-    in_graph = InputsInGraph(plan)
+    layouts = input_layouts(plan)
+    in_graph = InputsInGraph(plan.mesh, layouts)
 
     @skip_frame
     def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         for enter_block, _ in blocks:
             enter_block()
-        inputs = in_graph((args, kwargs)) if is_dynamo_compiling() else distribute_inputs((args, kwargs), plan)
+        inputs = in_graph((args, kwargs)) if is_dynamo_compiling() else lay_out((args, kwargs), plan, layouts)
         return inputs if plan.precision is None else plan.precision.inputs(inputs)
 
     @skip_frame
@@ -201,9 +203,8 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
 
 def _replicating() -> Callable[[], None]:
     """Enter `implicit_replication`, and return the function that leaves it."""
-    stack = ExitStack()
-    stack.enter_context(implicit_replication())
-    return stack.close
+    count_as_replicated(1)
+    return partial(count_as_replicated, -1)
 
 
 def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
@@ -256,25 +257,30 @@ def _output_hook(plan: Plan, name: str) -> Any:
 
 
 def distribute_inputs(inputs: object, plan: Plan) -> Any:
+    """The inputs of a model as distributed tensors, laid out by the plan."""
+    return lay_out(inputs, plan, input_layouts(plan))
+
+
+def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout]) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     The batch is the first dim of the first tensor, the sequence the second dim of the first tensor that has two. Plain
     tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged, except that those on a mesh
-    that the plan folds take the layout of plain ones.
+    that the plan folds take the layout of plain ones. `layouts` are `input_layouts(plan)`.
     """
-    sizes = sizes_of_batch(nested_tensors(inputs))
-    replicated = (Replicate(),) * plan.mesh.ndim
-    placements_of = {"rows and sequence": plan.batch, "rows": rows_alone(plan), "neither": replicated}
+    sizes, compares = sizes_of_batch(nested_tensors(inputs)), comparing()
 
     def distributed(leaf: Tensor) -> Tensor:
         whole = unwrapped(leaf)
         if isinstance(whole, DTensor) and (whole is not leaf or not _unfolded(leaf, plan)):
             return leaf  # a transform of torch.func that follows a distributed tensor goes on with it
-        placements = placements_of[has_of_batch(leaf, sizes)]
+        layout = layouts[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
-            return leaf.redistribute(plan.mesh, placements)
+            return leaf.redistribute(plan.mesh, layout.placements)
+        if not compares:
+            return cut(leaf, layout)
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
-        return distribute_tensor(leaf, plan.mesh, placements, src_data_rank=None)
+        return distribute_tensor(leaf, plan.mesh, layout.placements, src_data_rank=None)
 
     return map_tensors(inputs, distributed)
 

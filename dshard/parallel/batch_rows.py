@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from dshard.parallel.plan_values import Plan
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 
+OfBatch: TypeAlias = Literal["rows and sequence", "rows", "neither"]
+"""Which sizes of a batch the first dims of a tensor have."""
+
 
 def data_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the batch."""
@@ -34,13 +37,22 @@ def rows_alone(plan: Plan) -> tuple[Placement, ...]:
     return tuple(p if p == Shard(0) else Replicate() for p in plan.batch)
 
 
+def input_layouts(plan: Plan) -> dict[OfBatch, Layout]:
+    """The layouts of a model's inputs, by which sizes of the batch their first dims have."""
+    return {
+        "rows and sequence": Layout(plan.mesh, plan.batch),
+        "rows": Layout(plan.mesh, rows_alone(plan)),
+        "neither": replicated(plan.mesh),
+    }
+
+
 def sizes_of_batch(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
     """The sizes of batch and sequence: the first dim of the first tensor, the second of the first that has two."""
     rows = next((t.shape[0] for t in tensors if t.dim()), None)
     return rows, next((t.shape[1] for t in tensors if t.dim() > 1), None)
 
 
-def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> Literal["rows and sequence", "rows", "neither"]:
+def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> OfBatch:
     """Which first dims of an input have the batch and sequence `sizes`."""
     rows, length = sizes
     if x.dim() == 0 or x.shape[0] != rows:

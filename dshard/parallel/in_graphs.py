@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
-from dshard.parallel.batch_rows import has_of_batch, rows_alone, sizes_of_batch
+from dshard.parallel.batch_rows import OfBatch, has_of_batch, sizes_of_batch
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
-from dshard.parallel.plan_values import Plan
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
@@ -47,14 +47,9 @@ def by_loops(loops: AttentionLoops) -> Instead:
 class InputsInGraph:
     """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
 
-    def __init__(self, plan: Plan) -> None:
-        layouts = {
-            "rows and sequence": plan.batch,
-            "rows": rows_alone(plan),
-            "neither": replicated(plan.mesh).placements,
-        }
-        self.distribute = {has: bound(_distributed, Layout(plan.mesh, each)) for has, each in layouts.items()}
-        self.differentiable = bound(_as_replicated, plan.mesh)
+    def __init__(self, mesh: Mesh, layouts: Mapping[OfBatch, Layout]) -> None:
+        self.distribute = {has: bound(_distributed, layout) for has, layout in layouts.items()}
+        self.differentiable = bound(_as_replicated, mesh)
 
     def __call__(self, inputs: object) -> Any:
         """`inputs` with distributed tensors for plain ones. Traced."""

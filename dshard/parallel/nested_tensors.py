@@ -44,7 +44,11 @@ def nested_tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     tensors: list[Tensor] = []
-    for item in tree if type(tree) in (tuple, list) else [item for _, item in _items(tree)]:
+    if type(tree) is dict:
+        tree = tree.values()
+    elif type(tree) not in (tuple, list):
+        tree = [item for _, item in _items(tree)]
+    for item in tree:
         if isinstance(item, Tensor):
             tensors.append(item)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -164,3 +165,39 @@ def with_a_partial_scale() -> float:
 @pytest.mark.ranks
 def test_gradients_between_the_operators_of_a_norm_are_reduced(ranks: RankPool) -> None:
     assert max(ranks.run(with_a_partial_scale)) < 1e-12
+
+
+def of_lookups() -> float:
+    """How far first and second derivatives of lookups in a table are from those of one device, warm ones too."""
+    mesh = dshard.init_device_mesh("cpu", (4,))
+    torch.manual_seed(2)
+    values, terms = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 8, 3, dtype=torch.float64)
+    far: list[float] = []
+    kinds: list[dict[str, Any]] = [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}]
+    for rows, of_indices, of_table in product((8, 3), (Shard(0), Replicate()), (Replicate(), Shard(1), Shard(0))):
+        indices = torch.tensor([0, 3, 2, 1, 1, 3, 1, 3])[:rows]
+        for options, _ in product(kinds, range(3)):
+            found = []
+            for laid in (False, True):
+                table: Any = values.clone()
+                weights, i = terms[:, :rows], indices
+                if laid:
+                    table = distribute_tensor(table, mesh, [of_table])
+                    weights = distribute_tensor(weights, mesh, [Replicate()])
+                    i = distribute_tensor(i, mesh, [of_indices])
+                table.requires_grad_()
+                first, second = (w.detach().requires_grad_() for w in (weights[0], weights[1]))
+                picked = F.embedding(i, table, **options)
+                ((picked * first).sum() + (picked * picked * second).sum()).backward(
+                    create_graph="padding_idx" in options
+                )
+                if table.grad.requires_grad:
+                    (table.grad * table.grad).sum().backward(inputs=[first, second])
+                found.append([x.grad.full_tensor() if laid else x.grad for x in (table, first, second)])
+            far += [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+    return max(far)
+
+
+@pytest.mark.ranks
+def test_derivatives_of_lookups_are_those_of_one_device(ranks: RankPool) -> None:
+    assert max(ranks.run(of_lookups)) < 1e-12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import ArgumentError, LayoutError, Mesh, Replicate, Shard, parallelize
+from dshard import ArgumentError, Layout, LayoutError, Mesh, Partial, Replicate, Shard, parallelize
+from dshard.comm import as_mesh
+from dshard.distribute import cut
 from dshard.testing import RankPool, simulated
+from dshard.torch_private import is_alias_of
 
 WIDTH, CLASSES = 8, 5
 
@@ -150,6 +154,43 @@ def whole_batches() -> None:
 @pytest.mark.ranks
 def test_whole_batches_and_plain_outputs(ranks: RankPool) -> None:
     ranks.run(whole_batches)
+
+
+def alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two local tensors have the same values, or are both those of ranks outside a mesh."""
+    return x.shape == y.shape if x.is_meta else torch.equal(x, y)
+
+
+def cut_inputs() -> list[str]:
+    """The plain tensors that `cut` lays out other than `distribute_tensor` does, first or warm, or without copying."""
+    wrong = []
+    many = [torch.arange(42.0).view(7, 6), torch.arange(42).view(6, 7).t(), torch.arange(3), torch.zeros(0, 6)]
+    many += [torch.arange(6.0).expand(7, 6), torch.randn(7, 6, dtype=torch.complex64).conj(), torch.ones(())]
+    many += [torch.randn(7, 6, requires_grad=True), nn.Parameter(torch.randn(7, 6)), torch.randn(7, 6)[1:, ::2]]
+    for (i, x), placement, shape in itertools.product(
+        enumerate(many), (Shard(0), Replicate(), Partial()), ((4,), (2,))
+    ):
+        layout = Layout(as_mesh(mesh_of(shape)), (placement,))
+        if placement == Shard(0) and not x.dim():
+            continue
+        expected: Any = dshard.distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
+        for turn in ("first", "warm"):
+            found: Any = cut(x, layout)
+            same = [type(found), found._spec, found.requires_grad, found._local_tensor.stride()]
+            same += [found._local_tensor.is_conj(), found.is_leaf]
+            other = [type(expected), expected._spec, expected.requires_grad, expected._local_tensor.stride()]
+            other += [expected._local_tensor.is_conj(), expected.is_leaf]
+            is_copy = found._local_tensor.is_meta or not x.numel() or not is_alias_of(found._local_tensor, x.detach())
+            if same != other or not is_copy or not alike(found._local_tensor, expected._local_tensor):
+                wrong.append(f"tensor {i}, {placement}, {shape}, {turn}: {same}, {other}, {is_copy=}")
+    with pytest.raises(LayoutError, match="strided"):
+        cut(torch.eye(7).to_sparse(), layout)
+    return wrong
+
+
+@pytest.mark.ranks
+def test_inputs_are_cut_as_distribute_tensor_does(ranks: RankPool) -> None:
+    assert ranks.run(cut_inputs) == [[]] * 4
 
 
 def given_different_data() -> str:
