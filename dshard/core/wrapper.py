@@ -37,7 +37,8 @@ def _answered_by_torch(name: str) -> property:
         with no_torch_function():
             set_(x, value)
 
-    return property(read, write if needs_graph else None, attribute.__delete__ if needs_graph else None)
+    setter, deleter = (write, attribute.__delete__) if needs_graph else (None, None)
+    return property(read, setter, deleter, attribute.__doc__)
 
 
 class Wrapper(Base):
