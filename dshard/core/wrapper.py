@@ -16,7 +16,7 @@ from dshard.torch_private import make_wrapper_subclass as make
 from dshard.torch_private import no_torch_function
 
 
-def _answered_by_torch(name: str) -> property:
+def _direct_attribute(name: str) -> property:
     """An attribute of tensors, read without a call of `__torch_function__`, with which it takes four times as long.
 
     The gradient of a tensor whose operators were recorded on its local tensor is still asked for by that call.
@@ -67,8 +67,8 @@ class Wrapper(Base):
         def to(self, *args: object, **kwargs: object) -> Wrapper: ...
 
     else:
-        grad, shape, ndim, dtype, device = map(_answered_by_torch, ("grad", "shape", "ndim", "dtype", "device"))
-        is_cpu, is_cuda, is_meta, is_sparse = map(_answered_by_torch, ("is_cpu", "is_cuda", "is_meta", "is_sparse"))
+        grad, shape, ndim, dtype, device = map(_direct_attribute, ("grad", "shape", "ndim", "dtype", "device"))
+        is_cpu, is_cuda, is_meta, is_sparse = map(_direct_attribute, ("is_cpu", "is_cuda", "is_meta", "is_sparse"))
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

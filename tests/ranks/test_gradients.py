@@ -167,7 +167,7 @@ def test_gradients_between_the_operators_of_a_norm_are_reduced(ranks: RankPool) 
     assert max(ranks.run(with_a_partial_scale)) < 1e-12
 
 
-def of_lookups() -> float:
+def lookup_errors() -> float:
     """How far first and second derivatives of lookups in a table are from those of one device, warm ones too."""
     mesh = dshard.init_device_mesh("cpu", (4,))
     torch.manual_seed(2)
@@ -177,11 +177,11 @@ def of_lookups() -> float:
     for rows, of_indices, of_table in product((8, 3), (Shard(0), Replicate()), (Replicate(), Shard(1), Shard(0))):
         indices = torch.tensor([0, 3, 2, 1, 1, 3, 1, 3])[:rows]
         for options, _ in product(kinds, range(3)):
-            found = []
-            for laid in (False, True):
+            results = []
+            for is_distributed in (False, True):
                 table: Any = values.clone()
                 weights, i = terms[:, :rows], indices
-                if laid:
+                if is_distributed:
                     table = distribute_tensor(table, mesh, [of_table])
                     weights = distribute_tensor(weights, mesh, [Replicate()])
                     i = distribute_tensor(i, mesh, [of_indices])
@@ -193,11 +193,11 @@ def of_lookups() -> float:
                 )
                 if table.grad.requires_grad:
                     (table.grad * table.grad).sum().backward(inputs=[first, second])
-                found.append([x.grad.full_tensor() if laid else x.grad for x in (table, first, second)])
-            far += [(a - b).abs().max().item() for a, b in zip(*found, strict=True)]
+                results.append([x.grad.full_tensor() if is_distributed else x.grad for x in (table, first, second)])
+            far += [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
     return max(far)
 
 
 @pytest.mark.ranks
-def test_derivatives_of_lookups_are_those_of_one_device(ranks: RankPool) -> None:
-    assert max(ranks.run(of_lookups)) < 1e-12
+def test_derivatives_lookup_errors_are_those_of_one_device(ranks: RankPool) -> None:
+    assert max(ranks.run(lookup_errors)) < 1e-12

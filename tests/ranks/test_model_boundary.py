@@ -162,7 +162,7 @@ def alike(x: Tensor, y: Tensor) -> bool:
 
 
 def cut_inputs() -> list[str]:
-    """The plain tensors that `cut` lays out other than `distribute_tensor` does, first or warm, or without copying."""
+    """The plain tensors that `cut` lays out unlike `distribute_tensor`, at first or warm, or does not copy."""
     wrong = []
     many = [torch.arange(42.0).view(7, 6), torch.arange(42).view(6, 7).t(), torch.arange(3), torch.zeros(0, 6)]
     many += [torch.arange(6.0).expand(7, 6), torch.randn(7, 6, dtype=torch.complex64).conj(), torch.ones(())]
@@ -175,14 +175,14 @@ def cut_inputs() -> list[str]:
             continue
         expected: Any = dshard.distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
         for turn in ("first", "warm"):
-            found: Any = cut(x, layout)
-            same = [type(found), found._spec, found.requires_grad, found._local_tensor.stride()]
-            same += [found._local_tensor.is_conj(), found.is_leaf]
-            other = [type(expected), expected._spec, expected.requires_grad, expected._local_tensor.stride()]
-            other += [expected._local_tensor.is_conj(), expected.is_leaf]
-            is_copy = found._local_tensor.is_meta or not x.numel() or not is_alias_of(found._local_tensor, x.detach())
-            if same != other or not is_copy or not alike(found._local_tensor, expected._local_tensor):
-                wrong.append(f"tensor {i}, {placement}, {shape}, {turn}: {same}, {other}, {is_copy=}")
+            result: Any = cut(x, layout)
+            facts = [type(result), result._spec, result.requires_grad, result._local_tensor.stride()]
+            facts += [result._local_tensor.is_conj(), result.is_leaf]
+            reference = [type(expected), expected._spec, expected.requires_grad, expected._local_tensor.stride()]
+            reference += [expected._local_tensor.is_conj(), expected.is_leaf]
+            is_copy = result._local_tensor.is_meta or not x.numel() or not is_alias_of(result._local_tensor, x.detach())
+            if facts != reference or not is_copy or not alike(result._local_tensor, expected._local_tensor):
+                wrong.append(f"tensor {i}, {placement}, {shape}, {turn}: {facts}, {reference}, {is_copy=}")
     with pytest.raises(LayoutError, match="strided"):
         cut(torch.eye(7).to_sparse(), layout)
     return wrong
