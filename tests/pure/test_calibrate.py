@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dshard import Topology
 from dshard.calibrate import COLLECTIVES, Fit, fit, rounds, typical
+from dshard.calibrate.device import _window
 from dshard.calibrate.fit import best_line
 from dshard.calibrate.measure import parts_of
 from dshard.cost import collective_seconds
@@ -246,6 +247,29 @@ def test_on_a_gpu_the_stream_is_timed_by_events(monkeypatch: pytest.MonkeyPatch)
 
     assert clock.seconds(lambda: events.log.append("run")) == 0.002
     assert events.log == ["wait for all", "record", "run", "record", "wait"]
+
+
+def test_work_that_a_gpu_takes_long_for_is_not_given_to_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 0.1 s, which the host launches in 10 us: a window of 0.04 s ends after the first."""
+    now, launched = 0.0, 0
+
+    def launch() -> None:
+        nonlocal now, launched
+        now += 1e-5
+        launched += 1
+
+    def wait(clock: rounds.Clock) -> None:
+        nonlocal now
+        now = max(now, 0.1 * launched)
+
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(rounds, "device_of", lambda mesh: torch.device("cpu"))
+    monkeypatch.setattr(rounds.Clock, "_meet", lambda clock: None)
+    monkeypatch.setattr(rounds.Clock, "synchronize", wait)
+
+    _window(rounds.Clock(Mesh((1,)), None), launch)  # type: ignore[arg-type]  # nothing is sent
+
+    assert launched == 1
 
 
 def test_what_runs_before_is_not_timed_and_all_ranks_meet_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
