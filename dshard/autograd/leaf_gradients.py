@@ -13,7 +13,7 @@ from dshard.autograd.joined_gradients import Leaf, join
 from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
 from dshard.core.moves import local_redistribution
 from dshard.core.spec import Spec
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function
 
 
@@ -55,6 +55,8 @@ def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
         return grad
     sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
     move = local_redistribution(sent, layout)
+    if move.keeps_data and sent is spec and not torch.is_grad_enabled():
+        return wrap(grad._local_tensor, move.spec)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
         return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)

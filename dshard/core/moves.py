@@ -35,7 +35,7 @@ from dshard.cost import planned_collective
 from dshard.layout import Layout, interned
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
-from dshard.redistribute import plan
+from dshard.redistribute import axes_of, plan
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import DispatchKey, exclude_key, increment_version, is_key_excluded
@@ -50,6 +50,7 @@ class LocalRedistribution:
     `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
     `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient. `same` is
     one object for all with equal plans between equal specs: what a rank has planned anew is what it was to others.
+    `keeps_data` says that all its steps are along axes of one rank, so that the local tensor is the same after them.
     `device_type` is the type of the spec's device, which torch makes anew each time.
     """
 
@@ -58,6 +59,7 @@ class LocalRedistribution:
         "gathers",
         "grad",
         "gradient",
+        "keeps_data",
         "lane",
         "plan",
         "runner",
@@ -79,6 +81,8 @@ class LocalRedistribution:
             isinstance(target, Replicate) and isinstance(placement, Shard)
             for placement, target in zip(source.layout.placements, layout.placements, strict=True)
         )
+        sizes = dict(zip(layout.mesh.names, layout.mesh.shape, strict=True))
+        self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in axes_of(step))
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
         self.gradient: LocalRedistribution | None = None
