@@ -10,7 +10,8 @@
 | sums in half precision | rounded at every step | in single precision | - | as torch |
 | products fused with a collective | - | within a host, by symmetric memory | - | - |
 
-Other backends count as fake: they run only primitives that every backend has.
+Other backends count as fake: they run only primitives that every backend has. On CUDA tensors the fake backend itself
+has NCCL's abilities, and sends nothing.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ NCCL = Backend(
 NCCL_CONTRACT = replace(NCCL, name="nccl_contract")
 """`dshard.testing`'s process group on CPU tensors, which keeps NCCL's contract."""
 FAKE = Backend("fake", carries_data=False)
+FAKE_NCCL = replace(NCCL, name=FAKE.name, carries_data=False)
+"""A fake process group on CUDA: a rank runs what it would run over NCCL, and nothing is sent."""
 SIMULATED = Backend("simulated", reduces_all=True)
 """The backend of ranks that are simulated in one process."""
 _BACKENDS = {backend.name: backend for backend in (GLOO, NCCL, NCCL_CONTRACT, FAKE)}
@@ -85,6 +88,8 @@ def backend_of(name: str, device_type: str) -> Backend:
     """
     by_device = dict(pair.split(":", 1) for pair in name.split(",") if ":" in pair)
     name = by_device.get(device_type, name)
+    if (name, device_type) == (FAKE.name, "cuda"):
+        return FAKE_NCCL
     return _BACKENDS.get(name) or _BACKENDS.setdefault(name, Backend(name))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from torch.distributed import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from dshard.comm import backends, streams, traced_collectives
+from dshard.comm import streams, traced_collectives
 from dshard.comm.workspace import WORKSPACE
 from dshard.testing.host_sync import _reason
 
@@ -79,9 +79,7 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
     Fake tensors are taken for those of a program that runs, not for those of torch.compile, which traces with them.
     With a store that all ranks share, each a process, objects are sent over gloo; else the other ranks do not exist.
     """
-    without_data = replace(backends.NCCL, name="fake", carries_data=False)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(backends._BACKENDS, {"fake": without_data}))
         stack.enter_context(patch.object(traced_collectives, "_TRACED", frozenset()))
         stack.enter_context(patch.dict(streams._CURRENT, clear=True))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():

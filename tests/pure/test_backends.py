@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dshard.comm.backends import FAKE, GLOO, NCCL, NCCL_CONTRACT, backend_of, default_backend, waits_on_host
+from dshard.comm.backends import FAKE, FAKE_NCCL, GLOO, NCCL, NCCL_CONTRACT, backend_of, default_backend, waits_on_host
 
 
 def test_a_group_of_several_backends_counts_as_that_of_its_device() -> None:
@@ -12,6 +12,7 @@ def test_a_group_of_several_backends_counts_as_that_of_its_device() -> None:
     assert backend_of("cpu:gloo,cuda:nccl", "cpu") is GLOO
     assert backend_of("nccl", "cuda") is NCCL
     assert backend_of("fake", "cpu") is FAKE
+    assert backend_of("fake", "cuda") is backend_of("cpu:gloo,cuda:fake", "cuda") is FAKE_NCCL
 
 
 def test_unknown_backends_get_what_every_backend_can_do() -> None:
