@@ -123,7 +123,8 @@ def group_of(ranks: tuple[int, ...], runtime: Runtime, tag: int = 0) -> Group:
         process_group = process_group_of(ranks, runtime.world, tag)
         group = group_with_shared_waits((), ranks, runtime.rank, process_group, backend)
         if not backend.tags:
-            dist.barrier(group.process_group)  # the first call on a group must be one that all its ranks make
+            gpu = [torch.cuda.current_device()] if runtime.mesh.device_type == "cuda" else None
+            dist.barrier(group.process_group, device_ids=gpu)  # the first call must be one that all ranks make
         cached_group = _UNIONS[ranks, tag] = (runtime.world, group)
     return cached_group[1]
 
