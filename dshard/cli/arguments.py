@@ -94,10 +94,10 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
 
 
-def ranks_and_device(arguments: argparse.Namespace, ranks: int | None) -> tuple[int, str]:
+def ranks_and_device(arguments: argparse.Namespace, ranks: int | None, share_gpus: bool = False) -> tuple[int, str]:
     """Return the number of ranks to start, chosen if `ranks` is None, and their device."""
     ranks = launch.choose_ranks(ranks, arguments.device)
-    return ranks, launch.choose_device(arguments.device, ranks)
+    return ranks, launch.choose_device(arguments.device, ranks, share_gpus)
 
 
 class Help(argparse.HelpFormatter):

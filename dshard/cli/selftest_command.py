@@ -19,7 +19,7 @@ def add_selftest(commands: Commands) -> None:
 
 def _selftest(arguments: argparse.Namespace) -> int:
     """Run the self-test and print its results; exit code 1 if a check fails."""
-    ranks, device = ranks_and_device(arguments, arguments.ranks)
+    ranks, device = ranks_and_device(arguments, arguments.ranks, share_gpus=True)
     with report.measure_progress(launch.is_reporting(), "checking") as progress:
         tested = selftest.run(device, ranks, progress)
     if launch.is_reporting():

@@ -69,15 +69,18 @@ def choose_ranks(ranks: int | None, device: str) -> int:
     return ranks or (max(1, min(RANKS, torch.cuda.device_count())) if device == "cuda" else RANKS)
 
 
-def choose_device(device: str, ranks: int) -> str:
+def choose_device(device: str, ranks: int, share_gpus: bool = False) -> str:
     """The device type: as requested; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
 
+    With `share_gpus` several ranks started here may be asked to share a GPU.
+
     Raises:
-        MeshError: `device` is "cuda", and there are fewer GPUs than ranks.
+        MeshError: `device` is "cuda", and there are fewer GPUs than ranks, or none to share.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < local_ranks:
+    may_share = share_gpus and gpus > 0 and not is_launched()
+    if device == "cuda" and gpus < local_ranks and not may_share:
         need = "1 rank on CUDA needs a GPU" if local_ranks == 1 else f"{local_ranks} ranks on CUDA need a GPU each"
         raise MeshError(f"{need} and this host has {gpus}: ask for {'fewer, or for ' * (gpus > 0)}the CPU")
     if device == "auto":

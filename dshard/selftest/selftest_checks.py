@@ -5,10 +5,11 @@ Each check returns what it has compared, and raises where something differs.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -65,12 +66,20 @@ class Place:
 
     device: str
     ranks: int
+    _meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """Create a mesh of all ranks with these axes: two ranks along the first, all others along the second."""
+        """Return the mesh of all ranks with these axes: two ranks along the first, all others along the second."""
         first = 2 if len(names) > 1 and self.ranks % 2 == 0 else self.ranks if len(names) == 1 else 1
         shape = (first, *[self.ranks // first, *[1] * len(names)][: len(names) - 1])
-        return init_device_mesh(self.device, shape, mesh_dim_names=names)
+        if names not in self._meshes:  # NCCL takes up to a second for each of its process groups
+            self._meshes[names] = init_device_mesh(self.device, shape, mesh_dim_names=names)
+        return self._meshes[names]
+
+    def has_own_gpus(self) -> bool:
+        """Whether each rank has a GPU of its own."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        return self.device == "cuda" and local_ranks <= torch.cuda.device_count()
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Random numbers, equal on all ranks, made on the CPU."""
@@ -128,6 +137,8 @@ def multiplied_under(place: Place, *names: str) -> str:
 
 def symmetric_memory(place: Place) -> str:
     """Check a matmul and its gradients by torch's kernels for symmetric memory, where the ranks have that."""
+    if place.device == "cuda" and not place.has_own_gpus():
+        return "none between ranks that share a GPU"
     mesh, peers = place.mesh("x"), range(torch.cuda.device_count() if place.device == "cuda" else 0)
     reads = all(torch.cuda.can_device_access_peer(i, j) for i in peers for j in peers if i != j)
     if place.ranks == 1 or not all(gather_objects(reads)):
@@ -311,7 +322,7 @@ def checkpoints(place: Place) -> str:
 def overhead(place: Place) -> str:
     """Report a block's hidden time of forward and backward relative to plain torch under "data"; nothing is checked."""
     figures = []
-    for width in (1024, 2048, 4096, 8192) if place.device == "cuda" else (256,):
+    for width in (1024, 2048, 4096, 8192) if place.has_own_gpus() else (256,):
         x = place.randn(2, 64, width).div(8)
         plain = _seconds(place, model_of(place, width, blocks=1), x)
         mesh = place.mesh("tp", "one") if place.ranks == 1 else place.mesh("dp")
@@ -324,6 +335,8 @@ def network(place: Place) -> str:
     """Report the measured link of an all_gather and the one assumed; nothing is checked."""
     if place.ranks == 1:
         return "one rank has none"
+    if place.device == "cuda" and not place.has_own_gpus():
+        return "not measured, as ranks share a GPU"
     mesh = bind(place.mesh("x"))
     measured = measure(mesh, seconds=_MEASURING, collectives=("all_gather",)).link(mesh, ["x"], "all_gather")
     assumed = default_topology(place.device).link(mesh, ["x"], "all_gather")

@@ -43,8 +43,8 @@ class RankPool:
 
     The first call starts them (seconds: each imports torch), and so does the first after a failure that left a rank
     dead, stuck or out of step. `backend` is torch's name of one, or "nccl_contract" (`dshard.testing.nccl_contract`);
-    the default is that of DSHARD_TEST_BACKEND, or gloo. `timeout` is the limit in seconds of one call. One call at a
-    time.
+    the default is that of DSHARD_TEST_BACKEND, or gloo. Over NCCL ranks share GPUs where there are fewer, as if each
+    were on a host of its own. `timeout` is the limit in seconds of one call. One call at a time.
     """
 
     def __init__(self, n_ranks: int, backend: str | None = None, timeout: float = 60.0) -> None:
@@ -145,10 +145,14 @@ def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
     if backend == nccl_contract.BACKEND:
         nccl_contract.register()
     elif "nccl" in backend:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        if n_ranks > gpus:  # NCCL refuses two ranks of one host on one GPU, and these are of a host each
+            os.environ.setdefault("NCCL_HOSTID", f"{os.getpid()}")
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
 

@@ -112,3 +112,11 @@ class TestChoices:
     def test_too_few_gpus_are_an_error(self) -> None:
         with pytest.raises(MeshError, match="4 ranks on CUDA need a GPU each and this host has 1"):
             choose_device("cuda", 4)
+
+    def test_ranks_started_here_may_share_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert choose_device("cuda", 4, share_gpus=True) == "cuda"
+        assert choose_device("auto", 4, share_gpus=True) == "cpu"
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        with pytest.raises(MeshError, match="4 ranks on CUDA need a GPU each and this host has 0"):
+            choose_device("cuda", 4, share_gpus=True)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.errors import RankError
+from dshard.testing import pool as pool_module
 from dshard.testing.pool import RankPool, rank_pool
 
 pytestmark = pytest.mark.ranks
@@ -236,3 +237,21 @@ def test_shared_pools_are_cached_and_the_least_recent_is_closed(monkeypatch: pyt
     assert rank_pool(1) is one
     assert rank_pool(3) is not two
     assert closed == [2]
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(1, True), (2, False)])
+def test_ranks_that_share_a_gpu_are_of_a_host_each_to_nccl(
+    gpus: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, environment = list[int](), dict[str, str]()
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    for name in ("share_cores", "TCPStore"):
+        monkeypatch.setattr(pool_module, name, lambda *args, **options: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+
+    pool_module._join(1, 2, "nccl", 0)
+
+    assert devices == [1 % gpus]
+    assert ("NCCL_HOSTID" in environment) == shares

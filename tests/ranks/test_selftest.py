@@ -77,6 +77,30 @@ def test_products_by_symmetric_memory_are_checked_where_there_is_some() -> None:
     assert CHECKS["symmetric memory"](Place("cpu", 1)) == "one rank sends nothing"
 
 
+def test_ranks_that_share_a_gpu_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    assert Place("cuda", 1).has_own_gpus()
+    assert not Place("cuda", 2).has_own_gpus()
+    assert CHECKS["network"](Place("cuda", 2)) == "not measured, as ranks share a GPU"
+    assert CHECKS["symmetric memory"](Place("cuda", 2)) == "none between ranks that share a GPU"
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two hosts
+    assert Place("cuda", 2).has_own_gpus()
+
+
+def test_a_check_makes_each_mesh_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[int, ...]]()
+    monkeypatch.setattr(selftest_checks, "init_device_mesh", lambda _, shape, **__: made.append(shape))
+    place = Place("cpu", 4)
+
+    for _ in range(2):
+        place.mesh("x")
+        place.mesh("x", "y")
+
+    assert made == [(4,), (2, 2)]
+
+
 LARGE = (5, LARGE_PIECE // 2 + 1)  # two of the rows are a large piece
 KERNELS = [((size, 3), hosts, "all_to_all") for size in (7, 5) for hosts in (1, 2)]
 KERNELS += [
