@@ -37,6 +37,7 @@ from dshard import DTensor
 from dshard.comm import plain
 from dshard.errors import DShardError, RankError
 from dshard.testing import RankPool, rank_pool
+from helpers.generated_programs import DEVICE
 
 TOLERANCE = 1e-7
 ROUNDING = 1e-12
@@ -399,12 +400,13 @@ def in_double(function: Callable[..., Any], *args: Any) -> Any:
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
     """One mesh of this shape for all designs: process groups keep threads."""
-    return dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+    return dshard.init_device_mesh(DEVICE, shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 
 
 def outcome(design: Design) -> tuple[str, str]:
     """Train the model on one device and on the ranks; return the outcome as a word, and the difference."""
     torch.set_num_threads(1)
+    torch.set_default_device(DEVICE if DEVICE != "cpu" else None)
     warnings.simplefilter("ignore")
     expected = in_double(trained, design, lambda model, *example: model)
     torch.set_default_dtype(torch.float64)

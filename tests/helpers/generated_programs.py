@@ -49,6 +49,8 @@ Names: TypeAlias = dict[str, Any]
 
 MESHES = ((4,), (2, 2), (2, 1, 2))
 SIZES = (0, 1, 1, 2, 3, 3, 4, 4, 5, 5, 6, 7)
+DEVICE = os.environ.get("DSHARD_TEST_DEVICE", "cpu")
+"""Where ranks have their tensors, and one device its own: "cuda" with DSHARD_TEST_BACKEND=nccl."""
 LIMIT = 60.0  # seconds for one program, on ranks that may share a loaded machine
 TOLERANCE = 1e-9
 ROUNDING = 1e-13  # what a sum of terms that cancel may leave of zero
@@ -96,14 +98,14 @@ def is_leaf(x: Tensor) -> bool:
 # -- running: one namespace for one device, one for ranks
 
 
-def one_device(shift: float = 0.0) -> Names:
+def one_device(shift: float = 0.0, device: str = DEVICE) -> Names:
     """Return the functions that a program calls, on one device; `shift` changes all values by this fraction."""
 
     def leaf(shape: Sequence[int], layout: str, seed: int, grad: bool = True) -> Tensor:
-        return (values(shape, seed) * (1 + shift)).requires_grad_(grad)
+        return (values(shape, seed, device) * (1 + shift)).requires_grad_(grad)
 
     def index(numbers: Sequence[int], layout: str) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     return names_of(leaf, index, lambda x, layout: x.clone())
 
@@ -115,7 +117,7 @@ def on_ranks(mesh: Mesh) -> Names:
         return distribute(values(shape, seed), parse_layout(layout, mesh)).requires_grad_(grad)
 
     def index(numbers: Sequence[int], layout: str) -> Any:
-        return distribute(torch.tensor(numbers, dtype=torch.int64), parse_layout(layout, mesh))
+        return distribute(torch.tensor(numbers, dtype=torch.int64, device=DEVICE), parse_layout(layout, mesh))
 
     def moved(x: Any, layout: str) -> Any:
         return x.redistribute(placements=parse_layout(layout, mesh).placements).clone()
@@ -141,8 +143,8 @@ def _values(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def values(shape: Sequence[int], seed: int) -> Tensor:
-    return _values(tuple(shape), seed).clone()
+def values(shape: Sequence[int], seed: int, device: str = DEVICE) -> Tensor:
+    return _values(tuple(shape), seed).to(device, copy=True)
 
 
 @functools.lru_cache(64)
@@ -180,6 +182,8 @@ def is_documented(text: str) -> bool:
 def compare(program: Program, mesh: Mesh, at: tuple[int, ...] | None) -> tuple[str, str]:
     """Run a program on one device and on `mesh`; return the outcome as a word, and the difference."""
     with plain():
+        if DEVICE != "cpu" and (refused := run(program.lines, one_device(device="cpu")).error) is not None:
+            return "raised", type(refused).__name__  # a kernel that raises would end the process
         expected = run(program.lines, one_device())
     first = ("", "")
     for number in range(program.runs):
@@ -312,7 +316,7 @@ class Drawing:
         self.random = Random(seed)
         self.mesh = self.random.choice(MESHES)
         self.axes = "xyz"[: len(self.mesh)]
-        self.names = one_device()
+        self.names = one_device(device="cpu")  # where an index out of bounds is an error that can be caught
         self.provided = set(self.names)
         self.lines: list[str] = []
         self.count = 0
@@ -388,7 +392,7 @@ class Drawing:
 
     def again(self) -> None:
         """Run the kept lines again, which undoes the writes of a line that is left out."""
-        self.names = one_device()
+        self.names = one_device(device="cpu")  # where an index out of bounds is an error that can be caught
         exec(_code(tuple(self.lines)), self.names)
 
     def new(self, source: str) -> bool:
@@ -853,7 +857,7 @@ def generated(seed: int) -> Program:
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...]]:
     """Return the mesh of this shape over all ranks, and this rank's coordinate."""
-    mesh = bind(dshard.init_device_mesh("cpu", shape, mesh_dim_names=tuple("xyz"[: len(shape)])))
+    mesh = bind(dshard.init_device_mesh(DEVICE, shape, mesh_dim_names=tuple("xyz"[: len(shape)])))
     return mesh, mesh.coordinate(dist.get_rank())
 
 
@@ -900,7 +904,7 @@ WORDS = ("equal", "wrong", "raised", "refused", "not raised", "raised otherwise"
 
 def agreed(word: str) -> bool:
     """Whether all ranks have this outcome, up to wrong values, and have begun equally many collectives."""
-    extremes = torch.tensor([WORDS.index(word), -WORDS.index(word)])
+    extremes = torch.tensor([WORDS.index(word), -WORDS.index(word)], device=DEVICE)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     most, least = WORDS[extremes[0]], WORDS[-extremes[1]]
     if most in ("equal", "wrong"):
