@@ -1,13 +1,16 @@
 """Every operator of torch's own list of samples (`op_db`) on distributed tensors, held against one device.
 
     python benchmarks/coverage.py [--ops PATTERN] [--samples 6] [--draws 3] [--state FILE] [--json] [--write]
+    python benchmarks/coverage.py --device cuda [--part 2/8] ...      # on one GPU
 
 Each operator is run on some of torch's samples, in float64 where it has that, its tensors laid out at random on meshes
 of 4 and of 2 x 2 ranks simulated in this process: sharded, replicated and partial, uneven and empty shards included.
 Values, dtypes, shapes and gradients must be those of plain torch; so must those of the in-place form, and what torch
-refuses must be refused with torch's kind of error before anything is sent. With `--state` results are kept in a file,
-and a run that was stopped goes on. `--write` puts the table into docs/operators.md; with `--torch FILE`, the state of
-`coverage_torch.py`, which runs the same calls on torch's own DTensor, also the counts of both beside each other.
+refuses must be refused with torch's kind of error before anything is sent; on CUDA, where a kernel that refuses an
+index ends the process, such calls are left out. With `--state` results are kept in a file, and a run that was stopped
+goes on; `--part 2/8` is the second of eight parts, for processes side by side. `--write` puts the table into
+docs/operators.md; with `--torch FILE`, the state of `coverage_torch.py`, which runs the same calls on torch's own
+DTensor, also the counts of both beside each other.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ from typing import Any
 
 import torch
 from operator_cases import (
-    MESHES,
     Case,
     Draws,
     Trial,
@@ -39,6 +41,7 @@ from operator_cases import (
     compare,
     described,
     layout_for,
+    meshes,
     name_of,
     operators,
     trials,
@@ -102,15 +105,17 @@ class TooSlow(Exception):
 # -- one operator
 
 
-def check_op(op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120, bad_inputs: int = 1000) -> Result:
+def check_op(
+    op: Any, samples: int, draws: int, seed: int = 0, limit: int = 120, bad_inputs: int = 1000, device: str = "cpu"
+) -> Result:
     """The checks of one entry of op_db."""
     result, start = Result(name_of(op)), time.perf_counter()
     try:
         with time_limit(limit):
-            for trial in trials(op, samples, draws, seed):
+            for trial in trials(op, samples, draws, seed, device):
                 check_trial(trial, result)
             draw = Random(zlib.crc32(f"{name_of(op)} {seed} refused".encode()))
-            for bad in bad_inputs_of(op)[:bad_inputs]:
+            for bad in bad_inputs_of(op, device)[:bad_inputs]:
                 check_bad_input(op, bad, draw, result)
     except TooSlow:
         result.failures.append(f"took more than {limit} s")
@@ -215,7 +220,11 @@ def gather(values: Sequence[Any], uninitialised: bool) -> list[Any]:
     for value in values:
         assert not isinstance(value, Tensor) or isinstance(value, DTensor), f"a plain {type(value).__name__}"
         if isinstance(value, Tensor):
-            found.append(torch.empty(value.shape, dtype=value.dtype) if uninitialised else whole(value.detach()))
+            found.append(
+                torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                if uninitialised
+                else whole(value.detach())
+            )
         else:
             found.append(value)
     return found
@@ -234,7 +243,7 @@ def check_bad_input(op: Any, bad: Any, draw: Random, result: Result) -> None:
         return
     except Exception as error:
         kind = type(error)
-    mesh = MESHES[0]
+    mesh = meshes("cpu")[0]
     laid = [layout_for(x, mesh, draw) for x in case.tensors()]
     told = f"bad input {described(case, laid)}"
     sent: list[Any] = []
@@ -287,13 +296,17 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def run_all(options: argparse.Namespace) -> list[Result]:
     kept = Kept(options.state, {name: Result(**row) for name, row in kept_in(options.state).items()})
-    todo = operators(options.ops)
+    part, parts = map(int, options.part.split("/"))
+    todo = operators(options.ops)[part - 1 :: parts]
+    bad_inputs = 1000 if options.device == "cpu" else 0
     results = []
     for i, op in enumerate(todo):
         name = name_of(op)
         if name not in kept.rows:
             kept.write({"op": name, "failures": ["the process ended"]})
-            kept.rows[name] = check_op(op, options.samples, options.draws, options.seed)
+            kept.rows[name] = check_op(
+                op, options.samples, options.draws, options.seed, bad_inputs=bad_inputs, device=options.device
+            )
             kept.write(asdict(kept.rows[name]))
         results.append(kept.rows[name])
         if sys.stderr.isatty():
@@ -324,6 +337,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=6, help="samples of each operator")
     parser.add_argument("--draws", type=int, default=3, help="layouts of each sample")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all tensors are")
+    parser.add_argument("--part", default="1/1", help="the operators of one process, as 2/8")
     parser.add_argument("--state", help="keep results here, and go on from them")
     parser.add_argument("--torch", help="what coverage_torch.py has kept: shown beside")
     parser.add_argument("--json", action="store_true")
@@ -331,7 +346,9 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     results = run_all(options)
-    tables = {"counts": (["operators", "count"], counted(results))}
+    tables = {
+        "counts" if options.device == "cpu" else "counts on cuda": (["operators", "count"], counted(results)),
+    }
     if options.torch:
         theirs = {name: row["seen"] for name, row in kept_in(options.torch).items()}
         tables["beside"] = beside({result.op: result.seen for result in results}, theirs)

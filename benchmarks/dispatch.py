@@ -1,17 +1,19 @@
 """What one operator call costs, beside torch's own DTensor in the same run: microseconds and their ratio.
 
-    python benchmarks/dispatch.py [--json] [--write]
+    python benchmarks/dispatch.py [--device cuda] [--json] [--write]
 
 A fake process group of eight ranks, so that nothing is sent; one thread; medians of interleaved repeats. Choices are
 made by bytes alone, and gradients are brought to the layouts of their tensors by both, so both send the same.
-`listening` is dshard with a listener that hears every collective: without one, warm calls do not pay for it. `--write`
-puts the tables into docs/benchmarks.md.
+`listening` is dshard with a listener that hears every collective: without one, warm calls do not pay for it. On a
+GPU tensors are on it, and the time is that of the host still, which no kernel here keeps waiting. `--write` puts the
+tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -160,49 +162,60 @@ def interleaved(calls: dict[str, Call], each: int) -> dict[str, float]:
 
 
 def measure(case: Callable[[Any], Call]) -> dict[str, Any]:
-    found = interleaved({"dshard": case(ours), "listening": case(ours), "torch": case(theirs)}, CALLS)
+    with torch.device(MESH.device_type):
+        calls = {"dshard": case(ours), "listening": case(ours), "torch": case(theirs)}
+    found = interleaved(calls, CALLS)
     return {"case": case.__name__.strip("_"), **found, "ratio": found["dshard"] / found["torch"]}
 
 
 def measure_blocks() -> list[dict[str, Any]]:
-    """The block of a GPT, forward, and forward and backward; beside the block that one rank computes, plain."""
-    made = {"dshard": gpt_blocks(ours, 1), "torch": gpt_blocks(theirs, 1), "plain": gpt_blocks(None, 1)}
+    """The block of a GPT, forward, and forward and backward; beside the block that one rank computes, plain.
+
+    NaN for torch's DTensor where it cannot run the block, as in torch 2.11.
+    """
+    with torch.device(MESH.device_type):
+        made = {"dshard": gpt_blocks(ours, 1), "torch": gpt_blocks(theirs, 1), "plain": gpt_blocks(None, 1)}
+    try:
+        made["torch"][0]()
+    except RuntimeError:
+        del made["torch"]
     rows = []
     for i, what in enumerate(("GPT block", "GPT block and backward")):
-        found = interleaved({name: calls[i] for name, calls in made.items()}, BLOCK_CALLS)
+        found = {"torch": math.nan, **interleaved({name: calls[i] for name, calls in made.items()}, BLOCK_CALLS)}
         ratio, over = found["dshard"] / found["torch"], found["dshard"] / found["plain"]
         rows.append({"case": what, **found, "ratio": ratio, "over_plain": over})
     return rows
 
 
-def cold(name: str) -> float:
+def cold(name: str, device: str) -> float:
     """Seconds of the first step of two blocks in a fresh process: all that is planned, looked up and compiled."""
-    start()
-    step = gpt_blocks(LIBRARIES[name], 2)[1]
+    start(device)
+    with torch.device(device):
+        step = gpt_blocks(LIBRARIES[name], 2)[1]
     begin = time.process_time()
     step()
     return time.process_time() - begin
 
 
-def measure_cold() -> dict[str, float]:
+def measure_cold(device: str) -> dict[str, float]:
     """Medians of three fresh processes for each library, in turn."""
     times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
     for _ in range(3):
         for name, found in times.items():
             done = subprocess.run(
-                [sys.executable, __file__, "--cold", name], capture_output=True, text=True, check=True
+                [sys.executable, __file__, "--cold", name, "--device", device], capture_output=True, text=True
             )
-            found.append(float(done.stdout))
+            found.append(float(done.stdout or "nan"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def start() -> None:
+def start(device: str) -> None:
     global MESH, GRID
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8)
-    MESH = ours.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
-    GRID = ours.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    MESH = ours.init_device_mesh(device, (8,), mesh_dim_names=("tp",))
+    GRID = ours.init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp"))
 
 
 def tables(rows: list[dict[str, Any]], blocks: list[dict[str, Any]], first: dict[str, float], overall: float) -> str:
@@ -214,7 +227,8 @@ def tables(rows: list[dict[str, Any]], blocks: list[dict[str, Any]], first: dict
         [row["case"], *(f"{row[name]:.0f}" for name in plain), f"{row['ratio']:.2f}", f"{row['over_plain']:.1f}"]
         for row in blocks
     ]
-    return "\n\n".join(
+    theirs_first = "" if math.isnan(first["torch"]) else f", torch's DTensor {first['torch']:.2f} s"
+    text = "\n\n".join(
         [
             markdown_table(["case", "dshard us", "listening us", "torch DTensor us", "dshard / torch"], cells),
             markdown_table(
@@ -222,33 +236,36 @@ def tables(rows: list[dict[str, Any]], blocks: list[dict[str, Any]], first: dict
                 whole,
             ),
             f"Geometric mean of the ratios to torch's DTensor: {overall:.2f}. First step of two blocks in a fresh "
-            f"process: {first['dshard']:.2f} s, torch's DTensor {first['torch']:.2f} s.",
+            f"process: {first['dshard']:.2f} s{theirs_first}.",
         ]
     )
+    return text.replace(" nan |", " - |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     parser.add_argument("--cold", choices=LIBRARIES, help="print the seconds of one library's first step")
     options = parser.parse_args()
     if options.cold:
         with ours.use_topology(BYTES):
-            print(cold(options.cold))
+            print(cold(options.cold, options.device))
         return
-    first = measure_cold()
-    start()
+    first = measure_cold(options.device)
+    start(options.device)
     with ours.use_topology(BYTES):
         rows, blocks = [measure(case) for case in CASES], measure_blocks()
-    overall = statistics.geometric_mean(row["ratio"] for row in (*rows, *blocks))
+    ratios = [row["ratio"] for row in (*rows, *blocks)]
+    overall = statistics.geometric_mean(ratio for ratio in ratios if not math.isnan(ratio))
     if options.json:
         print(json.dumps({"rows": rows, "blocks": blocks, "cold": first, "geometric_mean_ratio": overall}))
         return
     text = tables(rows, blocks, first, overall)
     print(text)
     if options.write:
-        write_section("dispatch", text)
+        write_section("dispatch" if options.device == "cpu" else "dispatch-cuda", text)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from torch.testing._internal.common_methods_invocations import op_db  # noqa: E4
 
 settings.load_profile(PROFILE)
 
-MESHES = (Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y")))
+MESHES = {(4,): ("x",), (2, 2): ("x", "y")}
+"""Shapes of meshes, and the names of their axes."""
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool, torch.bfloat16)
 Lay: TypeAlias = Callable[[Tensor, Any], Tensor]
 
@@ -36,35 +37,41 @@ def operators(pattern: str) -> list[Any]:
     return [op for op in op_db if re.search(pattern, name_of(op))]
 
 
+def meshes(device: str) -> list[Mesh]:
+    """The meshes on which operators run."""
+    return [Mesh(shape, names, device_type=device) for shape, names in MESHES.items()]
+
+
 def name_of(op: Any) -> str:
     """The operator, with the variant."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-def samples_of(op: Any, n: int) -> list[Any]:
+def samples_of(op: Any, n: int, device: str = "cpu") -> list[Any]:
     """At most `n` of torch's samples, spread evenly."""
-    dtype = next((dtype for dtype in DTYPES if dtype in op.dtypes), None)
+    dtype = next((dtype for dtype in DTYPES if dtype in op.supported_dtypes(device)), None)
     if dtype is None or n == 0:
         return []
     gradients = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     torch.manual_seed(0)
-    found = [s for s in op.sample_inputs("cpu", dtype, requires_grad=gradients) if usable(s)]
+    found = [s for s in op.sample_inputs(device, dtype, requires_grad=gradients) if usable(s, device)]
     return found[:: max(1, -(-len(found) // n))]
 
 
-def bad_inputs_of(op: Any) -> list[Any]:
+def bad_inputs_of(op: Any, device: str = "cpu") -> list[Any]:
     """The arguments that torch refuses by its own list."""
     if op.error_inputs_func is None:
         return []
     torch.manual_seed(0)
-    return [bad for bad in op.error_inputs("cpu") if usable(bad.sample_input)]
+    return [bad for bad in op.error_inputs(device) if usable(bad.sample_input, device)]
 
 
-def usable(sample: Any) -> bool:
-    """Whether all tensors are strided ones on the CPU, and there is one."""
+def usable(sample: Any, device: str) -> bool:
+    """Whether all tensors are strided ones on devices of this type, and there is one."""
     tensors = tensors_of((sample.input, sample.args, sample.kwargs))
     return bool(tensors) and all(
-        x.layout == torch.strided and x.device.type == "cpu" and not x.is_nested and not x.is_quantized for x in tensors
+        x.layout == torch.strided and x.device.type == device and not x.is_nested and not x.is_quantized
+        for x in tensors
     )
 
 
@@ -176,10 +183,10 @@ class Trial:
         return f"{'in place: ' * self.in_place}{described(self.case, self.layouts)}"
 
 
-def trials(op: Any, samples: int, draws: int, seed: int = 0) -> Iterator[Trial]:
+def trials(op: Any, samples: int, draws: int, seed: int = 0, device: str = "cpu") -> Iterator[Trial]:
     """Each sample in `draws` choices of layouts, the meshes taking turns; then the in-place form, if there is one."""
     draw = Random(zlib.crc32(f"{name_of(op)} {seed}".encode()))
-    for sample in samples_of(op, samples):
+    for sample in samples_of(op, samples, device):
         for in_place, function in ((False, op.op), (True, op.inplace_variant)):
             if function is None or (in_place and (sample.broadcasts_input or not isinstance(sample.input, Tensor))):
                 continue
@@ -189,7 +196,7 @@ def trials(op: Any, samples: int, draws: int, seed: int = 0) -> Iterator[Trial]:
                 continue
             is_random = _is_random(case, name_of(op))
             for i in range(draws):
-                mesh = MESHES[i % len(MESHES)]
+                mesh = meshes(device)[i % len(MESHES)]
                 laid = [layout_for(x, mesh, draw) for x in case.tensors()]
                 yield Trial(case, in_place, *found, is_random, laid)
 
