@@ -27,7 +27,7 @@ from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
 from dshard.comm.run import launch_on, received_at_once, run_program
 from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.workspace import KEPT_BYTES, RESULTS, Session
+from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
@@ -83,22 +83,9 @@ class JoinedStep:
     the pieces of all tensors for the first rank, then those for the second, and so on; `sizes` are their elements.
     `of_vectors` says that these are whole tensors of one dim, each once.
     `arriving` are the pieces in the buffer received, after its terms are reduced, and `received` their elements.
-    `in_place` says that this is the buffer that was sent, and `is_kept` that it stays for the next pass.
     """
 
-    __slots__ = (
-        "arriving",
-        "dtype",
-        "gathers",
-        "in_place",
-        "is_kept",
-        "members",
-        "of_vectors",
-        "parts",
-        "received",
-        "sent",
-        "sizes",
-    )
+    __slots__ = ("arriving", "dtype", "gathers", "members", "of_vectors", "parts", "received", "sent", "sizes")
 
     def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
         self.members, self.dtype = members, dtype
@@ -113,8 +100,6 @@ class JoinedStep:
         self.arriving = [pair for regions in self._by_rank("received") for pair in enumerate(regions)]
         self.received = [numel(region) for _, region in self.arriving]
         self.gathers = members[0].collective.kind == "all_gather"
-        self.in_place = members[0].collective.kind == "all_reduce"
-        self.is_kept = self.in_place and sum(self.sizes) * dtype.itemsize >= KEPT_BYTES
         self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
 
     def _by_rank(self, which: Literal["sent", "received"]) -> list[tuple[Region, ...]]:
@@ -148,13 +133,12 @@ class JoinedStep:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The flat buffer to send."""
-        flat = RESULTS.take(sum(self.sizes), tensors[0], self.dtype) if self.is_kept else None
         if self.of_vectors and all(map(is_, map(_DTYPE, tensors), repeat(self.dtype))):
-            return torch.cat(list(tensors), out=flat)  # of any strides
+            return torch.cat(list(tensors))  # of any strides
         pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
         if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
-            return torch.cat([x.flatten() for x in pieces], out=flat)
-        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype) if flat is None else flat
+            return torch.cat([x.flatten() for x in pieces])
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(places, pieces)
         return flat

@@ -1,4 +1,4 @@
-"""Pools of reusable buffers, so that panels and reduced gradients allocate nothing new after the first ones."""
+"""Pools of reusable buffers, so that work on panels allocates nothing new after the first panels."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from sys import getrefcount
-from threading import Lock
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dshard.caches import Cache
 from dshard.comm.runtime import Runtime
 from dshard.comm.streams import Stream, current_stream
 from dshard.layout import Shape
-from dshard.torch_private import storage_references
 
-KEPT_BYTES = 1 << 17
-"""The least bytes of a buffer for results that is kept: the C library itself keeps smaller ones that are freed."""
 Kind = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
 """All workspaces: that of this process, and those of runs without data."""
@@ -71,87 +65,10 @@ def borrowed_now() -> int:
 def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
     """Bytes of the given storages that still exist, and of the buffers lent by workspaces.
 
-    Free buffers of a workspace, and idle ones for results, which on real ranks persist between steps, are not in use.
+    Free buffers of a workspace, which on real ranks persist between steps, are not in use.
     """
-    kept = RESULTS.idle().union(*(space.storages for space in tuple(WORKSPACES)))
+    kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
-
-
-def _holders(flat: Tensor) -> tuple[int, int]:
-    """References to the memory of `flat`, in C++ and in Python."""
-    memory = flat.untyped_storage()
-    return storage_references(memory._cdata), getrefcount(memory)
-
-
-@dataclass(eq=False, slots=True)
-class ResultBuffer:
-    """A flat buffer for results, the references to its memory while nobody has any, and when it was last taken."""
-
-    flat: Tensor
-    alone: tuple[int, int]
-    taken: int
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody in this process holds this memory: no tensor, array or storage."""
-        return _holders(self.flat) == self.alone
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a holder of a result has moved the memory to where other processes share it, or resized it."""
-        return self.flat.is_shared() or self.flat.untyped_storage().nbytes() != self.flat.nbytes
-
-
-class ResultBuffers:
-    """Flat buffers on a CPU for results that live until anyone drops them, such as gradients of a bucket.
-
-    They stay from step to step: memory that goes back to the system comes back page by page, of which each is cleared
-    at its first write. Accelerators have allocators of torch's for that. Idle ones are dropped when another size is
-    asked for, and those whose memory was shared with other processes, or resized; `clear_caches` drops all.
-    """
-
-    def __init__(self) -> None:
-        self.buffers = Cache("buffers for results", 1024)
-        self.takes = 0  # of buffers, so far
-        self._lock = Lock()  # calls of torch let other threads run
-
-    def take(self, size: int, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """An uninitialised flat tensor on the device of `like`, whose memory nobody else has.
-
-        None where none is kept: on an accelerator, and in inference mode, whose tensors are not written outside of it.
-        """
-        if type(like) is not Tensor or like.device.type != "cpu" or torch.is_inference_mode_enabled():
-            return None
-        with self._lock:
-            self.takes += 1
-            for number, buffer in tuple(self.buffers.items()):
-                if buffer.is_replaced:
-                    del self.buffers[number]
-                elif buffer.flat.numel() == size and buffer.flat.dtype is dtype and buffer.is_idle:
-                    self.buffers.hits += 1
-                    buffer.taken = self.takes
-                    return buffer.flat.detach()  # type: ignore[no-any-return]
-            for number, buffer in tuple(self.buffers.items()):
-                if buffer.is_idle:
-                    del self.buffers[number]
-            flat = like.new_empty(size, dtype=dtype)
-            if type(flat) is not Tensor:  # within a mode that has none with data
-                return flat
-            self.buffers.add(_number(flat), ResultBuffer(flat, _holders(flat), self.takes))
-            return flat.detach()
-
-    def idle(self) -> set[StorageWeakRef]:
-        """The storages of the buffers whose memory nobody has."""
-        return {StorageWeakRef(each.flat.untyped_storage()) for each in tuple(self.buffers.values()) if each.is_idle}
-
-    def taken_after(self, takes: int) -> set[StorageWeakRef]:
-        """The storages of the buffers that were taken after so many takes."""
-        buffers = [buffer for buffer in tuple(self.buffers.values()) if buffer.taken > takes]
-        return {StorageWeakRef(buffer.flat.untyped_storage()) for buffer in buffers}
-
-
-RESULTS = ResultBuffers()
-"""The buffers for results of this process."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
-from dshard.comm.workspace import RESULTS, borrowed_now, in_use
+from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.panel_cost import IN_BULK, Panels
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
@@ -240,12 +240,11 @@ class OperatorMode(TorchDispatchMode):
 class Allocations:
     """Storages that operators made, and their peak bytes, with the buffers lent by workspaces.
 
-    Storages in `known`, and those of operands that no operator made, existed before, and do not count. A buffer for
-    results counts from where it is taken, though it stays from step to step.
+    Storages in `known`, and those of operands that no operator made, existed before, and do not count.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self.known, self.takes = {StorageWeakRef(x.untyped_storage()) for x in known}, RESULTS.takes
+        self.known = {StorageWeakRef(x.untyped_storage()) for x in known}
         self.sizes: dict[StorageWeakRef, int] = {}
         self.total = 0  # of all in `sizes`, gone or not
         self.most = 0
@@ -256,8 +255,6 @@ class Allocations:
 
     def add(self, outputs: Iterable[Tensor]) -> bool:
         """Add the storages of an operator's outputs; return whether `alive` may exceed `most` now."""
-        if RESULTS.takes != self.takes:
-            self.known -= RESULTS.taken_after(self.takes)
         for output in outputs:
             storage = output.untyped_storage()
             ref = StorageWeakRef(storage)
