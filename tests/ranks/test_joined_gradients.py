@@ -424,7 +424,7 @@ def held_after_a_step() -> tuple[int, int, int]:
     parallelize(model, mesh, "data", x)
     parameters = [p.to_local() for p in model.parameters()]
     for _ in range(3):
-        with Held(*parameters) as memory:
+        with Held(x, *parameters) as memory:
             model(x).square().sum().backward()
             before = memory.alive()
             model.zero_grad()
