@@ -7,14 +7,14 @@ torch records the local sum of the losses; the sums and the weights of all ranks
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute, to_local, tracked_local, unchecked_apply
-from dshard.comm import is_outside
-from dshard.core.joined_moves import begin_together
+from dshard.comm import is_outside, runner
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Context, Function, Kwargs
@@ -29,7 +29,6 @@ from dshard.rules.strategy import completed_layout
 
 WarmCall: TypeAlias = Callable[[Args, Kwargs], Any]
 _NLL = torch.ops.aten.nll_loss_forward.default
-_NAME = str(_NLL)
 
 
 def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper) -> WarmCall | None:
@@ -49,6 +48,7 @@ def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper)
     move = local_redistribution(partial_sum, completed_layout(terms))
     if move.spec is not out._spec:
         return None
+    of_both = runner(replace(move.plan, shape=(2,)))  # as `begin_together` sends them, which takes more calls
     gradient, ignored = spec.with_layout(layout.cotangent()), -100 if ignored is None else ignored
 
     def call(args: Args, kwargs: Kwargs) -> Any:
@@ -59,7 +59,7 @@ def mean_cross_entropy(func: Function, args: Args, kwargs: Kwargs, out: Wrapper)
         by_class = None if weight is None else weight._local_tensor
         log_probabilities = torch.log_softmax(tracked_local(x, gradient, True), 1)
         total, count = _NLL(log_probabilities, target._local_tensor, by_class, SUM, ignored)
-        return _mean(total, count, move)
+        return _mean(total, count, move, of_both)
 
     again: Any = call
     again.repeats = True  # a first call has sent what it sends
@@ -88,20 +88,21 @@ class _Mean(torch.autograd.Function):
     """The sum of the losses of all ranks over the sum of their weights; backward: the local sum's gradient."""
 
     @staticmethod
-    def forward(ctx: Context, total: Tensor, count: Tensor, move: LocalRedistribution) -> Any:
+    def forward(
+        ctx: Context, total: Tensor, count: Tensor, move: LocalRedistribution, of_both: Callable[[Tensor], Tensor]
+    ) -> Any:
         ctx.move = move
-        total, every = (end() for end in begin_together([move, move], [total.detach(), count], _NAME))
-        count.data.copy_(every)  # which the node of the local sum saves, too, and does not read
-        ctx.save_for_backward(count)
+        total, every = of_both(torch.stack((total, count))).unbind()
+        ctx.save_for_backward(every)
         return wrap(total / every, move.spec)
 
     @staticmethod
-    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Any) -> tuple[Tensor, None, None, None]:
         move: LocalRedistribution = ctx.move
         grad = redistribute(as_distributed(grad, move.spec.layout), move.spec.layout)
         local = to_local(grad, move.source) if torch.is_grad_enabled() else grad._local_tensor
         (count,) = ctx.saved_tensors
-        return local / count, None, None
+        return local / count, None, None, None
 
 
 _mean = unchecked_apply(_Mean)
