@@ -156,7 +156,10 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
         call, result = call_of(func, mesh, args, kwargs)
     except NotImplementedError:  # torch cannot tell what comes out without data
         return _without_rule(func, args, kwargs)
-    return operator_executable(op, call, result, positions_of(args, kwargs))
+    executable = operator_executable(op, call, result, positions_of(args, kwargs))
+    if func in _KEEP_LAYOUT and isinstance(executable, Executable):
+        executable.compared = False  # they come here only where observed, which may be on some ranks alone
+    return executable
 
 
 def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> object:

@@ -177,7 +177,15 @@ def alike(debug: bool) -> list[float]:
         with dshard.implicit_replication():
             laid(True).add(torch.arange(3.0, requires_grad=True)).sum().backward()
         local = DTensor.from_local(torch.ones(2, 3) * dist.get_rank(), grid(), [Shard(0), Shard(1)], shape=(4, 6))
-        return [x.grad.full_tensor().sum().item(), out.item(), local.sum().item()]
+        rows, classes = (
+            laid(True),
+            dshard.distribute_tensor(torch.tensor([0, 2, 1, 1]), grid(), [Shard(0), Replicate()]),
+        )
+        for _ in range(3):
+            with dshard.trace() if dist.get_rank() == 0 else nullcontext():
+                loss = F.cross_entropy(rows, classes)
+                loss.backward()
+        return [x.grad.full_tensor().sum().item(), out.item(), local.sum().item(), loss.item()]
 
 
 def renew_world(name: str, store: Any) -> None:
