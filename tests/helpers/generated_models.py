@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import time
 import warnings
@@ -37,12 +38,13 @@ from dshard import DTensor
 from dshard.comm import plain
 from dshard.errors import DShardError, RankError
 from dshard.testing import RankPool, rank_pool
-from helpers.generated_programs import DEVICE
 
 TOLERANCE = 1e-7
 ROUNDING = 1e-12
 """The relative change of all parameters that tells how far rounding may lead a loop astray."""
 SECONDS = 90.0
+DEVICE = os.environ.get("DSHARD_TEST_DEVICE", "cpu")
+"""Where ranks have their tensors, and one device its own: "cuda" with DSHARD_TEST_BACKEND=nccl."""
 MESHES: dict[str, tuple[int, ...]] = {
     "data": (4,),
     "fsdp": (4,),
