@@ -43,6 +43,7 @@ NOT_UNDER_THE_CONTRACT = {
     "test_threads_use_meshes_of_their_own_at_once": "NCCL wants one order of all communicators",
     "test_a_collective_that_is_not_known_is_no_zero": "about the operators of torch's own process groups",
     "test_a_warm_step_calls_few_functions": "counts functions of Python, of which the contract group itself is made",
+    "test_a_step_leaves_no_memory_behind": "the contract group holds the tensors of its last operations",
     "test_threads_run_while_a_graph_waits": "about the waits of torch's own process groups, which let go of the GIL",
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
