@@ -52,7 +52,7 @@ class Outputs:
 
     def __call__(self, out: object, rows: Rows | None) -> Any:
         """Convert the outputs `out` of a call whose inputs were `rows` of each data rank, None for global inputs."""
-        if self.form == "distributed":
+        if self.form == "distributed" or (self.form is None and type(out) is DTensor):
             return out
         if self.form is None:
             return _for_caller(out, rows)

@@ -97,3 +97,37 @@ def test_a_pinned_schedule_runs_as_a_block_does(ranks: RankPool, strategy: str):
 @pytest.mark.skipif(not FAST, reason="counts the functions of the fast path")
 def test_weights_with_two_products_are_not_pinned(ranks: RankPool):
     ranks.run(pinned, "data", True)
+
+
+class Shared(nn.Module):
+    """Three linear modules that multiply the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.last = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, *others = (part(x) for part in self.parts)
+        return self.last(gate.sigmoid() * sum(others))  # type: ignore[no-any-return]
+
+
+def shared(strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = Shared().double(), Shared().double()
+    x = torch.randn(7, 6, dtype=torch.float64)
+    plan = parallelize(model, mesh, strategy, x)._dshard_boundary.plan
+    assert plan.shared == {f"parts.{i}" for i in range(3)}
+    hooked = [name for name in sorted(plan.shared) if model.get_submodule(name)._forward_pre_hooks]
+    assert hooked == ([] if strategy == "data" else sorted(plan.shared)), "rows that meet whole weights need no hooks"
+    sent = compare(model, reference, x)
+    assert compare(model, reference, x) == sent
+    weights = sum(p.numel() * p.element_size() for p in reference.parameters())
+    if strategy == "data":
+        assert set(sent) == {"all_reduce"}
+        assert sent["all_reduce"] - weights * 2 * 3 // 4 in (0, 12), "the gradients, and at most a scalar"
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+def test_modules_that_share_an_operand_have_hooks_only_where_something_is_sent(ranks: RankPool, strategy: str):
+    ranks.run(shared, strategy)
