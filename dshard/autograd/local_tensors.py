@@ -48,7 +48,7 @@ def from_local(
         ShapeError: local shapes that do not make up one global tensor.
     """
     mesh = comm.as_mesh(device_mesh)
-    if isinstance(local, TorchDTensor):
+    if isinstance(local, Wrapper | TorchDTensor):
         raise MixedError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )

@@ -46,8 +46,11 @@ class LocalCall(NamedTuple):
 
     def flops(self) -> float:
         """The floating-point operations of the call, as torch counts them."""
-        count = flop_registry.get(_COUNTED_AS.get(self.func.overloadpacket, self.func.overloadpacket))
-        return 0.0 if count is None else float(count(*self.args, **self.kwargs, out_val=self.out))
+        packet, args = self.func.overloadpacket, self.args
+        count = flop_registry.get(_COUNTED_AS.get(packet, packet))
+        if packet in _COUNTED_AS:
+            args = _with_all_heads(args)
+        return 0.0 if count is None else float(count(*args, **self.kwargs, out_val=self.out))
 
     def seconds(self, flops: float, topology: Topology) -> float:
         """Seconds by the roofline; without a launch where the topology has that in the host's time of an operator."""
@@ -55,6 +58,15 @@ class LocalCall(NamedTuple):
         dtype = str((*self.fresh, *self.operands)[0].dtype).removeprefix("torch.")
         seconds = work_seconds(flops, nbytes, topology, dtype)
         return seconds - topology.launch if topology.dispatch else seconds
+
+
+def _with_all_heads(args: Args) -> Args:
+    """The arguments of attention, tensors by their shapes, with as many heads in keys and values as in queries.
+
+    torch 2.11 counts no attention of grouped heads.
+    """
+    heads = max(x.shape[1] for x in args if isinstance(x, Tensor) and x.dim() == 4)
+    return tuple((len(x), heads, *x.shape[2:]) if isinstance(x, Tensor) and x.dim() == 4 else x for x in args)
 
 
 def writes(op: str) -> bool:

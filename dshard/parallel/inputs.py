@@ -126,7 +126,7 @@ class Inputs:
 
 
 def _is_plain(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, TorchDTensor)
+    return isinstance(x, Tensor) and not isinstance(x, DTensor | TorchDTensor)
 
 
 def _have_values(plain: Sequence[Tensor]) -> bool:
