@@ -19,12 +19,12 @@ from dshard.core.moves import replica_broadcasts, sending
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import Spec, contiguous_stride, dense_stride, spec_of
 from dshard.core.transforms import refuse_wrapped, with_tangent
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import DISTRIBUTED, Wrapper, wrap
 from dshard.errors import MixedError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Placement
-from dshard.torch_dtensor import TorchDTensor, TorchPlacement
+from dshard.torch_dtensor import TorchPlacement
 from dshard.validate import as_shape
 
 AnyPlacement: TypeAlias = Placement | TorchPlacement
@@ -48,7 +48,7 @@ def from_local(
         ShapeError: local shapes that do not make up one global tensor.
     """
     mesh = comm.as_mesh(device_mesh)
-    if isinstance(local, Wrapper | TorchDTensor):
+    if isinstance(local, DISTRIBUTED):
         raise MixedError(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )

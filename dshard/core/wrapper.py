@@ -11,7 +11,7 @@ from torch import Tensor
 from dshard.comm import LazyLocal
 from dshard.core.spec import Spec
 from dshard.core.torch_wrappers import FlattenedByFSDP
-from dshard.torch_dtensor import Base
+from dshard.torch_dtensor import Base, TorchDTensor
 from dshard.torch_private import make_wrapper_subclass as make
 from dshard.torch_private import no_torch_function
 
@@ -73,6 +73,10 @@ class Wrapper(Base):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         Wrapper.public = cls
+
+
+DISTRIBUTED = (Wrapper, TorchDTensor)
+"""The classes of distributed tensors: with torch 2.11, dshard's does not derive from torch's."""
 
 
 def is_leaf(x: Wrapper) -> bool:

@@ -39,9 +39,6 @@ from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, no_torch_function
 
-_REPLICATE, _LAST_DIM = Replicate(), tuple(Shard(dim) for dim in range(-1, 64))
-"""Placements for graphs: Dynamo of torch 2.11 makes none. The second by the number of dims; torch has at most 64."""
-
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
@@ -223,7 +220,7 @@ def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
 def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
     """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share `x`."""
     placements = tuple(
-        _REPLICATE if loop == "n" else _LAST_DIM[x.ndim] if loop == "k" else placement
+        Replicate() if loop == "n" else Shard(x.ndim - 1) if loop == "k" else placement
         for loop, placement in zip(schedule.loops, x.placements, strict=True)
     )
     if placements == x.placements:

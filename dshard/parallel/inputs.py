@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced
-from dshard.core.wrapper import is_recorded
+from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.mesh import Coordinate
 from dshard.parallel.batch_rows import Rows, data_coordinate
@@ -18,7 +18,6 @@ from dshard.parallel.nested_tensors import map_tensors, named_tensors, nested_te
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
-from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import is_transforming
 
 MODES = ("global", "per-data-rank")
@@ -126,7 +125,7 @@ class Inputs:
 
 
 def _is_plain(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor | TorchDTensor)
+    return isinstance(x, Tensor) and not isinstance(x, DISTRIBUTED)
 
 
 def _have_values(plain: Sequence[Tensor]) -> bool:
