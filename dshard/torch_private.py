@@ -280,6 +280,12 @@ _attribute("torch.autograd", "_make_grads", "backward passes of layers that are 
 tensor_references: Callable[[Tensor], int] = _needed("torch._C.TensorBase._use_count", "reducing gradients in place")
 storage_references: Callable[[int], int] = _needed("torch._C._storage_Use_Count", "reducing gradients in place")
 
+stop_recomputation: type[Exception] | tuple[()] = _optional(
+    "torch.utils.checkpoint._StopRecomputationError",
+    "leaving the end of a recomputed layer out of the errors of which ranks tell each other",
+    (),
+)
+
 # -- optimisers and torch.compile
 
 _FOREACH = "optimisers on lists of tensors; without it those with foreach=None update parameter by parameter"

@@ -39,7 +39,7 @@ from dshard.comm.process_groups import Group, backend_name, disconnect, this_wor
 from dshard.comm.runtime import simulated_ranks
 from dshard.comm.user_code import user_call
 from dshard.errors import DShardError, PeerError
-from dshard.torch_private import autograd_engine, graph_task_id
+from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
 
 PATIENCE = timedelta(seconds=1)
 """The time for which a rank waits before it reads the records of its peers again."""
@@ -73,6 +73,8 @@ class Failed:
 
 def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     """Publish that this rank has raised `error`, and wait, up to a limit, until `ranks` have failed, too."""
+    if isinstance(error, stop_recomputation):  # no failure: a checkpoint ends its second forward pass so
+        return
     # dshard's own errors, and what torch refuses without data, are raised on all ranks before anything is sent
     if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_published(error):
         return
