@@ -101,6 +101,7 @@ __all__ = [
     "randn",
     "randperm",
     "register_rule",
+    "replay",
     "rules",
     "set_rng_state",
     "strategies",
@@ -134,6 +135,7 @@ if _TYPE_CHECKING:
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import data_ranks, distribute_batch, parallelize, plan_model
+    from dshard.replay import replay
     from dshard.tensor import DTensor
     from dshard.trace import strict, trace
 
@@ -153,6 +155,7 @@ _LATE = {
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
+    "dshard.replay": ("replay",),
     "dshard.report.visualize": ("visualize",),
     "dshard.tensor": ("DTensor",),
     "dshard.trace": ("strict", "trace"),

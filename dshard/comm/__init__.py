@@ -16,7 +16,8 @@ A plan is run in these stages, each in a file:
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives, with the
 `reshard_buffers` of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
 `stored_chunks` describes them to checkpoints; `rank_checks` compares programs in debug mode, `even_parts` assumed local
-shapes. Ranks leave `store_messages` for each other. All of these use `scoped` values, `streams` of a GPU, and
+shapes. Ranks leave `store_messages` for each other; `recorded_calls` tells a
+recording of a step what is no operator. All of these use `scoped` values, `streams` of a GPU, and
 the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `graph_split` serve launches and pipelines.
 """
 
@@ -36,6 +37,7 @@ from dshard.comm.agreement import (
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
 from dshard.comm.backends import HALF, NCCL_CONTRACT, sum_dtype
+from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
@@ -54,6 +56,15 @@ from dshard.comm.peer_failure import (
 from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
 from dshard.comm.rank_checks import checksum, compare_calls, compare_draws, compare_replicas
 from dshard.comm.rank_checks import enabled as comparing
+from dshard.comm.recorded_calls import (
+    ENDS,
+    RECORDERS,
+    record_alias,
+    record_leaf,
+    recorded,
+    recording_calls,
+    recording_here,
+)
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
 from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
 from dshard.comm.runtime import (
@@ -90,11 +101,14 @@ from dshard.comm.user_warning import warn_user
 from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
+    "ENDS",
     "FORGET",
     "HALF",
     "NCCL_CONTRACT",
+    "RECORDERS",
     "WORKSPACE",
     "AsyncLocal",
+    "Collective",
     "DeviceMesh",
     "Event",
     "Factor",
@@ -172,6 +186,11 @@ __all__ = [
     "ranks_of_group",
     "ranks_of_root",
     "ranks_per_host",
+    "record_alias",
+    "record_leaf",
+    "recorded",
+    "recording_calls",
+    "recording_here",
     "reshard",
     "run",
     "run_number",

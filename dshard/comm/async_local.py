@@ -13,6 +13,7 @@ from dshard.comm import collectives, rank_checks
 from dshard.comm.drive import advance, begin, finish, without_buffer
 from dshard.comm.events import LISTENERS
 from dshard.comm.program_steps import Transfer, steps_of
+from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.run import launch_on
 from dshard.comm.runtime import Runtime, runtime_of
 from dshard.comm.transport import report
@@ -81,12 +82,12 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
         op, what, group = sent[0].op, sent[0].report, runtime.group(sent[0].axes)
         assert op is not None
         assert what is not None
+        reduce = partial(collectives.reduce, op, group)
 
         def begin_reduction(x: Tensor, own: bool) -> AsyncLocal:
             out = x if own and x.is_contiguous() else None
-            if LISTENERS:
-                return AsyncLocal(report(what, group, partial(collectives.reduce, op, group), x, out))
-            return AsyncLocal(collectives.reduce(op, group, x, out))
+            start = recorded_begin(sent[0], reduce) if RECORDERS else reduce
+            return AsyncLocal(report(what, group, start, x, out) if LISTENERS else start(x, out))
 
         return begin_reduction
 

@@ -24,6 +24,7 @@ from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import view_of
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
+from dshard.comm.recorded_calls import RECORDERS
 from dshard.comm.run import launch_on, received_at_once, run_program
 from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
@@ -199,7 +200,7 @@ def _start_of(joined: Joined, plans: Sequence[Plan], runtime: Runtime) -> Joined
     assert op is not None
 
     def start_reduction(tensors: list[Tensor]) -> Finish:
-        if LISTENERS:
+        if LISTENERS or RECORDERS:
             return start(tensors)
         flat = step.pack(tensors)
         tensors.clear()

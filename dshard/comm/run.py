@@ -16,6 +16,7 @@ from dshard.comm.drive import Make, Program, Request, Results, advance, redistri
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import Local, view_of
 from dshard.comm.program_steps import Fill, Narrow, Steps, Transfer, flat_exchange, kind_of, steps_of
+from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group, LocalTensor, Runtime, is_outside, own_coordinate, own_runtime, runtime_of
 from dshard.comm.traced_collectives import traced
 from dshard.comm.transport import launch, primitive, reduce_number, report
@@ -137,9 +138,10 @@ def _transfer_calls(step: Transfer, group: Group, dtype: torch.dtype, is_traced:
     begin, what = primitive(collective, dtype, group, is_traced=is_traced), collective.report
 
     def run_collective(x: Tensor) -> Tensor:
+        start = recorded_begin(collective, begin) if RECORDERS else begin
         if LISTENERS and what is not None:
-            return report(what, group, begin, x)()
-        return begin(x, None)()
+            return report(what, group, start, x)()
+        return start(x, None)()
 
     if collective.kind == "all_reduce" and not is_traced:
         return [run_collective]  # in a tensor of any shape
@@ -233,7 +235,8 @@ def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequen
         if rank_checks.enabled():
             for plan in plans:
                 rank_checks.compare(plan, runtime)
-        with WORKSPACE.session(runtime) as space:
+        pool = Workspace() if RECORDERS else WORKSPACE  # a replay makes its own buffers
+        with pool.session(runtime) as space:
             return advance(make(coordinate, space, tensors), partial(launch_on, runtime))
 
 

@@ -15,6 +15,7 @@ from dshard.comm import collectives
 from dshard.comm.collective import MOVES, Collective, Kind, Report, by_slot, collectives_for, reduce
 from dshard.comm.collectives import Begin, Factor, Wait
 from dshard.comm.events import LISTENERS, emit, measuring
+from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group
 from dshard.comm.traced_collectives import traced
 from dshard.cost import sends_pieces_in_messages
@@ -38,6 +39,8 @@ def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None, fa
     """
     if factor is None:
         begin = primitive(c, x.dtype, group, is_traced=traced(x))
+        if RECORDERS:
+            begin = recorded_begin(c, begin)
     else:
         begin = partial(collectives.multiply, factor, group)
     return begin(x, out) if c.report is None or not LISTENERS else report(c.report, group, begin, x, out)

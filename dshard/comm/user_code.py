@@ -17,12 +17,13 @@ _OTHERS = (
     str(Path(torch.__file__).parent) + sep,
     "<frozen",
     "<eval_with_key>",
+    "<replay",
 )
 _PYTHON = str(Path(contextlib.__file__).parent) + sep
 """Prefixes of files that are not user code; installed packages, which lie within Python's folder, are user code."""
 
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
-_TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph")
+_TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph") | {"replayed_step": "replayed step"}
 """Titles of user code that calls functions of dshard on behalf of the program."""
 
 

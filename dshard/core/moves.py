@@ -12,12 +12,14 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.comm import (
+    RECORDERS,
     AsyncLocal,
     LocalTensor,
     Start,
     async_start,
     own_coordinate,
     plain,
+    record_alias,
     run,
     runner,
     runtime_of,
@@ -234,6 +236,8 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
     """
     out = source.detach()
     out.data = copy
+    if RECORDERS:
+        record_alias(out, copy)
     return out
 
 

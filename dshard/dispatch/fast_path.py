@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_exporting
 
 from dshard.autograd.gathered_weights import is_local
-from dshard.comm import publish_failure
+from dshard.comm import publish_failure, recording_here
 from dshard.core.call import writes_first
 from dshard.core.call_key import call_key, repeats_apart
 from dshard.core.context import planning_context
@@ -77,7 +77,7 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
         if (
             func in _NEVER
             or not FAST
-            or n_dispatch_modes()
+            or (n_dispatch_modes() and not recording_here())
             or is_autocasting()
             or is_transforming()
             or forward_ad._current_level >= 0

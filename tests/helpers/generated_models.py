@@ -6,6 +6,7 @@ that one device trains without an error.
     python tests/helpers/generated_models.py 500                # seeds 0 ... 499 on four ranks; what fails is printed
     python tests/helpers/generated_models.py 500 --first 7000
     python tests/helpers/generated_models.py 50 --compile blocks
+    python tests/helpers/generated_models.py 50 --replay        # six steps, of which some are replayed
     python tests/helpers/generated_models.py --show 17          # the design of one seed
     python tests/helpers/generated_models.py --shrink 17        # the fewest lines that fail in the same way
 """
@@ -37,6 +38,7 @@ import dshard
 from dshard import DTensor
 from dshard.comm import plain
 from dshard.errors import DShardError, RankError
+from dshard.replay import Replay
 from dshard.testing import RankPool, rank_pool
 
 TOLERANCE = 1e-7
@@ -156,7 +158,8 @@ class Design:
 
     `frozen` are the numbers of the parameters that need no gradient; those of a `reordered` model have their last dim
     first in memory. `way` is what the loop does beside a step;
-    `compiled` what torch.compile compiles on the ranks: "", "blocks", or the "model".
+    `compiled` what torch.compile compiles on the ranks: "", "blocks", or the "model". A `replayed` one has more steps,
+    which are replayed on the ranks.
     """
 
     seed: int
@@ -170,6 +173,7 @@ class Design:
     frozen: frozenset[int]
     reordered: bool = False
     compiled: str = ""
+    replayed: bool = False
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -276,10 +280,28 @@ def trained(
     lay_out(model, batches[0][0])
     optimizer = OPTIMIZERS[design.optimizer]([p for p in model.parameters() if p.requires_grad])
     numbers: Numbers = {}
-    for number, batch in enumerate(batches[:3]):
+
+    def run(*tensors: Tensor) -> dict[str, Tensor]:
+        return dict(a_step(design, model, optimizer, [tensors[:2], tensors[2:]]))  # type: ignore[list-item]
+
+    step = dshard.replay(run) if design.replayed and lay_out is not unchanged else run
+    for number in range(REPLAYED_STEPS if design.replayed else 3):
         before()
-        numbers |= {f"{name} of step {number}": x for name, x in a_step(design, model, optimizer, [batch, batches[3]])}
+        made = step(*batches[number % 3], *batches[3])
+        numbers |= {f"{name} of step {number}": x for name, x in made.items()}
+    if isinstance(step, Replay):
+        REPLAYS.append(step)
     return numbers | {name: p.detach() for name, p in model.named_parameters()}
+
+
+def unchanged(model: nn.Module, *example: Tensor) -> nn.Module:
+    """The model on one device."""
+    return model
+
+
+REPLAYED_STEPS = 6
+REPLAYS: list[Any] = []
+"""The replayed steps of this process."""
 
 
 def laid_out(design: Design, model: nn.Module, *example: Tensor) -> None:
@@ -342,7 +364,7 @@ def a_step(
 def fits(design: Design) -> bool:
     """Whether one device runs the design, to numbers that are finite and do not hang on rounding."""
     try:
-        numbers = trained(design, lambda model, *example: model)
+        numbers = trained(design, unchanged)
     except (RuntimeError, ValueError, IndexError):
         return False
     return all(x.isfinite().all() and (not x.numel() or x.abs().max() < 1e4) for x in numbers.values())
@@ -379,6 +401,12 @@ def compiled(design: Design, what: str) -> Design:
     return replace(design, compiled=what, way=way, loss=loss)
 
 
+def replayed(design: Design) -> Design:
+    """The design with replayed steps, and an optimiser that counts its steps in tensors."""
+    optimizer = design.optimizer if design.optimizer in ("SGD", "RMSprop") else "fused"
+    return replace(design, replayed=True, optimizer=optimizer)
+
+
 def uses_features(loss: str) -> bool:
     """Whether a loss is of the features before the head."""
     return re.search(r"\bz\b", loss) is not None
@@ -410,7 +438,7 @@ def outcome(design: Design) -> tuple[str, str]:
     torch.set_num_threads(1)
     torch.set_default_device(DEVICE if DEVICE != "cpu" else None)
     warnings.simplefilter("ignore")
-    expected = in_double(trained, design, lambda model, *example: model)
+    expected = in_double(trained, design, unchanged)
     torch.set_default_dtype(torch.float64)
     try:
         # what some ranks hear, or have forgotten, changes nothing that they send
@@ -422,14 +450,15 @@ def outcome(design: Design) -> tuple[str, str]:
         return "refused", f"{type(error).__name__}: {error}"
     finally:
         torch.set_default_dtype(torch.float32)
-    return compared(design, expected, held)
+    word, text = compared(design, expected, held)
+    return word, text or (f"{REPLAYS[-1]}: {REPLAYS[-1].why_not}" if design.replayed else "")
 
 
 def compared(design: Design, expected: Numbers, held: Numbers) -> tuple[str, str]:
     far = {name: distance(held[name], x) for name, x in expected.items()}
     wrong = {name: each for name, each in far.items() if each > TOLERANCE}
     if wrong:  # what rounding makes of these numbers
-        shifted = in_double(trained, design, lambda model, *example: model, ROUNDING)
+        shifted = in_double(trained, design, unchanged, ROUNDING)
         wrong = {name: each for name, each in wrong.items() if each > 1e3 * distance(shifted[name], expected[name])}
     return ("wrong", ", ".join(f"{name} by {each:.2g}" for name, each in wrong.items())) if wrong else ("equal", "")
 
@@ -485,13 +514,14 @@ def main() -> None:
     parser.add_argument("--show", type=int)
     parser.add_argument("--shrink", type=int)
     parser.add_argument("--compile", choices=["blocks", "model"], default="")
+    parser.add_argument("--replay", action="store_true")
     args = parser.parse_args()
     if args.show is not None:
         print(generated(args.show))
         return
-    pool = rank_pool(4)
+    pool, changed = rank_pool(4), replayed if args.replay else partial(compiled, what=args.compile)
     if args.shrink is not None:
-        design = compiled(generated(args.shrink), args.compile)
+        design = changed(generated(args.shrink))
         word, _ = outcome_on(pool, design)
         small = shrunk(pool, design, word)
         print(word, small, outcome_on(pool, small)[1], sep="\n")
@@ -499,9 +529,11 @@ def main() -> None:
     words: Counter[str] = Counter()
     start = time.perf_counter()
     for number, seed in enumerate(range(args.first, args.first + args.count), 1):
-        design = compiled(generated(seed), args.compile)
+        design = changed(generated(seed))
         word, text = outcome_on(pool, design)
         words[word] += 1
+        if word == "equal" and text:
+            print(f"seed {seed}: not replayed: {text}\n{design}\n", flush=True)
         if word != "equal":
             print(f"seed {seed}: {word}: {text[-1500:]}\n{design}\n", flush=True)
         if number % 10 == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers.generated_models import compiled, generated, outcome_on
+from helpers.generated_models import compiled, generated, outcome_on, replayed
 
 from dshard.testing import RankPool
 
@@ -17,7 +17,7 @@ def failures(pool: RankPool, seeds: range, cases: Counter[str], what: str = "") 
     """The designs that came out wrong, or were refused without one of the words above."""
     failed = []
     for seed in seeds:
-        design = compiled(generated(seed), what)
+        design = replayed(generated(seed)) if what == "replayed" else compiled(generated(seed), what)
         word, text = outcome_on(pool, design)
         cases[f"generated models: {word}"] += 1
         if word != "equal" and not (word == "refused" and any(part in text for part in REFUSALS)):
@@ -45,6 +45,20 @@ def test_many_models_learn_what_they_learn_on_one_device(first: int, ranks: Rank
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_compiled_models_learn_the_same(first: int, what: str, ranks: RankPool, cases_run: Counter[str]) -> None:
     failed = failures(ranks, range(first, first + 20), cases_run, what)
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.ranks
+def test_replayed_models_learn_the_same(ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, range(5), cases_run, "replayed")
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_many_replayed_models_learn_the_same(first: int, ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, range(first, first + 100), cases_run, "replayed")
     assert not failed, "\n\n".join(failed)
 
 

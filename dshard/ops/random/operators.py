@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from dshard.comm import LocalTensor, compare_draws, plain, traced
+from dshard.comm import LocalTensor, compare_draws, plain, recorded, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
@@ -51,7 +51,7 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
             f"{what}, within a compiled region: it draws random values that are not made element by element, "
             "and would draw the same each time; call it outside"
         )
-    call_draw = next_draw(generator)
+    call_draw = recorded("draw", next_draw, generator)
     compare_draws(f"draw {call_draw.number} of seed {call_draw.seed}, for {what}", mesh)
     return call_draw
 
@@ -75,13 +75,16 @@ def filled(
     def local_op(coordinate: Coordinate) -> LocalOp:
         region = layout.region(spec.shape, coordinate)
 
+        def fill(drawn: Tensor, call_draw: Draw) -> None:
+            draw.fill(drawn, spec.shape, region, call_draw, distribution)
+
         def write(local: Tensor) -> Tensor:
             if call_draw is None:
                 drawn = filled_later(local, spec.shape, region, distribution)
                 return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
             with no_torch_dispatch() if simulated else nullcontext():
-                draw.fill(drawn, spec.shape, region, call_draw, distribution)
+                recorded((what, spec, region), fill, drawn, call_draw)
             return drawn
 
         return write

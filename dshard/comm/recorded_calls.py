@@ -1,0 +1,89 @@
+"""Calls that a recording of a step keeps as one instruction: collectives, and draws of random numbers.
+
+Operators on tensors are recorded one by one. What a collective does, it does on its process group, where no operator is
+seen; and the numbers of a draw are others each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from dshard.comm.collective import Collective
+from dshard.comm.collectives import Begin, Wait
+from dshard.comm.scoped import Scoped
+
+T = TypeVar("T")
+
+
+class CallRecorder(Protocol):
+    """What a recording is told beside the operators on tensors."""
+
+    def call(self, key: object, function: Callable[..., T], *args: object) -> T:
+        """Call the function, and record that as one instruction: equal keys stand for equal functions."""
+        ...
+
+    def add_alias(self, x: Tensor, of: Tensor) -> None:
+        """Record that `x` has got the memory of the tensor `of`, by no operator."""
+        ...
+
+    def add_leaf(self, number: int) -> None:
+        """Record that a gradient of the leaf with this id arose."""
+        ...
+
+
+_RECORDERS: Scoped[CallRecorder, CallRecorder | None] = Scoped(
+    "recorders", lambda entered: entered[-1] if entered else None
+)
+ENDS = "end of a collective"
+"""The key of the call that waits for one."""
+
+RECORDERS: Sequence[object] = _RECORDERS.anywhere
+"""Empty while no thread records a step."""
+
+
+def recording_calls(recorder: CallRecorder) -> AbstractContextManager[None]:
+    """Within the block, tell `recorder` of the calls of this thread and asynchronous task."""
+    return _RECORDERS.entered(recorder)
+
+
+def recording_here() -> bool:
+    """Whether this thread records a step: on local tensors, so that calls may take the path of other calls."""
+    return bool(RECORDERS) and _RECORDERS.value() is not None
+
+
+def recorded(key: object, function: Callable[..., T], *args: object) -> T:
+    """Call a function, by the recorder of this thread if there is one."""
+    recorder = _RECORDERS.value() if RECORDERS else None
+    return function(*args) if recorder is None else recorder.call(key, function, *args)
+
+
+def record_alias(x: Tensor, of: Tensor) -> None:
+    """Tell the recorder of this thread, if there is one, that `x` has got the memory of the tensor `of`."""
+    recorder = _RECORDERS.value()
+    if recorder is not None:
+        recorder.add_alias(x, of)
+
+
+def record_leaf(number: int) -> None:
+    """Tell the recorder of this thread, if there is one, that a gradient of the leaf with this id arose."""
+    recorder = _RECORDERS.value()
+    if recorder is not None:
+        recorder.add_leaf(number)
+
+
+def recorded_begin(c: Collective, begin: Begin) -> Begin:
+    """The function that begins a collective, whose begin and end are recorded."""
+
+    def begin_recorded(x: Tensor, out: Tensor | None) -> Wait:
+        wait = recorded(("begin", c), begin, x, out)
+        return lambda: recorded(ENDS, _end, wait)
+
+    return begin_recorded
+
+
+def _end(wait: Wait) -> Tensor:
+    return wait()

@@ -1,0 +1,410 @@
+"""A replayed step does what its Python does, to the bit, while what it depends on is as it was; no mesh is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dshard
+from dshard.errors import ArgumentError
+from dshard.replay import Replay
+from dshard.topology import FLAT_CPU
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    """Norms with state, dropout, a tied weight, a recomputed layer, and an attribute that it computes with."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Dropout(dropout)
+        self.scale = 1.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids).flatten(0, 1)).unflatten(0, ids.shape)
+        x = x + checkpoint(lambda x: self.drop(self.down(F.gelu(self.up(x)))), x, use_reentrant=False)
+        return self.scale * (x @ self.embed.weight.T)
+
+
+def batch(seed: int, rows: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(11, (rows, 3), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+class Trainer:
+    """A model with an optimiser, and a step that is a method."""
+
+    def __init__(self, make: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = make(self.model.parameters(), **({"lr": 0.02} | options))
+
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self) -> list[Tensor]:
+        tensors = [*self.model.state_dict().values(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [x.clone() for x in (*tensors, *states) if isinstance(x, Tensor)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def both(**options: Any) -> tuple[Trainer, Trainer, Replay[..., Tensor]]:
+    """Two equal trainers, and the replay of the second's step."""
+    one, other = Trainer(**options), Trainer(**options)
+    return one, other, dshard.replay(other.step)
+
+
+def check_steps(one: Trainer, other: Trainer, step: Replay[..., Tensor], numbers: range = range(STEPS)) -> None:
+    """Check that both trainers do the same in these steps."""
+    for number in numbers:
+        ids, targets = batch(number)
+        results, states = [], []
+        for run in (one.step, step):
+            torch.manual_seed(number)
+            results.append(run(ids, targets))
+            states.append(torch.get_rng_state())
+        assert torch.equal(*results), (number, step.why_not)
+        assert torch.equal(*states)
+        assert same(one.state(), other.state()), (number, step.why_not)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"make": torch.optim.AdamW, "fused": True},
+        {"make": torch.optim.AdamW, "capturable": True, "foreach": False},
+        {"make": torch.optim.SGD, "momentum": 0.9, "nesterov": True},
+        {"make": torch.optim.SGD, "foreach": False, "weight_decay": 0.1},
+        {"make": torch.optim.RMSprop, "centered": True},
+    ],
+    ids=str,
+)
+def test_a_replayed_step_does_what_its_python_does(options: dict[str, Any]) -> None:
+    one, other, step = both(**options)
+    if options.get("capturable"):  # which torch allows on accelerators alone
+        with pytest.raises(AssertionError, match="capturable"):
+            step(*batch(0))
+        return
+    check_steps(one, other, step)
+    assert (step.calls, step.replays, step.why_not) == (STEPS, STEPS - 3, "")
+
+
+def test_the_program_has_no_equal_views_and_nothing_unused() -> None:
+    _, _, step = both(make=torch.optim.SGD)
+    for number in range(4):
+        step(*batch(number))
+    lines = [line.partition(" = ")[2] or line for line in step.code.splitlines() if "del " not in line]
+    views = [line for line in lines if line.startswith(("view_", "t_", "transpose_", "detach_"))]
+    assert len(views) == len(set(views))
+    assert not any(view.startswith("detach_") for view in views)
+    names = [
+        name for line in step.code.splitlines() for name in line.partition(" = ")[0].strip().strip(",").split(", ")
+    ]
+    for name in {name for name in names if name.isidentifier() and name.startswith("t")}:
+        assert step.code.count(name) > 1
+
+
+def test_results_of_a_replay_are_its_own() -> None:
+    _, _, step = both(make=torch.optim.SGD)
+    losses = [step(*batch(number)) for number in range(STEPS)]
+    copies = [loss.clone() for loss in losses]
+    for _ in range(3):
+        step(*batch(99))
+    assert all(map(torch.equal, losses, copies))
+
+
+# -- what a recording depends on
+
+CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
+    "the rate": (lambda t: t.optimizer.param_groups[0].update(lr=0.1), "lr has changed"),
+    "the mode": (lambda t: t.model.eval(), "training has changed"),
+    "an attribute": (lambda t: setattr(t.model, "scale", 0.5), "scale has changed"),
+    "the rate of dropout": (lambda t: setattr(t.model.drop, "p", 0.9), "p has changed"),
+    "parameters": (
+        lambda t: t.model.up.load_state_dict({k: v + 1 for k, v in t.model.up.state_dict().items()}, assign=True),
+        "weight has changed",
+    ),
+    "memory": (lambda t: setattr(t.model.up.weight, "data", t.model.up.weight.data + 1), "was replaced"),
+    "a module": (lambda t: setattr(t.model, "drop", nn.Dropout(0.7)), "drop has changed"),
+    "a hook": (lambda t: t.model.up.register_forward_hook(lambda m, a, out: out * 2), "the number of hooks"),
+    "a frozen parameter": (lambda t: t.model.down.requires_grad_(False), "requires_grad has changed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_call_runs_by_python_after_a_change(what: str) -> None:
+    one, other, step = both(make=torch.optim.SGD)
+    check_steps(one, other, step)
+    change, why = CHANGES[what]
+    for trainer in (one, other):
+        torch.manual_seed(0)
+        change(trainer)
+    ids, targets = batch(7)
+    for run in (one.step, step):
+        torch.manual_seed(1)
+        run(ids, targets)
+    assert re.search(why, step.why_not), step.why_not
+    replays = step.replays
+    check_steps(one, other, step, range(8, 12))
+    assert step.replays > replays, step.why_not
+
+
+def test_values_that_change_in_place_are_no_change() -> None:
+    one, other, step = both(make=torch.optim.SGD)
+    check_steps(one, other, step)
+    for trainer in (one, other):
+        trainer.model.load_state_dict({k: v * 2 for k, v in trainer.model.state_dict().items()})
+        with torch.no_grad():
+            trainer.model.up.weight.mul_(0.5)
+    replays = step.replays
+    check_steps(one, other, step, range(7, 10))
+    assert step.replays == replays + 3
+
+
+def test_each_kind_of_arguments_has_a_program() -> None:
+    one, other, step = both(make=torch.optim.SGD)
+    for number in range(16):
+        rows = 5 if number % 2 else 2
+        results = []
+        for run in (one.step, step):
+            torch.manual_seed(number)
+            results.append(run(*batch(number, rows)))
+        assert torch.equal(*results)
+    assert same(one.state(), other.state())
+    assert step.replays == 10
+    assert step.code.count("def step") == 2
+
+
+def test_settings_around_a_call_have_programs_of_their_own() -> None:
+    model = nn.Linear(4, 4)
+
+    @dshard.replay
+    def step(x: Tensor, power: int) -> Tensor:
+        return model(x).pow(power).detach()
+
+    blocks: list[Callable[[], Any]] = [
+        nullcontext,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: dshard.use_topology(FLAT_CPU),
+    ]
+    for number in range(5):
+        x = torch.randn(3, 4)
+        for power in (2, 3):
+            for block in blocks[:4]:
+                with block():
+                    assert torch.equal(step(x, power), model(x).pow(power).detach())
+                    assert bool(step.why_not) == (number < 3)
+
+
+def test_variables_of_the_function_are_guarded() -> None:
+    factor = 2.0
+
+    @dshard.replay
+    def step(x: Tensor) -> Tensor:
+        return x * factor
+
+    x = torch.ones(3)
+    assert [float(step(x)[0]) for _ in range(5)] == [2.0] * 5
+    assert step.replays == 2
+    factor = 3.0
+    assert [float(step(x)[0]) for _ in range(3)] == [3.0] * 3
+    assert step.replays == 3
+
+
+# -- gradients
+
+
+def test_gradients_accumulate_over_calls_as_by_python() -> None:
+    weights = [torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(2)]
+    weights[1].data = weights[0].detach().clone()
+    step = dshard.replay(lambda w, x: (x @ w).sin().sum().backward())
+    for number in range(20):
+        if number % 3 == 0:
+            for w in weights:
+                w.grad = None
+        x = torch.randn(2, 3, dtype=torch.float64)
+        (x @ weights[0]).sin().sum().backward()
+        step(weights[1], x)
+        assert weights[0].grad is not None
+        assert weights[1].grad is not None
+        assert torch.equal(weights[0].grad, weights[1].grad)
+    assert step.replays == 14
+
+
+def test_arguments_are_written_and_get_gradients() -> None:
+    @dshard.replay
+    def step(x: Tensor, state: dict[str, Tensor]) -> dict[str, Any]:
+        (x * state["a"]).sum().backward()
+        state["a"].add_(1)
+        return {"state": state["a"], "twice": [x.detach() * 2, 7], "none": None}
+
+    for number in range(5):
+        x, a = torch.full((2,), float(number), requires_grad=True), torch.arange(2.0)
+        version = a._version
+        out = step(x, {"a": a})
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.arange(2.0))
+        assert torch.equal(a, torch.arange(2.0) + 1)
+        assert torch.equal(out["state"], a)
+        assert torch.equal(out["twice"][0], 2 * x)
+        assert (out["twice"][1], out["none"], a._version) == (7, None, version + 1)
+    assert step.replays == 2
+
+
+def test_gradients_of_second_order() -> None:
+    w = torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def penalised(x: Tensor) -> Tensor:
+        loss = (x @ w).tanh().square().sum()
+        (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+        w.grad = None
+        (loss + grad.square().sum()).backward()
+        assert w.grad is not None
+        return w.grad.clone()
+
+    step = dshard.replay(penalised)
+    for _ in range(5):
+        x = torch.randn(2, 3, dtype=torch.float64)
+        assert torch.equal(step(x), penalised(x))
+    assert step.replays == 2
+
+
+# -- what cannot be replayed
+
+MODEL = nn.Linear(3, 3)
+CALLS = [0]
+
+
+def counted(x: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return x * CALLS[0]
+
+
+class Slots:
+    __slots__ = ("w",)
+
+    def __init__(self) -> None:
+        self.w = nn.Parameter(torch.ones(3))
+
+
+SLOTS = Slots()
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "reads a number": (lambda x: x * x.sum().item(), r"aten\._local_scalar_dense\.default reads numbers on the host"),
+    "branches": (lambda x: x if x.sum() > 0 else -x, "reads numbers on the host"),
+    "selects": (lambda x: x[x > 0], r"aten\.index\.Tensor reads numbers on the host"),
+    "counts": (counted, "two calls differ: aten.mul.Tensor at .* and aten.mul.Tensor at"),
+    "draws in Python": (lambda x: x + torch.tensor(np.random.rand()), "two calls differ: numbers of which a tensor"),
+    "returns a graph": (lambda x: MODEL(x).sum(), "returns a tensor that requires a gradient, and runs no backward"),
+    "returns an object": (lambda x: object(), "returns a object, which is neither"),
+    "hides a parameter": (lambda x: (SLOTS.w * x).sum().backward(), "a gradient arises for a tensor that neither"),
+    "swaps memory": (lambda x: setattr(MODEL.bias, "data", MODEL.bias.data * 2), "other memory|two calls differ"),
+    "changes shapes": (lambda x: x.clone().t_(), "changes the shape of a tensor in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_replayed_runs_by_python_and_says_why(what: str) -> None:
+    function, why = REFUSED[what]
+    step = dshard.replay(function)
+    for _ in range(8):
+        x = torch.randn(3)
+        step(x)
+    assert step.replays == 0
+    assert re.search(why, step.why_not), step.why_not
+
+
+def test_an_optimiser_that_counts_on_the_host_is_left_outside() -> None:
+    one, other, step = both(make=torch.optim.AdamW, foreach=True)
+    check_steps(one, other, step)
+    assert "reads numbers on the host, which Python may use" in step.why_not
+    assert "adam" in step.why_not or "test_replay" in step.why_not
+
+
+def test_an_input_with_a_graph_runs_by_python() -> None:
+    step = dshard.replay(lambda x: (x * 2).sum())
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(5):
+        x.grad = None
+        step(x * 3).backward()
+        assert torch.equal(x.grad, torch.full((3,), 6.0))
+    assert step.why_not.startswith("a gradient passes through the step")
+
+
+def test_a_step_that_was_given_up_is_tried_again() -> None:
+    values = [1.0]
+
+    def function(x: Tensor) -> Tensor:
+        values.append(values[-1] + (len(values) < 20))
+        return x * values[-1]
+
+    step = dshard.replay(function)
+    for _ in range(130):
+        step(torch.ones(2))
+    assert step.replays > 10
+
+
+@contextmanager
+def debugging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DSHARD_DEBUG", "1")
+    yield
+    monkeypatch.delenv("DSHARD_DEBUG")
+
+
+def test_calls_that_are_looked_at_run_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = dshard.replay(lambda x: x + 1)
+    x = torch.ones(2)
+    for _ in range(4):
+        step(x)
+    assert not step.why_not
+    for block, why in (
+        (dshard.trace(), "a trace, strict or explain"),
+        (dshard.strict(), "a trace, strict or explain"),
+        (debugging(monkeypatch), "DSHARD_DEBUG=1"),
+        (torch.utils.flop_counter.FlopCounterMode(display=False), "within a mode"),
+    ):
+        with block:
+            step(x)
+        assert why in step.why_not
+    step(x)
+    assert not step.why_not
+
+
+def test_words() -> None:
+    with pytest.raises(ArgumentError, match="replay: 3 cannot be called: give a function that runs one step"):
+        dshard.replay(3)  # type: ignore[arg-type]
+    step = dshard.replay(counted)
+    assert step.__name__ == "counted"
+    assert repr(step) == "<replay of counted: 0 of 0 calls replayed; no program>"
+    add = dshard.replay(lambda x: x + 1)
+    for _ in range(4):
+        add(torch.ones(1))
+    assert repr(add).endswith("1 of 4 calls replayed; 1 operators and 0 collectives>")

@@ -1,0 +1,257 @@
+"""Replayed steps on real ranks: the numbers, the collectives and the memory of the steps that Python runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dshard
+from dshard import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
+from dshard.replay import Replay
+from dshard.testing import RankPool, count_traffic
+
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "data": ((4,), ("dp",)),
+    "fsdp": ((4,), ("dp",)),
+    "megatron": ((4,), ("tp",)),
+    "megatron-sp": ((4,), ("tp",)),
+    "data x megatron": ((2, 2), ("dp", "tp")),
+    "fsdp x megatron-sp": ((2, 2), ("dp", "tp")),
+    "atp": ((2, 2), ("x", "y")),
+    "optimus": ((2, 2), ("r", "c")),
+    "tesseract": ((1, 2, 2), ("d", "r", "c")),
+}
+STEPS = 6
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.drop(self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(13, width), nn.Sequential(Block(width), Block(width))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 13)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(self.blocks(self.embed(ids)))).flatten(0, 1), targets.flatten())
+
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def trainer(strategy: str, dtype: torch.dtype, example: tuple[Tensor, Tensor]) -> tuple[nn.Module, Step]:
+    """A parallelized model, and its training step with an optimiser."""
+    torch.manual_seed(0)
+    shape, names = MESHES[strategy]
+    model = parallelize(GPT().to(dtype), init_device_mesh("cpu", shape, mesh_dim_names=names), strategy, *example)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, step
+
+
+def batch(number: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return tuple(torch.randint(13, (rows, 6), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, dshard.DTensor) else x
+
+
+def learn_alike(strategy: str, dtype: torch.dtype, rows: int) -> tuple[int, int]:
+    """Train two equal models, one by replays, which sends no more: the number of replays, and the bytes of a step."""
+    torch.set_num_threads(1)
+    of_both, received = [], list[Any]()
+    for replays in (False, True):
+        model, run = trainer(strategy, dtype, batch(0, rows))
+        step = dshard.replay(run) if replays else run
+        dshard.manual_seed(3)
+        losses = [local(step(*batch(number, rows))) for number in range(STEPS)]
+        with count_traffic() as traffic:
+            losses.append(local(step(*batch(99, rows))))
+        received.append((traffic.nbytes, len(traffic.collectives)))
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        of_both.append([*losses, *(local(p.detach()) for p in model.parameters()), *grads])
+    assert isinstance(step, Replay)
+    assert not step.why_not
+    for a, b in zip(*of_both, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    assert received[0][0] == received[1][0]
+    assert received[0][1] >= received[1][1]  # counting runs the calls of Python without their shortcuts
+    return step.replays, received[0][0]
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_a_replay_computes_and_sends_what_python_does(strategy: str, ranks: RankPool) -> None:
+    for dtype, rows in ((torch.float64, 7), (torch.bfloat16, 2)):  # two of four ranks have no rows
+        of_ranks = ranks.run(learn_alike, strategy, dtype, rows)
+        assert {replays for replays, _ in of_ranks} == {STEPS + 1 - 3}
+        assert any(received for _, received in of_ranks)
+
+
+def peaks() -> dict[str, int]:
+    """The most bytes held at once, since the model was made, in a warm step by Python and by a replay."""
+    peaks = import_module("allocator").peaks
+    torch.set_num_threads(1)
+    out, x = {}, batch(0, 8)
+    for strategy in ("data", "fsdp"):
+        for name in ("python", "replay"):
+            made: list[Step] = []
+
+            def make(strategy: str = strategy, name: str = name, made: list[Step] = made) -> None:
+                _, run = trainer(strategy, torch.float32, x)
+                made.append(dshard.replay(run) if name == "replay" else run)
+
+            steps = {str(number): lambda made=made: made[0](*x) for number in range(8)}
+            held = peaks(steps, make)  # type: ignore[arg-type]
+            out[f"{strategy} {name}"] = min([*held.values()][4:])
+    return out
+
+
+def test_a_replay_holds_no_more_than_python(ranks: RankPool) -> None:
+    for out in ranks.run(peaks):
+        for strategy in ("data", "fsdp"):
+            assert out[f"{strategy} replay"] <= 1.02 * out[f"{strategy} python"], out
+
+
+def some_look() -> list[float]:
+    """Some ranks trace steps, which they then run by Python, while the others replay them."""
+    torch.set_num_threads(1)
+    _, run = trainer("fsdp x megatron-sp", torch.float64, batch(0, 7))
+    step = dshard.replay(run)
+    losses = []
+    for number in range(10):
+        looks = number % 2 and dist.get_rank() in (0, 3)
+        with dshard.trace() if looks else nullcontext():
+            losses.append(step(*batch(number, 7)).item())
+    assert step.replays == (2 if dist.get_rank() in (0, 3) else 7)
+    return losses
+
+
+def test_ranks_that_replay_match_ranks_that_run_python(ranks: RankPool) -> None:
+    first, *others = ranks.run(some_look)
+    assert all(losses == first for losses in others)
+
+
+def wrong_index(replays: bool) -> str:
+    """The error of an index out of range, in the rows of one rank."""
+    torch.set_num_threads(1)
+    _, run = trainer("data", torch.float64, batch(0, 8))
+    step = dshard.replay(run) if replays else run
+    for number in range(5):
+        step(*batch(number, 8))
+    ids, targets = batch(5, 8)
+    ids[-1, -1] = 99
+    try:
+        step(ids, targets)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    for replays, name in ((False, "cross_entropy at"), (True, "replayed step at")):
+        with RankPool(4) as pool:  # whose ranks are out of step afterwards
+            *others, last = pool.run(wrong_index, replays)
+        assert last == "IndexError: index out of range in self"
+        for text in others:
+            assert text.startswith(f"IndexError: {name} ")
+            assert text.endswith("index out of range in self (on rank 3, which this rank waited for)")
+
+
+def of_tensors() -> None:
+    """A step of distributed tensors without a module: arguments of several layouts, an in-place write, a gradient."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    w = distribute_tensor(torch.randn(5, 7, dtype=torch.float64), mesh, [Replicate(), Shard(1)]).requires_grad_()
+    state = distribute_tensor(torch.zeros(7, dtype=torch.float64), mesh, [Replicate(), Shard(0)])
+
+    def run(x: Tensor) -> Tensor:
+        w.grad = None
+        y = x @ w + state
+        y.square().sum().backward()
+        state.add_(y.detach().mean(0))
+        return y.detach()
+
+    step = dshard.replay(run)
+    layouts = ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Replicate(), Shard(1)])
+    for number in range(24):
+        x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        for _ in range(2):
+            before, version = state.full_tensor(), state._version
+            y = step(distribute_tensor(x, mesh, layouts[number % 3]))
+            expected = x @ w.detach().full_tensor() + before
+            torch.testing.assert_close(y.full_tensor(), expected)
+            assert w.grad is not None
+            torch.testing.assert_close(w.grad.full_tensor(), 2 * x.T @ expected)
+            torch.testing.assert_close(state.full_tensor(), before + expected.mean(0))
+            assert state._version > version
+            assert w.grad.placements == w.placements
+    assert step.replays == 48 - 9, (step, step.why_not)
+    assert step.code.count("def step") == 3
+
+
+def test_a_step_of_tensors_in_several_layouts(ranks: RankPool) -> None:
+    ranks.run(of_tensors)
+
+
+def unsuited() -> list[str]:
+    """Why steps of distributed tensors run by Python."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    w = distribute_tensor(torch.ones(8), mesh, [Replicate()]).requires_grad_()
+
+    def accumulated() -> None:
+        with dshard.accumulate():
+            (x * w).sum().backward()
+
+    def plain() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    why = []
+    for run in (lambda: x.sum().item(), accumulated, plain, lambda: dshard.randperm(8, device_mesh=mesh)):
+        step = dshard.replay(run)  # type: ignore[arg-type]
+        for _ in range(8):
+            step()
+        assert not step.replays
+        why.append(step.why_not)
+    return why
+
+
+def test_what_cannot_be_replayed(ranks: RankPool) -> None:
+    item, accumulated, plain, permuted = ranks.run(unsuited)[0]
+    assert "reads numbers on the host, which Python may use" in item or "that dshard did not run" in item
+    assert "partial gradients: accumulate within one step" in accumulated
+    assert "is a collective that dshard did not run" in plain
+    assert "two calls differ" in permuted
