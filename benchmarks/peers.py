@@ -2,12 +2,13 @@
 
     python benchmarks/peers.py [--models llama,gpt,vit] [--widths 128,256,512,1024] [--rounds 9] [--write] [--json FILE]
 
-Four gloo ranks with one thread each train the same model with AdamW in both ways, from the same parameters on the same
-batch; dshard lays it out by the strategy of the peer's name. Steps of both are interleaved in one run, and a step takes
-as long as its slowest rank; ratios are of medians, with the quartiles of the ratios of neighbouring steps. `cpu` is the
-ratio of the seconds of all processors, which other work on the machine disturbs less. Bytes and messages are counted
-below both, from the arguments of `torch.distributed`; peaks are all that torch's allocator has given out at once since
-before the model was made, parameters, states and buffers that stay among them: the least of five warm steps.
+Four gloo ranks with one thread each train the same model with AdamW in each way, from the same parameters on the same
+batch; dshard lays it out by the strategy of the peer's name, and runs it by Python and, `replayed`, by `dshard.replay`
+of the forward and backward passes. Steps of all are interleaved in one run, and a step takes as long as its slowest
+rank; ratios are of medians, with the quartiles of the ratios of neighbouring steps. `cpu` is the ratio of the seconds
+of all processors, which other work on the machine disturbs less. Bytes and messages are counted below all, from the
+arguments of `torch.distributed`; a replay sends what Python does. Peaks are all that torch's allocator has given out at
+once since before the model was made, parameters, states and buffers that stay among them: the least of five warm steps.
 
 Under `netlab`, which emulates hosts, start it with its ranks: `netlab.py run ... -- benchmarks/peers.py --join`.
 """
@@ -101,15 +102,21 @@ def loss_of(out: Any, targets: Any) -> Any:
 Step = Callable[[], Any]
 
 
-def stepper(net: nn.Module, x: Any, targets: Any) -> Step:
+def stepper(net: nn.Module, x: Any, targets: Any, replays: bool = False) -> Step:
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def gradients(x: Any, targets: Any) -> Any:
+        loss = loss_of(net(x), targets)
+        loss.backward()
+        return loss.detach()
+
+    run = dshard.replay(gradients) if replays else gradients
 
     def step() -> Any:
         optimiser.zero_grad()
-        loss = loss_of(net(x), targets)
-        loss.backward()
+        loss = run(x, targets)
         optimiser.step()
-        return loss.detach()
+        return loss
 
     return step
 
@@ -127,13 +134,13 @@ def fresh(model: str, width: int) -> tuple[nn.Module, Tensor, Tensor]:
     return Net(model, width), *batch_of(model)
 
 
-def ours(strategy: str, model: str, width: int) -> Step:
+def ours(strategy: str, model: str, width: int, replays: bool = False) -> Step:
     net, x, targets = fresh(model, width)
     _, shape, names = PEERS[strategy]
     mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=names)
     dshard.parallelize(net, mesh, strategy, x)
     split = [dshard.Shard(0) if name == "dp" else dshard.Replicate() for name in names]
-    return stepper(net, x, dshard.distribute_tensor(targets, mesh, split, src_data_rank=None))
+    return stepper(net, x, dshard.distribute_tensor(targets, mesh, split, src_data_rank=None), replays)
 
 
 def theirs(strategy: str, model: str, width: int) -> Step:
@@ -164,7 +171,7 @@ def theirs(strategy: str, model: str, width: int) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank saw of both: seconds of each step, processor seconds, losses, bytes, messages, peaks."""
+    """What one rank saw of each: seconds of each step, processor seconds, losses, bytes, messages, peaks."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -177,16 +184,20 @@ class Seen:
 def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    steps = {"peer": theirs(strategy, model, width), "dshard": ours(strategy, model, width)}
+    steps = {
+        "peer": theirs(strategy, model, width),
+        "dshard": ours(strategy, model, width),
+        "replayed": ours(strategy, model, width, replays=True),
+    }
     wall: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
-    for turn in range(rounds + 3):
+    for turn in range(rounds + 5):
         for name, step in steps.items():
             dist.barrier()
             begin, busy = time.perf_counter(), time.process_time()
             loss = step()
-            if turn > 2:
+            if turn > 4:
                 wall[name].append(time.perf_counter() - begin)
                 cpu[name].append(time.process_time() - busy)
             whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss.clone()
@@ -199,7 +210,8 @@ def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
         with count_traffic() as traffic:
             step()
         nbytes[name], messages[name] = traffic.nbytes, traffic.messages
-    held = {name: peak_of(make, strategy, model, width) for name, make in (("peer", theirs), ("dshard", ours))}
+    makers = {"peer": theirs, "dshard": ours, "replayed": partial(ours, replays=True)}
+    held = {name: peak_of(make, strategy, model, width) for name, make in makers.items()}
     return Seen(wall, cpu, losses, nbytes, messages, held)
 
 
@@ -219,9 +231,11 @@ class Row:
     low: float
     high: float
     cpu: float
+    replayed: tuple[float, float, float]
     nbytes: float
     messages: tuple[int, int]
     peak: float
+    replayed_peak: float
 
     def cells(self) -> list[str]:
         return [
@@ -231,13 +245,23 @@ class Row:
             f"{self.ratio:.2f}",
             f"{self.low:.2f} to {self.high:.2f}",
             f"{self.cpu:.2f}",
+            f"{self.replayed[0]:.2f}",
+            f"{self.replayed[1]:.2f} to {self.replayed[2]:.2f}",
             f"{self.nbytes:.2f}",
             f"{self.messages[0]} / {self.messages[1]}",
-            f"{self.peak:.2f}",
+            f"{self.peak:.2f} / {self.replayed_peak:.2f}",
         ]
 
 
-HEADER = ["peer", "model", "width", "step", "quartiles", "cpu", "bytes", "messages, dshard / peer", "peak"]
+HEADER = [
+    *("peer", "model", "width", "step", "quartiles", "cpu", "replayed step", "quartiles"),
+    *("bytes", "messages, dshard / peer", "peak / replayed"),
+]
+
+
+def quartiles(mine: list[float], other: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles([a / b for a, b in zip(mine, other, strict=True)], n=4)
+    return low, high
 
 
 def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
@@ -245,9 +269,9 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
         name: [max(each) for each in zip(*(rank.wall[name] for rank in seen), strict=True)] for name in seen[0].wall
     }
     for rank in seen:
+        assert rank.losses["replayed"] == rank.losses["dshard"]
         assert abs(rank.losses["dshard"] - rank.losses["peer"]) < 2e-3 * abs(rank.losses["peer"]), "one training"
-    ratios = [mine / other for mine, other in zip(wall["dshard"], wall["peer"], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
+    low, high = quartiles(wall["dshard"], wall["peer"])
     cpu = {name: sum(statistics.median(rank.cpu[name]) for rank in seen) for name in wall}
     most = {name: max(rank.nbytes[name] for rank in seen) for name in wall}
     held = {name: max(rank.peaks[name] for rank in seen) for name in wall}
@@ -259,9 +283,14 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
         low,
         high,
         cpu["dshard"] / cpu["peer"],
+        (
+            statistics.median(wall["replayed"]) / statistics.median(wall["peer"]),
+            *quartiles(wall["replayed"], wall["peer"]),
+        ),
         most["dshard"] / max(1, most["peer"]),
         (seen[0].messages["dshard"], seen[0].messages["peer"]),
         held["dshard"] / held["peer"],
+        held["replayed"] / held["peer"],
     )
 
 
