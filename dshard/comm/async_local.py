@@ -82,10 +82,12 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
         op, what, group = sent[0].op, sent[0].report, runtime.group(sent[0].axes)
         assert op is not None
         assert what is not None
-        reduce = partial(collectives.reduce, op, group)
 
         def begin_reduction(x: Tensor, own: bool) -> AsyncLocal:
             out = x if own and x.is_contiguous() else None
+            if not (LISTENERS or RECORDERS):
+                return AsyncLocal(collectives.reduce(op, group, x, out))
+            reduce = partial(collectives.reduce, op, group)
             start = recorded_begin(sent[0], reduce) if RECORDERS else reduce
             return AsyncLocal(report(what, group, start, x, out) if LISTENERS else start(x, out))
 
