@@ -42,6 +42,8 @@ import dshard
 from dshard.testing import count_traffic, rank_pool
 
 WORDS, TOKENS, BATCH, DEPTH = 256, 64, 16, 2
+WARM = 5
+"""Steps before those that are timed, whose losses are compared."""
 
 
 class Block(nn.Module):
@@ -175,7 +177,7 @@ class Seen:
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
-    losses: dict[str, float]
+    losses: dict[str, list[float]]
     nbytes: dict[str, int]
     messages: dict[str, int]
     peaks: dict[str, int]
@@ -191,20 +193,20 @@ def measure(strategy: str, model: str, width: int, rounds: int) -> Seen:
     }
     wall: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
-    for turn in range(rounds + 5):
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + WARM):
         for name, step in steps.items():
             dist.barrier()
             begin, busy = time.perf_counter(), time.process_time()
             loss = step()
-            if turn > 4:
+            if turn >= WARM:
                 wall[name].append(time.perf_counter() - begin)
                 cpu[name].append(time.process_time() - busy)
             whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss.clone()
             if name == "peer" and strategy != "megatron":
                 dist.all_reduce(whole)
                 whole = whole / dist.get_world_size()
-            losses[name] = float(whole)
+            losses[name].append(float(whole))
     nbytes, messages = {}, {}
     for name, step in steps.items():
         with count_traffic() as traffic:
@@ -270,7 +272,9 @@ def row_of(strategy: str, model: str, width: int, seen: list[Seen]) -> Row:
     }
     for rank in seen:
         assert rank.losses["replayed"] == rank.losses["dshard"]
-        assert abs(rank.losses["dshard"] - rank.losses["peer"]) < 2e-3 * abs(rank.losses["peer"]), "one training"
+        # Later a net that knows its batch by heart makes much of what rounding differs.
+        for mine, other in zip(rank.losses["dshard"][:WARM], rank.losses["peer"], strict=False):
+            assert abs(mine - other) < 1e-4 * abs(other), "one training"
     low, high = quartiles(wall["dshard"], wall["peer"])
     cpu = {name: sum(statistics.median(rank.cpu[name]) for rank in seen) for name in wall}
     most = {name: max(rank.nbytes[name] for rank in seen) for name in wall}
