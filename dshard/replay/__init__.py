@@ -22,7 +22,7 @@ from dshard.comm.events import LISTENERS
 from dshard.core.context import settings_in_force
 from dshard.core.observe import CALL_LOG, OBSERVERS, OperatorMode
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.replay.step_program import StepProgram, simplified
+from dshard.replay.step_program import StepProgram, simplified, written_by
 from dshard.replay.step_recorder import Slot, StepRecorder
 from dshard.replay.step_state import Entry, StepState, changed, is_plain
 from dshard.torch_private import (
@@ -180,7 +180,7 @@ class _Program:
         self._n_results = len(slots)
         owned = [(owner, externals[slot]) for slot, owner in of_kind["owned"].items()]
         self._owned = [(owner, local, local.data_ptr()) for owner, local in owned]
-        written = {slot for each in instructions if each.operator for slot in each.written()}
+        written = written_by(instructions)
         self._written = [owner for slot, owner in of_kind["owned"].items() if slot in written]
         self._written_arguments = [i for slot, i in of_kind["argument"].items() if slot in written]
         self._ranks = tuple(recording.recorder.ranks)

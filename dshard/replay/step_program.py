@@ -40,6 +40,19 @@ def reads(instruction: Instruction) -> Iterator[Slot]:
         yield from slots_in(value)
 
 
+def written_by(instructions: Iterable[Instruction]) -> set[Slot]:
+    """The slots whose memory operators write to, by themselves or by views of them."""
+    roots: dict[Slot, Slot] = {}
+    written = set[Slot]()
+    for each in instructions:
+        if each.is_view:
+            base = each.args[0]
+            roots |= {out: roots.get(base, base) for out in each.outs if out is not None}
+        elif each.operator is not None:
+            written.update(slot for x in each.written() for slot in (x, roots.get(x, x)))
+    return written
+
+
 def simplified(recording: StepRecorder, results: Iterable[Slot]) -> tuple[list[Instruction], dict[Slot, Slot]]:
     """The instructions that the results need, without views that equal others, and the slots that stand for others."""
     instructions, stands_for = _without_equal_views(recording)

@@ -226,6 +226,31 @@ def test_a_step_of_tensors_in_several_layouts(ranks: RankPool) -> None:
     ranks.run(of_tensors)
 
 
+def write_views() -> int:
+    """A step that writes to rows of a tensor: a graph that saved this tensor says so, as after the Python of the step."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    state = distribute_tensor(torch.zeros(4, 6, dtype=torch.float64), mesh, [Replicate(), Shard(1)])
+    w = distribute_tensor(torch.ones(4, 6, dtype=torch.float64), mesh, [Replicate(), Shard(1)]).requires_grad_()
+
+    @dshard.replay
+    def step(x: Tensor) -> None:
+        state[1:3].view(-1, 6)[1:].add_(x)
+
+    for number in range(1, 6):
+        product, version = (state * w).sum(), state._version
+        step(distribute_tensor(torch.ones(1, 6, dtype=torch.float64), mesh, [Replicate(), Shard(1)]))
+        assert state.full_tensor().sum() == state[2].sum().item() == 6 * number
+        assert state._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    return step.replays
+
+
+def test_tensors_written_by_views_count_the_writes(ranks: RankPool) -> None:
+    assert ranks.run(write_views) == [2] * 4
+
+
 def unsuited() -> list[str]:
     """Why steps of distributed tensors run by Python."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
