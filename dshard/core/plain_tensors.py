@@ -159,15 +159,19 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
-    if not takes_all and not (is_grad_enabled() and any(map(_is_recorded_number, tensors))):
-        return args, kwargs
     meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
+    if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
+        return args, kwargs
     written = _written(func, args)
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
             return _replicated(leaf, meshes[0], meta)
-        if not takes_all or not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper) or leaf.numel() == 1:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper):
+            return leaf
+        if leaf.numel() == 1:  # without data, torch takes those without dims alone from another device
+            return leaf.to("meta") if meta and leaf.dim() and leaf is not written else leaf
+        if not takes_all:
             return leaf
         if isinstance(leaf, Parameter) and not (meta or is_copied):
             _compare_parameter(leaf, meshes[0])

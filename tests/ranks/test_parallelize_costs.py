@@ -149,6 +149,29 @@ def test_a_model_that_computes_again_is_planned() -> None:
             torch.testing.assert_close(whole(p.grad), grad)
 
 
+class Scaled(nn.Module):
+    """A linear layer whose outputs are scaled by a number, or by a plain tensor of one element that it makes."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.linear, self.size = nn.Linear(6, 8), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        scale: Any = torch.full(self.size, 3.0) if self.size else 3.0
+        return torch.where(y > 0, y * scale, scale)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "data", "fsdp"])
+def test_tensors_of_one_element_send_what_numbers_send(strategy: str) -> None:
+    mesh = Mesh((2,), ("x",))
+    costs = [plan_model(Scaled(*size), mesh, strategy, torch.empty(4, 5, 6)).cost for size in ((), (1,), (1, 1))]
+
+    assert [cost.nbytes for cost in costs] == [costs[0].nbytes] * 3
+    activations = [cost.memory.activations for cost in costs]
+    assert activations == [activations[0], *[activations[0] + 4] * 2]  # the tensor itself is kept for backward
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
 def test_inputs_on_the_given_mesh_are_taken_though_the_plan_folds_it(placement: Placement) -> None:
     """Six images on four ranks: the chunks of the mesh are not those of its folding."""

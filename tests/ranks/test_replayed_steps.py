@@ -227,7 +227,7 @@ def test_a_step_of_tensors_in_several_layouts(ranks: RankPool) -> None:
 
 
 def write_views() -> int:
-    """A step that writes to rows of a tensor: a graph that saved this tensor says so, as after the Python of the step."""
+    """A step that writes to rows of a tensor: a graph that saved this tensor says so, as after its Python."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     state = distribute_tensor(torch.zeros(4, 6, dtype=torch.float64), mesh, [Replicate(), Shard(1)])
