@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import ismethod
+from operator import itemgetter
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -45,8 +46,10 @@ def _contents(cell: CellType) -> object:
         return _MISSING
 
 
-def _hook_count(module: nn.Module) -> int:
-    return sum(len(hooks) for name, hooks in module.__dict__.items() if name.endswith("_hooks"))
+def _hook_count(module: nn.Module) -> Callable[[], int]:
+    """A function that counts the hooks of a module; each replay counts those of all modules."""
+    read: Callable[[Any], tuple[Any, ...]] = itemgetter(*(n for n in module.__dict__ if n.endswith("_hooks")))
+    return lambda: sum(map(len, read(module.__dict__)))
 
 
 class StepState:
@@ -142,7 +145,8 @@ class StepState:
         entries = [(of, name, of.get(name)) for of, name in (*places, *self.variables)]
         entries = [entry for entry in entries if is_plain(entry[2]) or isinstance(entry[2], Tensor | nn.Module)]
         for module in modules:
-            entries.append((_Read(partial(_hook_count, module)), "the number of hooks", _hook_count(module)))
+            count = _hook_count(module)
+            entries.append((_Read(count), "the number of hooks", count()))
             for held in (module._parameters, module._buffers, module._modules):
                 entries += [(held, name, value) for name, value in held.items()]
         for x in self.tensors.values():
