@@ -104,21 +104,25 @@ def test_the_price_of_heads_counts_tiles() -> None:
     assert strategy.compute - topology.launch == pytest.approx(2 * 128 * 2 * 1024**2 * 0.75 / topology.flops(""))
 
 
-def reals(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+def reals(*shape: int, apart: bool = False) -> Tensor:
+    """Random numbers; those of the last dim lie `apart` in memory, as those of the last dim but one do else."""
+    x = torch.randn(shape, dtype=torch.float64)
+    return (x.mT.contiguous().mT if apart else x).requires_grad_()
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kernel", ["flash", "operators"])
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize(("heads", "values"), [((4, 4), 8), ((4, 2), 8), ((4, 1), 5)])
-def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, int], values: int) -> None:
+def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, int], values: int, apart: bool) -> None:
     torch.manual_seed(0)
-    q, k, v = reals(2, heads[0], 7, 8), reals(2, heads[1], 6, 8), reals(2, heads[1], 6, values)
-    mask = reals(1, heads[0], 7, 6) if kind == "float" else None
+    shapes = (2, heads[0], 7, 8), (2, heads[1], 6, 8), (2, heads[1], 6, values)
+    q, k, v = (reals(*shape, apart=apart) for shape in shapes)
+    mask = reals(1, heads[0], 7, 6, apart=apart) if kind == "float" else None
     if kind == "bool":
         mask = (torch.randn(7, 6) > 0).index_fill(0, torch.tensor([3]), False)  # a query that sees no key
     causal, queries = kind == "causal", range(7)
-    grad = torch.randn(2, heads[0], 7, values, dtype=torch.float64)
+    grad = reals(2, heads[0], 7, values, apart=apart).detach()
     right = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=True)
     leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
     expected = torch.autograd.grad(right, leaves, grad)

@@ -261,12 +261,15 @@ def _kernel_of(operands: Operands) -> _Kernel:
 def _of_one_size(operands: Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with zeros appended to the last dim, until it is a `multiple` of one size."""
     size = -(-max(operands.q.shape[-1], operands.v.shape[-1]) // multiple) * multiple
-    q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in operands[:3])
+    q, k, v = (_to_size(x, size) for x in operands[:3])
     return q, k, v
 
 
 def _to_size(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+    """`x` with zeros appended to the last dim, whose elements lie side by side: kernels read them so unasked."""
+    if x.shape[-1] < size:
+        return F.pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cut(gradients: Sequence[Tensor], operands: Operands) -> _Gradients:
