@@ -7,12 +7,13 @@ local tensor, which is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard.comm import traced
+from dshard.comm import recorded, traced
 from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
 from dshard.rules.strategy import Strategy
@@ -38,16 +39,20 @@ def local_index(
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
     """Raise torch's error if some index is beyond the dim; on accelerators, as in torch, when the kernel has run.
 
-    A traced graph asserts it when it runs.
+    A traced graph asserts it when it runs, and so does a replay.
 
     Raises:
         IndexError: one is.
     """
     if index.device.type == "cpu" and not traced(index):
-        if bool(beyond.any()):
-            raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
+        recorded(("refuses indices", size, dim, kind), partial(_refuse_now, size, dim, kind), index, beyond)
     elif not index.is_meta:
         assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
+
+
+def _refuse_now(size: int, dim: int, kind: type[Exception], index: Tensor, beyond: Tensor) -> None:
+    if bool(beyond.any()):
+        raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")
 
 
 def look_up(table: Tensor, indices: Tensor, *options: Any) -> Tensor:

@@ -125,6 +125,8 @@ class StepState:
             cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
             self._add_variables((_Read(partial(_contents, cell)), name) for name, cell in cells)
             self._add_variables((function.__globals__, name) for name in code.co_names if name in function.__globals__)
+            for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._add(each)
         else:
             self._known.discard(id(function))
             self._add(function)

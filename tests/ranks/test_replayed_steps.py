@@ -189,6 +189,44 @@ def test_an_error_of_one_rank_reaches_all() -> None:
             assert text.endswith("index out of range in self (on rank 3, which this rank waited for)")
 
 
+def split_vocabulary() -> None:
+    """A table of words that is split over the ranks: replayed, and indices beyond it are refused all the same."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    torch.manual_seed(1)
+    alone = torch.randn(6, 4, dtype=torch.float64).requires_grad_()
+    table = distribute_tensor(alone.detach(), mesh, [Shard(0)]).requires_grad_()
+
+    def run(ids: Tensor, targets: Tensor, table: Tensor = table) -> Tensor:
+        loss = F.cross_entropy(F.linear(F.embedding(ids, table), table), targets)
+        loss.backward()
+        return loss.detach()
+
+    def spread(*numbers: int) -> Tensor:
+        return distribute_tensor(torch.tensor(numbers), mesh, [Replicate()])
+
+    step = dshard.replay(run)
+    for number in range(6):
+        table.grad = alone.grad = None
+        ids, targets = [number, 0, 2], [1, 5 - number, 3]
+        found, expected = step(spread(*ids), spread(*targets)), run(torch.tensor(ids), torch.tensor(targets), alone)
+        torch.testing.assert_close(local(found), expected)
+        assert table.grad is not None
+        torch.testing.assert_close(table.grad.full_tensor(), alone.grad)
+    assert step.replays == 3, step.why_not
+    table.grad = None  # as before each step
+    with pytest.raises(IndexError, match="index 6 is out of bounds for dimension 0 with size 6"):
+        step(spread(0, 1, 6), spread(0, 1, 2))
+    with pytest.raises(IndexError, match="Target -1 is out of bounds"):
+        step(spread(0, 1, 2), spread(0, -1, 2))
+    torch.testing.assert_close(local(step(spread(*ids), spread(*targets))), expected)
+    assert step.replays == 6, (step, step.why_not)
+
+
+def test_a_split_vocabulary(ranks: RankPool) -> None:
+    ranks.run(split_vocabulary)
+
+
 def of_tensors() -> None:
     """A step of distributed tensors without a module: arguments of several layouts, an in-place write, a gradient."""
     torch.set_num_threads(1)
