@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import dshard
+from dshard.replay import Replay
 from dshard.testing import count_traffic, rank_pool
 
 WORDS, TOKENS, BATCH, DEPTH = 256, 64, 16, 2
@@ -112,11 +114,13 @@ def stepper(net: nn.Module, x: Any, targets: Any, replays: bool = False) -> Step
         loss.backward()
         return loss.detach()
 
-    run = dshard.replay(gradients) if replays else gradients
+    run, calls = dshard.replay(gradients) if replays else gradients, count()
 
     def step() -> Any:
         optimiser.zero_grad()
         loss = run(x, targets)
+        if isinstance(run, Replay) and next(calls) >= WARM:
+            assert not run.why_not, run.why_not
         optimiser.step()
         return loss
 
