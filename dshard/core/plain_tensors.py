@@ -159,7 +159,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
-    meta = any(t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper))
+    meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
     if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
         return args, kwargs
     written = _written(func, args)
