@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import collectives, rank_checks
+from dshard.comm.collectives import Begin
 from dshard.comm.drive import advance, begin, finish, without_buffer
 from dshard.comm.events import LISTENERS
 from dshard.comm.program_steps import Transfer, steps_of
@@ -85,10 +86,9 @@ def _start_of(plan: Plan, dtype: torch.dtype, runtime: Runtime) -> Start:
 
         def begin_reduction(x: Tensor, own: bool) -> AsyncLocal:
             out = x if own and x.is_contiguous() else None
-            if not (LISTENERS or RECORDERS):
-                return AsyncLocal(collectives.reduce(op, group, x, out))
-            reduce = partial(collectives.reduce, op, group)
-            start = recorded_begin(sent[0], reduce) if RECORDERS else reduce
+            start: Begin = partial(collectives.reduce, op, group)
+            if RECORDERS:
+                start = recorded_begin(sent[0], start)
             return AsyncLocal(report(what, group, start, x, out) if LISTENERS else start(x, out))
 
         return begin_reduction

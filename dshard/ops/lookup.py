@@ -39,7 +39,7 @@ def local_index(
 def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Exception] = IndexError) -> None:
     """Raise torch's error if some index is beyond the dim; on accelerators, as in torch, when the kernel has run.
 
-    A traced graph asserts it when it runs, and so does a replay.
+    A traced graph asserts it when it runs; a replayed step calls it again.
 
     Raises:
         IndexError: one is.
