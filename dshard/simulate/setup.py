@@ -186,12 +186,16 @@ class Setup:
         return layout.replace(1, Shard(1)) if self.sharded == "all" else layout
 
     def vector(self, features: Placements) -> Layout:
-        """The stored layout of a bias or a norm's parameter `[stage, features]`, of features with these placements."""
+        """The stored layout of a bias or a norm's parameter `[stage, features]`, of features with these placements.
+
+        Replicas may shard it, after all other axes.
+        """
         split = (
             Shard(1) if gathered or placement == Shard(2) else Replicate()
             for gathered, placement in zip(self.form.gathered, features, strict=True)
         )
-        return self._layout(Shard(1) if self.sharded == "all" else Replicate(), tuple(split))
+        layout = self._layout(Replicate(), tuple(split))
+        return layout.split(1, [1]) if self.sharded == "all" else layout
 
     def shared(self, placements: Placements) -> Layout:
         """The layout in which the optimiser's state of a weight is stored."""

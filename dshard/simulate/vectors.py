@@ -43,6 +43,7 @@ def vectors(costs: BlockCosts) -> tuple[Vector, ...]:
     """The vectors of one block, in the order of the forward pass."""
     model, setup, form = costs.model, costs.setup, costs.setup.form
     stream, kinds = setup.activation(form.residual), ("weight", "bias") if model.biased else ("weight",)
+    with_weights = setup.sharded == "all" or any(form.gathered)  # what is gathered with a weight is so twice, as it is
     block_vectors: list[Vector] = []
     for matmul, norm, features in zip(
         matmuls(model, setup, model.sequence),
@@ -56,7 +57,7 @@ def vectors(costs: BlockCosts) -> tuple[Vector, ...]:
         if model.biased:
             output = worked_layouts(matmul.x.mesh, matmul.loops)[2]
             shape, name = (setup.stages, matmul.linear.features_out), f"{matmul.linear.name} bias"
-            block_vectors.append(Vector(name, shape, setup.vector(features), *_along(output), False))
+            block_vectors.append(Vector(name, shape, setup.vector(features), *_along(output), with_weights))
     return tuple(block_vectors)
 
 
