@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from dshard import report
@@ -20,7 +21,7 @@ from dshard.cli.arguments import (
     topology_data,
 )
 from dshard.explain import parse_dtype
-from dshard.report.setup_tables import SHOWN, setups_table, step_table
+from dshard.report.setup_tables import SHOWN, below_model, setups_table, step_table
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
 from dshard.simulate.queues import chrome_trace
 from dshard.simulate.setup_files import read_setup, setup_data, step_data
@@ -94,8 +95,8 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     rows = [step_data(step) for step in setups.steps[: arguments.top]]
     front = [step_data(step) for step in setups.front]
     value = {"tried": setups.tried, "fitting": setups.fitting, "memory": setups.memory, "setups": rows, "front": front}
-    table = setups_table(setups, why, arguments.top)
-    return print_result(arguments, value | topology_data(topology, why), table)
+    table = below_model(model, setups_table(setups, why, arguments.top))
+    return print_result(arguments, value | _model_data(model) | topology_data(topology, why), table)
 
 
 def _simulate_step(arguments: argparse.Namespace) -> int:
@@ -108,13 +109,18 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
         slots = timeline(model, setup, topology, arguments.batch, **kinds)
     if arguments.trace is not None:
         arguments.trace.write_text(chrome_trace(slots))
-    table = step_table(step, slots, topology, why)
-    return print_result(arguments, step_data(step) | topology_data(topology, why), table)
+    table = below_model(model, step_table(step, slots, topology, why))
+    return print_result(arguments, step_data(step) | _model_data(model) | topology_data(topology, why), table)
 
 
 def _model(arguments: argparse.Namespace) -> Model:
     changes = {} if arguments.sequence is None else {"sequence": arguments.sequence}
-    return Model.load(arguments.model, **changes)
+    with report.waiting("reading the model"):
+        return Model.load(arguments.model, **changes)
+
+
+def _model_data(model: Model) -> dict[str, object]:
+    return {"model": asdict(model) | {"parameters": model.parameters}}
 
 
 def _dtype(arguments: argparse.Namespace) -> str:

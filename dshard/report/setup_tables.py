@@ -9,17 +9,17 @@ from rich.console import Group
 from rich.text import Text
 
 from dshard.report.console import table, title
-from dshard.simulate import SearchResult, Slot, Step
+from dshard.simulate import Model, SearchResult, Slot, Step
 from dshard.simulate.queues import Event
 from dshard.tables import human_bytes
 from dshard.topology import Topology
 
 SHOWN = 12
-"""Setups that a table has, beside those that no other beats."""
+"""Setups that a table has, unless a number is given."""
 
 
 def setups_table(setups: SearchResult, why: str = "as given", top: int = SHOWN) -> Group:
-    """The fastest setups; those that no other beats in both time and memory are marked."""
+    """The fastest setups, `top` of them; those that no other beats in both time and memory are marked."""
     topology = setups.topology
     heads = ("", "setup", ">seconds", ">sequences/s", ">idle", ">memory", ">network s", ">received")
     front = set(map(id, setups.front))
@@ -34,8 +34,7 @@ def setups_table(setups: SearchResult, why: str = "as given", top: int = SHOWN) 
             f"{step.totals.network:.3g}",
             human_bytes(step.totals.nbytes),
         )
-        for i, step in enumerate(setups.steps)
-        if i < top or id(step) in front
+        for step in setups.steps[:top]
     ]
     limit = "no memory limit is known: give --memory"
     if setups.memory is not None:
@@ -74,3 +73,8 @@ def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) 
         title("one microbatch of one stage, and the end of the step"),
         table(("event", "phase", ">count", ">seconds", ">received", "axes"), rows),
     )
+
+
+def below_model(model: Model, drawn: Group) -> Group:
+    """A table of what a model does, below the sizes that were read of it."""
+    return Group(title(model.summary), drawn)

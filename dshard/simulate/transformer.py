@@ -6,24 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any
 
 from dshard.errors import ShapeError
+from dshard.simulate.config_files import SIZES, config_fields, own_fields
 from dshard.validate import as_int, check_one_of, check_type
-
-_KEYS: dict[str, tuple[str, ...]] = {
-    "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden", "hidden_size", "n_embd", "d_model"),
-    "heads": ("heads", "num_attention_heads", "n_head", "num_heads"),
-    "sequence": ("sequence", "max_position_embeddings", "n_positions"),
-    "vocabulary": ("vocabulary", "vocab_size"),
-    "kv_heads": ("kv_heads", "num_key_value_heads"),
-    "ffn": ("ffn", "intermediate_size", "n_inner", "d_ff"),
-    "head_size": ("head_size", "head_dim", "d_kv"),
-}
-"""The fields of a model, and the names that configuration files have for them."""
-
-GATED = ("silu", "swiglu", "geglu", "gated-gelu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +49,7 @@ class Model:
         tied: Whether the head is the embedding.
         fused: Whether attention keeps no scores for its backward pass.
         biases: Whether linear layers and norms have them; unless given, where it is not gated.
+        vectors: Parameters that are no matrices of blocks, embedding or head, where a configuration says how many.
 
     Raises:
         ShapeError: a size below one, or heads that do not divide.
@@ -80,6 +67,7 @@ class Model:
     tied: bool = True
     fused: bool = True
     biases: bool | None = None
+    vectors: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "kv_heads", "ffn", "head_size"):
@@ -138,8 +126,23 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all weights, without biases and norms."""
-        return self.layers * self.block_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        """The number of elements of all weights; biases, norms and positions are those of `vectors`."""
+        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.block_parameters + tables + self.vectors
+
+    @property
+    def summary(self) -> str:
+        """The sizes and the number of parameters, in a line.
+
+        >>> Model(layers=2, hidden=8, heads=2, sequence=4, vocabulary=10).summary
+        '2 layers, hidden 8, 2 heads of 4, feed-forward 32 not gated, no experts, vocabulary 10 tied, 1,616 parameters'
+        """
+        keys = "" if self.kv_heads in (None, self.heads) else f" ({self.kv_heads} of keys)"
+        gated, tied = "gated" if self.gated else "not gated", "tied" if self.tied else "not tied"
+        return (
+            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads of {self.head}{keys}, feed-forward "
+            f"{self.width} {gated}, no experts, vocabulary {self.vocabulary} {tied}, {self.parameters:,} parameters"
+        )
 
     def core_flops(self, sequences: float) -> float:
         """Operations of attention on `sequences` sequences, forward: scores and their products with the values."""
@@ -147,31 +150,33 @@ class Model:
 
     @classmethod
     def from_json(cls, text: str, **changes: int) -> Model:
-        """The model of a configuration file, with this library's names or those of Hugging Face's configurations.
+        """The model of a file with this library's names, or of a Hugging Face configuration, which transformers reads.
 
-        >>> Model.from_json('{"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4}').heads
-        2
+        Windows of attention count as attention to all keys; `changes` are sizes in place of the file's, of a
+        configuration the sequence alone.
+
+        >>> Model.from_json('{"layers": 1, "hidden": 8, "heads": 2, "sequence": 4}').width
+        32
 
         Raises:
-            ShapeError: no JSON object, a size that is missing or no integer.
+            ShapeError: no JSON object, a key that is not understood, a size that is missing or no integer.
         """
         check_type(text, str, "the model", "give its JSON as text; Model.load reads a file", ShapeError)
         for name in changes:
-            check_one_of(name, _KEYS, "a size of the model", ShapeError)
+            check_one_of(name, SIZES, "a size of the model", ShapeError)
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
             raise ShapeError(f"the model is no JSON: {error}") from None
         if not isinstance(config, Mapping):
-            raise ShapeError("the model is no JSON object: give one with the keys " + ", ".join(_KEYS))
-        values = {name: _integer(config, name, keys) for name, keys in _KEYS.items()} | changes
-        missing = [name for name in ("layers", "hidden", "heads", "sequence") if values[name] is None]
+            raise ShapeError("the model is no JSON object: give one with the keys " + ", ".join(SIZES))
+        if "model_type" in config and changes.keys() - {"sequence"}:
+            raise ShapeError(f"{', '.join(changes)}: change the configuration itself, all but the sequence")
+        fields = (config_fields if "model_type" in config else own_fields)(config) | changes
+        missing = [name for name in ("layers", "hidden", "heads", "sequence") if name not in fields]
         if missing:
-            raise ShapeError(f"the model lacks {', '.join(f'{n} ({_KEYS[n][1]})' for n in missing)}")
-        gated = config.get("gated", config.get("hidden_act") in GATED or config.get("feed_forward_proj") in GATED)
-        tied = config.get("tied", config.get("tie_word_embeddings", True))
-        known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        return cls(**known, gated=bool(gated), tied=bool(tied))
+            raise ShapeError(f"the model lacks {', '.join(missing)}")
+        return cls(**fields)
 
     @classmethod
     def load(cls, path: str | PathLike[str], **changes: int) -> Model:
@@ -188,14 +193,3 @@ class Model:
             raise ShapeError(f"the model {str(path)!r} cannot be read: {why}") from None
         except ShapeError as error:
             raise ShapeError(f"{path}: {error}") from None
-
-
-def _integer(config: Mapping[str, object], name: str, keys: tuple[str, ...]) -> int | None:
-    for key in keys:
-        value = config.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ShapeError(f"the model's {name} ({key}) is {value!r}: give an integer")
-        return value
-    return None
