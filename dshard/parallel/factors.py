@@ -89,8 +89,8 @@ class TracedForward:
 
     `parameters` are the factors of each parameter's dims, `uses` its uses; `outputs` and `shapes` the factors, and the
     shape and itemsize, of module outputs; `first_inputs` the id of the first argument of each module; `order` the
-    modules in the order in which they began; `answers` the host values that the pass read; and `heads` the number of
-    heads of each attention.
+    modules in the order in which they began; `answers` the host values that the pass read; `heads` the number of
+    heads of each attention; and `majors` the factors of which views made the major part of a dim.
     """
 
     classes: Classes
@@ -103,6 +103,7 @@ class TracedForward:
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     answers: list[Any] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
+    majors: set[int] = field(default_factory=set)
 
     def class_of(self, nodes: Nodes) -> int | None:
         """The class of a dim with these factors: that of its major factor."""
@@ -189,6 +190,7 @@ class Tracer:
         else:
             parts = [(classes.new(sizes.get(f, 0)),) for f in factors]
             classes.join(parts[0], nodes)
+            self.traced.majors.update(parts[0])
         for factor, part in zip(factors, parts, strict=True):
             if factor in by_factor:
                 self.traced.classes.join(by_factor[factor], part)

@@ -198,9 +198,9 @@ def _units(traced: TracedForward) -> dict[int, int]:
                 full_sizes[traced.classes.find(nodes[0])].add(traced.classes.size[nodes[0]])
     parts: defaultdict[int, set[int]] = defaultdict(set)
     for node in range(len(traced.classes.size)):
-        c = traced.classes.find(node)
-        if c in full_sizes and traced.classes.size[node] not in full_sizes[c] and traced.classes.size[node] > 1:
-            parts[c].add(traced.classes.size[node])
+        c, size = traced.classes.find(node), traced.classes.size[node]
+        if c in full_sizes and size > 1 and (node in traced.majors or size not in full_sizes[c]):
+            parts[c].add(size)
     return {c: max(sizes) for c, sizes in parts.items()}
 
 

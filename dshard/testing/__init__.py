@@ -69,3 +69,7 @@ def __getattr__(name: str) -> object:
     if name not in _GENERATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dshard.testing.generators"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_GENERATORS})

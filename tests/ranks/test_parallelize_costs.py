@@ -282,6 +282,36 @@ def test_more_ranks_than_groups() -> None:
         plan_model(model, Mesh((4,), ("tp",)), "megatron", torch.randn(4, 8))
 
 
+class HeadWiseGates(nn.Module):
+    """Attention of 6 heads and 2 groups of keys, whose gates are a projection of one row for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(24, 24), nn.Linear(24, 8), nn.Linear(24, 24)
+        self.gate, self.out = nn.Linear(24, 6), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (f(x).unflatten(-1, (-1, 4)) for f in (self.query, self.key, self.value))
+        key = key.repeat_interleave(3, dim=2)
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
+        return x + self.out((mixed * self.gate(x).sigmoid().unsqueeze(-1)).flatten(2))
+
+
+def test_heads_that_a_projection_has_one_row_for_are_as_many_as_its_rows() -> None:
+    torch.manual_seed(0)
+    model, x, mesh = (
+        nn.Sequential(HeadWiseGates(), HeadWiseGates()).double(),
+        torch.randn(2, 5, 24).double(),
+        Mesh((3,)),
+    )
+    expected = model(x)
+
+    with pytest.raises(StrategyError, match="has 6 heads in dim 0, split over 7 ranks .*: 1 would have none"):
+        plan_model(model, Mesh((7,)), "megatron", x)
+    with simulated(mesh):
+        torch.testing.assert_close(whole(parallelize(model, mesh, "megatron", x)(x).detach()), expected.detach())
+
+
 def test_heads_that_do_not_divide_work() -> None:
     mesh = Mesh((3,), ("tp",))
     model = build_demo(0)
