@@ -34,6 +34,7 @@ from dshard.errors import (
     StrategyError,
     TopologyError,
 )
+from dshard.foreign_names import line_for as _line_for
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.placements import Placement
@@ -171,7 +172,11 @@ _MODULES = {name: module for module, names in _LATE.items() for name in names}
 def __getattr__(name: str) -> _Any:
     """Import a name of `_LATE` when it is asked for."""
     if name not in _MODULES:
-        raise AttributeError(f"module 'dshard' has no attribute {name!r}")
+        line = _line_for(name)
+        message = f"module 'dshard' has no attribute {name!r}{f': write {line}' if line else ''}"
+        # Of an AttributeError in `from dshard import ...` Python drops the message
+        is_from_import = bool(line) and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise ImportError(message) if is_from_import else AttributeError(message)
     path = _MODULES[name]
     module = _import_module(path)
     value = globals()[name] = module if name in ("calibrate", "parallel") else getattr(module, name)

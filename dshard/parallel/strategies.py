@@ -8,12 +8,14 @@ from math import prod
 from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
+from dshard.foreign_names import line_for
 from dshard.mesh import Mesh
 from dshard.parallel.factors import Use
 from dshard.parallel.roles import Kind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoop
 from dshard.rules.matmul_loops import Loop, Stored
+from dshard.validate import suggestion
 
 Weights: TypeAlias = Literal["inner", "residual", "summed", "made", "first"]
 """The dim of a parameter that an axis shards: inner or residual features, contracted or produced by a matmul, or the
@@ -132,9 +134,10 @@ def axes_of(name: str, mesh: Mesh) -> tuple[Axis, ...]:
     axes: tuple[Axis, ...] = ()
     for part in name.split(" x "):
         if part not in STRATEGIES:
+            hint = f": write {line}" if (line := line_for(part)) else suggestion(part, STRATEGIES)
             raise StrategyError(
-                f"no strategy is called {part!r}; there are {', '.join(STRATEGIES)} and auto, and products of them "
-                'such as "data x megatron"; or give placements by name, {pattern: placements}'
+                f"no strategy is called {part!r}{hint}; there are {', '.join(STRATEGIES)} and auto, and products of "
+                'them such as "data x megatron"; or give placements by name, {pattern: placements}'
             )
         axes += STRATEGIES[part]
     if len(axes) > mesh.ndim:

@@ -17,11 +17,15 @@ from dshard.validate import as_tuple, check_type, shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part of a module, with the names of its inputs and outputs: a `Stage` without its mesh."""
+    """A part of a module, with the names of its inputs and outputs: a `Stage` without its mesh, which takes it."""
 
     module: nn.Module
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+
+    def __call__(self, *values: Any) -> Any:
+        """What the module returns."""
+        return self.module(*values)
 
 
 def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tuple[Part, ...]:

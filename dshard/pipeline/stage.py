@@ -13,6 +13,7 @@ from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
 from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
 from dshard.pipeline.flow import names_of
+from dshard.pipeline.split import Part
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.validate import check_callable, check_one_of, check_type
@@ -23,7 +24,8 @@ class Stage:
     """A part of a model, on a mesh of some of the ranks.
 
     `module` is called with the inputs named in `takes`, as DTensors on `mesh`, and returns the outputs named in
-    `gives`: one tensor, or a tensor for each name, in order. Its parameters are DTensors on `mesh`, in any layout.
+    `gives`: one tensor, or a tensor for each name, in order. Its parameters are DTensors on `mesh`, in any layout. A
+    `Part` of `split` in its place names these values itself.
     Ranks outside the mesh pass None, or a module that they do not use. `placements` are the placements of inputs by
     name, "target" being the loss's target; other inputs are replicated.
 
@@ -40,6 +42,9 @@ class Stage:
     placements: Mapping[str, Sequence[Placement]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.module, Part):
+            for name in ("takes", "gives", "module"):
+                object.__setattr__(self, name, getattr(self.module, name))
         if self.module is not None:
             check_callable(self.module, "the module of a stage", "give an nn.Module, or None on ranks outside")
         way_out = "give a DeviceMesh from init_device_mesh"

@@ -231,7 +231,10 @@ def test_weights_are_gathered_along_their_own_axis_alone() -> None:
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(StrategyError, match="no strategy is called 'megatorn'; there are data, fsdp, megatron"):
+    with pytest.raises(
+        StrategyError,
+        match="no strategy is called 'megatorn'; did you mean 'megatron'[?]; there are data, fsdp, megatron",
+    ):
         demo_plan("megatorn", Mesh((4,), ("tp",)))
 
 
@@ -306,7 +309,7 @@ def test_heads_that_a_projection_has_one_row_for_are_as_many_as_its_rows() -> No
     )
     expected = model(x)
 
-    with pytest.raises(StrategyError, match="has 6 heads in dim 0, split over 7 ranks .*: 1 would have none"):
+    with pytest.raises(StrategyError, match=r"has 6 heads in dim 0, split over 7 ranks .*: 1 would have none"):
         plan_model(model, Mesh((7,)), "megatron", x)
     with simulated(mesh):
         torch.testing.assert_close(whole(parallelize(model, mesh, "megatron", x)(x).detach()), expected.detach())

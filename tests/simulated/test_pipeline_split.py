@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dshard import Mesh, Shard, distribute_module, distribute_tensor
 from dshard.errors import ScheduleError
-from dshard.pipeline import edges_of, split
+from dshard.pipeline import Stage, edges_of, split
 from dshard.testing import simulated, whole
 
 
@@ -61,6 +61,19 @@ def test_parts_run_on_distributed_tensors():
         found = whole(run(parts, laid))
 
     torch.testing.assert_close(found, expected)
+
+
+def test_a_stage_takes_a_part_and_its_names() -> None:
+    parts = split(Net(), (torch.randn(3, 4), torch.randn(3, 4)), at=["b", "d"])
+
+    stages = [Stage(part, Mesh((2,), ("dp",))) for part in parts]
+
+    for part, stage in zip(parts, stages, strict=True):
+        assert stage.module is part.module
+        assert (stage.takes, stage.gives) == (part.takes, part.gives)
+        assert len(stage.parameters()) == len(list(part.module.parameters())) > 0
+    named = Stage(parts[2], Mesh((2,), ("dp",)), placements={"mask": [Shard(0)]})
+    assert named.input_layout("mask", 2).placements == (Shard(0),)
 
 
 def test_a_submodule_that_is_not_there_is_named():
