@@ -233,7 +233,7 @@ def test_weights_are_gathered_along_their_own_axis_alone() -> None:
 def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         StrategyError,
-        match="no strategy is called 'megatorn'; did you mean 'megatron'[?]; there are data, fsdp, megatron",
+        match=r"no strategy is called 'megatorn'; did you mean 'megatron'[?]; there are data, fsdp, megatron",
     ):
         demo_plan("megatorn", Mesh((4,), ("tp",)))
 
