@@ -63,6 +63,7 @@ class DTensor(Wrapper):
     __slotnames__: ClassVar[
         list[str]
     ] = []  # the slots of torch's class, which torch.utils.swap_tensors would swap, too
+    grad: Any  # a DTensor, or None, where torch declares a Tensor
 
     @staticmethod
     def __new__(cls, *parts: Any, requires_grad: bool = False) -> DTensor:

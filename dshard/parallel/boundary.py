@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from torch import nn
@@ -18,6 +18,8 @@ from dshard.parallel.inputs import MODES, Inputs
 from dshard.parallel.outputs import Outputs, checked_outputs
 from dshard.parallel.plan_values import Plan
 from dshard.validate import check_one_of, check_type
+
+BatchT = TypeVar("BatchT")
 
 
 class Boundary:
@@ -117,7 +119,7 @@ def data_ranks(model: nn.Module) -> tuple[int, int]:
     return len(coordinates), coordinates.index(data_coordinate(plan, own_coordinate(mesh)))
 
 
-def distribute_batch(model: nn.Module, batch: object) -> Any:
+def distribute_batch(model: nn.Module, batch: BatchT) -> BatchT:
     """Plain tensors, nested in tuples, lists and dicts, as DTensors laid out as the inputs of a parallelized model.
 
     They are whole batches, or with `parallelize(..., inputs="per-data-rank")` the rows of this data rank. So targets
@@ -127,4 +129,5 @@ def distribute_batch(model: nn.Module, batch: object) -> Any:
         loss = F.cross_entropy(model(x), y)
     """
     boundary = boundary_of(model)
-    return distribute_inputs(boundary.inputs(batch), boundary.plan)
+    distributed: BatchT = distribute_inputs(boundary.inputs(batch), boundary.plan)
+    return distributed

@@ -34,8 +34,8 @@ def from_pretrained(
     plan: PlanArgument = "auto",
     *,
     example: Mapping[str, Any] | None = None,
-    inputs: object = "global",
-    outputs: object = None,
+    inputs: Any = "global",
+    outputs: Any = None,
     **options: Any,
 ) -> Any:
     """Load transformers' `model_class.from_pretrained(name, **options)`, parallelized on `mesh`.

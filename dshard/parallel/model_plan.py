@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,15 @@ from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
-from dshard.parallel.strategies import axes_of, fitted_roles
+from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles
 from dshard.placements import Placement, Replicate
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
-Checked: TypeAlias = str | Auto | Mapping[str, Sequence[Placement]] | Plan
+Checked: TypeAlias = StrategyName | str | Auto | Mapping[str, Sequence[Placement]] | Plan
 PlanArgument: TypeAlias = Checked | Path
+InputMode: TypeAlias = Literal["global", "per-data-rank"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def plan_model(
@@ -63,22 +65,22 @@ def plan_model(
     if isinstance(checked, Plan):
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
-        chosen = replace(chosen, cost=None)  # which was that of another batch
+        chosen = replace(chosen, cost=None)  # type: ignore[arg-type]  # which was that of another batch
     return chosen if chosen.cost is not None else replace(chosen, cost=price(model, chosen, args, kwargs))
 
 
 def parallelize(
-    model: nn.Module,
+    model: ModuleT,
     mesh: DeviceMesh | Mesh,
     plan: PlanArgument = AUTO,
     /,
     *args: object,
-    inputs: object = "global",
-    outputs: object = None,
+    inputs: InputMode | Mapping[str, InputMode] | Tensor = "global",
+    outputs: Literal["distributed", "plain"] | Sequence[Placement] | Tensor | None = None,
     precision: object = None,
     group: object = None,
     **kwargs: object,
-) -> nn.Module:
+) -> ModuleT:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
     `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data",

@@ -109,7 +109,7 @@ class Plan(Tabled):
     outputs: Mapping[str, Placements] = field(default_factory=dict)
     products: Mapping[str, Schedule] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
-    cost: Cost | None = None
+    cost: Cost = None  # type: ignore[assignment]  # None before it is priced, as all that `plan_model` returns are
     gathered: tuple[str, ...] = ()
     precision: Precision | None = None
     groups: tuple[str, ...] | None = None
@@ -133,7 +133,7 @@ class Plan(Tabled):
             module, _, own = name.rpartition(".")
             modules.setdefault(module, []).append(f"{own} {Layout(self.mesh, placements)}")
         sent: dict[str, dict[str, list[Moves]]] = {}
-        for move in self.cost.moves if self.cost else ():
+        for move in () if self.cost is None else self.cost.moves:
             sent.setdefault(move.module, {}).setdefault(move.direction, []).append(move)
         rows = []
         for module in [*modules, *(m for m in sent if m not in modules)]:

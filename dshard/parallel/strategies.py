@@ -106,6 +106,11 @@ FEATURES = Axis("features", weights="residual", residual="features")
 ROWS = Axis("rows", batch=True, weights="summed")
 COLUMNS = Axis("columns", weights="made", residual="features")
 
+StrategyName: TypeAlias = Literal[
+    "auto", "data", "fsdp", "megatron", "megatron-sp", "context", "ulysses", "atp", "optimus", "tesseract"
+]
+"""The names below, and that of the cheapest; products of them are text."""
+
 STRATEGIES: dict[str, tuple[Axis, ...]] = {
     "data": (DATA,),
     "fsdp": (GATHERED,),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import dshard
+from dshard.parallel.strategies import STRATEGIES, StrategyName
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TEST_COMMAND = 'pip install -c constraints.txt -e ".[dev]" && pytest'
 
@@ -60,6 +65,49 @@ def test_the_other_examples_run_and_print_what_they_show():
 
     assert shown
     assert printed[: len(shown)] == shown
+
+
+@pytest.mark.thorough
+def test_a_program_of_its_lines_passes_mypy_strict(tmp_path):
+    """Each block that starts ranks by itself, the others together; functions of the reader need no annotations."""
+    own = [block for block in BLOCKS if block not in ALONE]
+    files = [tmp_path / f"block{i}.py" for i in range(len(own) + 1)]
+    for file, source in zip(files, [*own, "\n".join(ALONE)], strict=True):
+        file.write_text(source)
+    typed = tmp_path / "typed.py"
+    typed.write_text(TYPED)
+    flags = ("--strict", "--allow-redefinition-new", "--local-partial-types", "--allow-untyped-defs")
+    command = [sys.executable, "-m", "mypy", *flags, "--allow-untyped-calls", "--allow-incomplete-defs", *files, typed]
+
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert found.returncode == 0, found.stdout
+
+
+TYPED = """
+from collections.abc import Sequence
+from torch import Tensor, nn
+from dshard import DTensor, DeviceMesh, Mesh, Placement, Shard, distribute_batch, parallelize, plan_model
+from dshard.parallel import Auto
+
+class Net(nn.Module):
+    width: int = 3
+
+def lay_out(net: Net, mesh: DeviceMesh, name: str, x: Tensor, y: Tensor) -> int:
+    found: Net = parallelize(net, mesh, "data x megatron", x, inputs="per-data-rank", outputs="plain")
+    parallelize(net, mesh, name, x, outputs=[Shard(0)])
+    parallelize(net, mesh, Auto(memory=10**9), x, inputs={"x": "global"})
+    parallelize(net, mesh, {"*.weight": [Shard(0)]})
+    pair: tuple[Tensor, Tensor] = distribute_batch(found, (x, y))
+    batch: dict[str, Tensor] = distribute_batch(found, {"x": x})
+    parallelize(net, mesh, "fsdp", x, inputs="per-rank")  # type: ignore[arg-type]
+    parallelize(net, mesh, "fsdp", x, outputs="whole")  # type: ignore[arg-type]
+    return found.width + plan_model(net, Mesh((2,)), "auto", x).cost.nbytes + len(pair) + len(batch)
+"""
+
+
+def test_the_names_of_strategies_are_those_that_are_typed():
+    assert get_args(StrategyName) == ("auto", *STRATEGIES)
 
 
 def test_the_public_surface_is_what_all_says():
