@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 
@@ -33,3 +35,16 @@ def human_bytes(nbytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.4g} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def short_line(line: str) -> str:
+    """A line of source, "file:number", with the file relative to installed packages or to where the program runs.
+
+    >>> short_line(os.path.join(os.getcwd(), "models", "net.py:12"))
+    'models/net.py:12'
+    """
+    packages = [folder for folder in sys.path if "-packages" in folder]
+    for folder in (*packages, os.getcwd(), *filter(None, sys.path)):
+        if line.startswith(os.path.join(folder, "")):
+            return os.path.relpath(line, folder)
+    return line

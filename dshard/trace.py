@@ -19,7 +19,7 @@ from dshard.core.provenance import Modules
 from dshard.cost import predicted_seconds
 from dshard.errors import LayoutError
 from dshard.notebook import Tabled
-from dshard.tables import human_bytes, text_table
+from dshard.tables import human_bytes, short_line, text_table
 from dshard.validate import check_one_of
 
 
@@ -132,7 +132,7 @@ def _row(key: tuple[str, ...], events: list[Traced]) -> list[str]:
     nbytes = human_bytes(sum(event.nbytes for event in events))
     measured = [event.measured for event in events if event.measured is not None]
     seconds = (f"{sum(event.seconds for event in events) * 1e3:.3f}", f"{sum(measured) * 1e3:.3f}" if measured else "")
-    return [op, collective, axis, str(len(events)), nbytes, *seconds, module, line]
+    return [op, collective, axis, str(len(events)), nbytes, *seconds, module, short_line(line)]
 
 
 @contextmanager

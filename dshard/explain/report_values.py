@@ -12,7 +12,7 @@ from dshard.cost import PlannedCollective
 from dshard.errors import MixedError
 from dshard.notebook import Tabled
 from dshard.rules.panel_stream import Transport
-from dshard.tables import human_bytes, text_table
+from dshard.tables import human_bytes, short_line, text_table
 from dshard.validate import as_int
 
 
@@ -103,7 +103,7 @@ class Explanation(Tabled):
     def head(self) -> list[str]:
         """The lines above the table: operator, rule, topology, operands."""
         rule = f"   {self.rule}" if self.rule else ""
-        line = f"   at {self.line}" if self.line else ""
+        line = f"   at {short_line(self.line)}" if self.line else ""
         network = f"topology {self.network}; {self.topology_why}"
         return [f"{self.op}{rule}{line}", f"  {network}", *(f"  operand {operand}" for operand in self.operands)]
 

@@ -95,8 +95,9 @@ class IndexExchange:
         recv = tuple(sum(len(places) for _, places in self.pieces(peer, at)) * others for peer in peers)
         return send, recv
 
+    @cached("busiest ranks of exchanges", 16384)
     def busiest(self) -> int:
-        """The number of elements that the busiest rank receives from its peers."""
+        """The number of elements that the busiest rank receives from its peers; 0 if nothing is sent."""
         return max(self._received(at) for at in self.layout.mesh.peers(self.axes, (0,) * self.layout.mesh.ndim))
 
     def _received(self, at: Coordinate) -> int:
@@ -154,7 +155,7 @@ def exchange_locals(exchange: IndexExchange, locals_: tuple[Tensor, ...], fill: 
     """The local output of an exchange of local operands; elements that no move gives have the value `fill`."""
     mesh = exchange.layout.mesh
     flat = run_on_ranks(mesh, exchange.pack, locals_, {})
-    moved = swap(flat, mesh, exchange.axes, exchange.sizes)
+    moved = swap(flat, mesh, exchange.axes, exchange.sizes) if exchange.busiest() else flat
     local_output: Tensor = run_on_ranks(mesh, lambda at: exchange.unpack(at, fill), (moved,), {})
     return local_output
 
@@ -164,7 +165,9 @@ def planned_exchanges(exchanges: Sequence[IndexExchange], itemsize: int) -> tupl
     mesh = exchanges[0].layout.mesh
     topology = planning_context().topology_of(mesh)
     return tuple(
-        planned_collective("all_to_all", mesh, each.axes, each.busiest() * itemsize, topology) for each in exchanges
+        planned_collective("all_to_all", mesh, each.axes, each.busiest() * itemsize, topology)
+        for each in exchanges
+        if each.busiest()
     )
 
 
