@@ -20,6 +20,7 @@ from dshard.explain.candidates import (
 )
 from dshard.explain.report_values import Candidate, Explanation, Report, why_chosen
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import TracingContext
 from dshard.validate import check_callable
 
 
@@ -35,6 +36,8 @@ def explain(function: Function, *args: object, **kwargs: object) -> Report:
     calls: list[_Call] = []
 
     def record(decision: Decision) -> None:
+        if TracingContext.try_get() is not None:
+            return  # torch compiles a function, such as a mask of its flex_attention, whose graph runs within a call
         if len(running) == 1:
             mesh = decision.operands[0].layout.mesh
             calls.append(_Call(decision, planning_context().why_topology(mesh), user_line()))

@@ -9,10 +9,14 @@ is then traced as a whole, and taken only if it is cheaper than every strategy b
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
+from time import perf_counter
 
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
@@ -27,6 +31,9 @@ from dshard.redistribute import plan as plan_moves
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes
 from dshard.validate import as_number
+
+PATIENCE = 1.0
+"""Seconds of a search that need no sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +60,11 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: 
         StrategyError: no plan fits; names the one that needs the least.
     """
 
+    shows = _progress()
+
     def priced(plan: Plan) -> Plan:
         plan = options.of(plan)
+        shows(plan.strategy)
         return replace(plan, cost=price(plan))
 
     plans = [priced(plan) for folded in foldings(mesh) for plan in uniform(roles, folded)]
@@ -62,6 +72,7 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: 
         mixed = mixture(roles, [plan for plan in plans if plan.mesh == folded])
         if mixed is not None:
             plans.append(priced(mixed))
+    shows("")
     fitting = [plan for plan in plans if auto.memory is None or _cost(plan).memory.total <= auto.memory]
     if not fitting:
         least = min(plans, key=lambda plan: _cost(plan).memory.total)
@@ -71,6 +82,20 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: 
             "use more ranks or a smaller batch"
         )
     return min(fitting, key=lambda plan: _cost(plan).seconds)
+
+
+def _progress() -> Callable[[str], None]:
+    """A function that tells the terminal of rank 0 what is priced, once the search takes longer; "" ends it."""
+    begin, numbers = perf_counter(), count()
+    is_shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+    def show(strategy: str) -> None:
+        done = next(numbers)
+        if is_shown and perf_counter() - begin > PATIENCE:
+            text = f"auto: {done} plans priced, {strategy[:60]}" if strategy else ""
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _cost(plan: Plan) -> Cost:

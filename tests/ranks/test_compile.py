@@ -22,6 +22,7 @@ from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import dshard
@@ -659,3 +660,28 @@ def exported() -> None:
 
 def test_modules_are_exported(ranks: RankPool) -> None:
     ranks.run(exported)
+
+
+# -- explained
+
+
+def explained() -> tuple[list[str], list[str], list[str]]:
+    x = tensor(0, (8, 8), Shard(0), Replicate(), grad=False)
+    compiled: Any = torch.compile(lambda a: (a @ a).relu(), backend="eager")
+    queries = tensor(0, (1, 2, 128, 8), Replicate(), Shard(1), grad=False).to(torch.float32)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, "cpu")
+    functions = (
+        lambda: compiled(x),
+        lambda: compiled(x),
+        lambda: flex_attention(queries, queries, queries, None, mask),
+    )
+    first, again, flex = ([operator.op for operator in dshard.explain(f).operators] for f in functions)
+    return first, again, flex
+
+
+@pytest.mark.ranks
+def test_explain_lists_what_runs_and_not_what_torch_traces(ranks: RankPool) -> None:
+    """The mask of torch's `flex_attention` is traced, and runs within it."""
+    for first, again, flex in ranks.run(explained):
+        assert first == again == ["matmul", "aten.relu.default"]
+        assert flex == ["attention"]
