@@ -17,7 +17,7 @@ from dshard import Layout, Mesh, Topology, plan_model, use_topology
 from dshard.report.visualize import COLOURS
 
 PICTURE = Path(__file__).parent / "figures" / "layouts.svg"
-WIDTH, HEADS, INNER, LAYERS, ROWS, TOKENS = 4096, 32, 11008, 4, 8, 4096
+WIDTH, HEADS, INNER, LAYERS, ROWS, TOKENS = 4096, 32, 11008, 2, 8, 4096
 LAYOUTS: dict[str, Mesh] = {
     "data": Mesh((8,), ("dp",), device_type="cuda"),
     "fsdp": Mesh((8,), ("dp",), device_type="cuda"),
@@ -74,7 +74,7 @@ def picture() -> str:
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{END - 1}" height="{height - 1}" rx="8"/>',
         f'<text x="{NAME}" y="27" font-size="16" font-weight="600">One model, six layouts, one line for each</text>',
-        f'<text class="soft" x="{NAME}" y="47">A training step of four layers of width {WIDTH:,}, of {ROWS}'
+        f'<text class="soft" x="{NAME}" y="47">A training step of two layers of width {WIDTH:,}, of {ROWS}'
         f" x {TOKENS:,} tokens</text>",
         f'<text class="soft" x="{NAME}" y="64">in bf16, on eight H100 of one host: priced, before anything runs</text>',
         *(

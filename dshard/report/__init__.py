@@ -111,7 +111,7 @@ def demo_table(rows: Sequence[Row], settings: Settings) -> Table:
     scale = f"{count(settings.steps, 'step')}, {count(settings.ranks, 'rank')}, {settings.device}"
     drawn.title = f"A vision transformer on handwritten digits: {scale}"
     drawn.caption = (
-        "Loss diff.: the largest from the single device at any step.\n"
+        "Loss diff.: the largest from one device. Ranks share the cores of their host.\n"
         "Collectives and the bytes they bring: of one rank, in one step."
     )
     return drawn

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import re
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import dshard
 
@@ -23,15 +26,24 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_every_page_is_in_the_navigation_and_every_entry_is_a_page() -> None:
-    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+def test_every_page_is_in_the_navigation_or_linked_from_the_evidence_and_every_entry_is_a_page() -> None:
+    navigation, _, aside = (ROOT / "mkdocs.yml").read_text().partition("not_in_nav:")
+    listed = re.findall(r": ([\w/-]+\.md)", navigation)
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (DOCS / "evidence.md").read_text()))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= pages
+    for page in pages - set(listed):
+        assert page in linked
+        assert page in aside or page.startswith("design/")
 
 
 def test_figures_and_reference_are_up_to_date() -> None:
     for name, svg in script("make_figures").figures().items():
         assert (DOCS / "figures" / f"{name}.svg").read_text() == svg, "run: PYTHONPATH=. python docs/make_figures.py"
+    drawn = script("make_picture").picture()
+    assert (DOCS / "figures" / "layouts.svg").read_text() == drawn, "run: PYTHONPATH=. python docs/make_picture.py"
     made = script("make_reference").reference()
     assert (DOCS / "reference.md").read_text() == made, "run: PYTHONPATH=. python docs/make_reference.py"
 
@@ -79,6 +91,56 @@ def test_captions_are_the_layouts_of_their_figures() -> None:
     shown = re.findall(r"!\[([^\]]*)\]\(figures/(\w+)\.svg\)", concepts)
     assert {name for _, name in shown} == set(layouts)
     assert all(caption.startswith(layouts[name]) for caption, name in shown)
+
+
+WORDS = {
+    "which": "which strategy, mixture of experts, MoE, FP8, CPU offload, MFU",
+    "launch": "multi-node, SLURM, torchrun, reproducibility, seed",
+    "ported": "DDP, FSDP, ZeRO, Megatron, DeepSpeed",
+    "parallelize": "data parallelism, tensor parallelism, sequence parallelism, context parallelism",
+    "pipeline": "pipeline parallelism",
+    "train": "mixed precision, gradient accumulation, gradient checkpointing, gradient clipping, EMA, CUDA graphs",
+    "huggingface": "LoRA, Hugging Face Trainer",
+    "trainers": "Lightning",
+    "checkpoint": "checkpoint",
+    "compile": "torch.compile",
+    "explain": "profiling",
+    "gpu": "NCCL",
+    "strategies": "FlashAttention",
+    "semantics": "dropout, batch norm",
+    "reshard": "resharding",
+    "switch": "DTensor",
+    "troubleshooting": "hang, out of memory",
+}
+"""What people type into the search, by the page that answers."""
+
+
+def stems(text: str) -> list[str]:
+    return [re.sub(r"(ing|s)$", "", word) for word in re.findall(r"[\w.]+", text.lower())]
+
+
+def found_first(words: str, tags: dict[str, list[str]]) -> list[str]:
+    """The pages of the best score by their tags (BM25, as in lunr), which the site's search puts before all else."""
+    mean = sum(map(len, tags.values())) / len(tags)
+    scores = dict.fromkeys(tags, 0.0)
+    for word in stems(words):
+        with_it = sum(word in of for of in tags.values())
+        rarity = math.log(1 + (len(tags) - with_it + 0.5) / (with_it + 0.5))
+        for page, of in tags.items():
+            count = of.count(word)
+            scores[page] += rarity * 2.2 * count / (1.2 * (0.25 + 0.75 * len(of) / mean) + count)
+    return [page for page, score in scores.items() if score == max(scores.values()) > 0]
+
+
+@pytest.mark.parametrize(("page", "words"), WORDS.items())
+def test_each_word_of_the_field_finds_the_page_that_answers_first(page: str, words: str) -> None:
+    tagged = {each.stem: re.match(r"---\ntags: \[(.*)\]\n---\n", each.read_text()) for each in DOCS.glob("*.md")}
+    tags = {name: stems(match[1]) for name, match in tagged.items() if match}
+    text = re.sub(r"^---\n.*\n---\n", "", (DOCS / f"{page}.md").read_text()).lower()
+
+    for word in words.split(", "):
+        assert found_first(word, tags) == [page], word
+        assert all(stem in text for stem in stems(word)), f"{word} is a tag of {page}, which does not speak of it"
 
 
 def test_links_between_pages_lead_somewhere() -> None:
