@@ -134,9 +134,12 @@ def found_first(words: str, tags: dict[str, list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(("page", "words"), WORDS.items())
 def test_each_word_of_the_field_finds_the_page_that_answers_first(page: str, words: str) -> None:
-    tagged = {each.stem: re.match(r"---\ntags: \[(.*)\]\n---\n", each.read_text()) for each in DOCS.glob("*.md")}
+    tagged = {
+        each.stem: re.match(r"---\n(?:hide: .*\n)?tags: \[(.*)\]\n---\n", each.read_text())
+        for each in DOCS.glob("*.md")
+    }
     tags = {name: stems(match[1]) for name, match in tagged.items() if match}
-    text = re.sub(r"^---\n.*\n---\n", "", (DOCS / f"{page}.md").read_text()).lower()
+    text = re.sub(r"^---\n(.*\n)+?---\n", "", (DOCS / f"{page}.md").read_text()).lower()
 
     for word in words.split(", "):
         assert found_first(word, tags) == [page], word

@@ -138,7 +138,7 @@ def stepped(row: str, path: str) -> list[list[Tensor]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.splitlines()[-1])
 def test_a_layout_of_the_page_is_one_device(ranks: RankPool, row: str) -> None:
-    close: dict[str, Any] = {"rtol": 5e-2, "atol": 5e-2, "check_dtype": False} if "bfloat16" in row else {}
+    close: dict[str, Any] = {"rtol": 5e-2, "atol": 5e-2, "check_dtype": False} if "bf16" in row else {}
 
     for laid, alone in ranks.run(trained, row):
         torch.testing.assert_close(laid, alone, **close)
