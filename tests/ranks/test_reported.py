@@ -226,7 +226,7 @@ def a_step_without_implicit_communication() -> None:
 
 
 def vocabulary_in_parts() -> None:
-    logits, target = drawn(6, 256), torch.arange(6)
+    logits, target = drawn(64, 16384), torch.arange(64)
     parts = distribute_tensor(logits, line(), [Shard(1)])
     with trace() as sent:
         loss = F.cross_entropy(parts, distribute_tensor(target, line(), [Replicate()]))
