@@ -203,6 +203,9 @@ _attribute(
 )
 make_wrapper_subclass: Callable[..., Any] = _needed("torch.Tensor._make_wrapper_subclass", "making distributed tensors")
 """Called with positions: keyword parsing is slower."""
+make_subclass: Callable[..., Any] = _needed(
+    "torch.Tensor._make_subclass", "distributed tensors that count the writes to a plain one"
+)
 _attribute(
     "torch.distributed.ProcessGroup", "_register_backend _set_default_backend", "the process group of NCCL's contract"
 )

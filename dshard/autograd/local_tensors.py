@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.autograd.crossing import FromLocal
+from dshard.autograd.crossing import OperandFromLocal
 from dshard.autograd.outside import WithoutData
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, traced
 from dshard.core.local_checks import check_strided, checked, gathered_shape, gradient_layout
-from dshard.core.moves import replica_broadcasts, sending
+from dshard.core.moves import replica_broadcasts, sending, wrap_counting
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import Spec, contiguous_stride, dense_stride, spec_of
 from dshard.core.transforms import refuse_wrapped, with_tangent
-from dshard.core.wrapper import DISTRIBUTED, Wrapper, wrap
+from dshard.core.wrapper import DISTRIBUTED, Wrapper
 from dshard.errors import MixedError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
@@ -78,8 +78,9 @@ def from_local(
     if comm.is_outside(mesh):
         local = WithoutData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return wrap(local.detach(), spec)
-    return FromLocal.apply(local, spec, grad_layout)  # type: ignore[no-untyped-call]
+        return wrap_counting(local, local.detach(), spec)
+    own = [wrap_counting(local, local.detach(), spec)]
+    return OperandFromLocal.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
 
 
 def _global_spec(

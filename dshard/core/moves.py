@@ -32,6 +32,7 @@ from dshard.core.context import planning_context
 from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
+from dshard.core.transforms import is_below_autograd, is_wrapped
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
 from dshard.layout import Layout, interned
@@ -40,7 +41,14 @@ from dshard.placements import Replicate, Shard
 from dshard.redistribute import axes_of, plan
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
-from dshard.torch_private import DispatchKey, exclude_key, increment_version, is_key_excluded
+from dshard.torch_private import (
+    DispatchKey,
+    exclude_key,
+    increment_version,
+    is_key_excluded,
+    make_subclass,
+    no_torch_function,
+)
 
 _COUNTS = DispatchKey.ADInplaceOrView
 _SAME = Cache("redistributions", record=True)
@@ -239,6 +247,24 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
     if RECORDERS:
         record_alias(out, copy)
     return out
+
+
+def wrap_counting(x: Tensor, local: Tensor, spec: Spec) -> Wrapper:
+    """The distributed tensor of spec `spec` whose local tensor `local` has the memory of the user's plain tensor `x`.
+
+    It has the version counter of `x`, too: a backward pass that saved it notices a write to `x`, as on one device.
+    """
+    out = wrap(local, spec)
+    if type(x) not in _PLAIN or is_below_autograd() or is_wrapped(x) or x.device.type != out.device.type:
+        return out
+    with no_torch_function():
+        counting: Wrapper = make_subclass(Wrapper.public, x, False)
+        counting.data = out
+    counting._local_tensor, counting._spec = local, spec
+    return counting
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_same_memory(x: object, written: object) -> bool:

@@ -31,11 +31,11 @@ from dshard.comm import (
     simulated_ranks,
     traced,
 )
-from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in
+from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
 from dshard.core.operands import plain_number
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
@@ -201,7 +201,7 @@ def _replicated(x: Tensor, mesh: Mesh, meta: bool) -> Any:
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
         spec = contiguous_spec(layout, shape, x.dtype, torch.device("meta") if meta else x.device)
-        return wrap(on_all_ranks(x.to("meta") if meta else x, mesh), spec)
+        return wrap_counting(x, on_all_ranks(x.to("meta") if meta else x, mesh), spec)
     from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
     local = x if simulated_ranks() is None and not meta else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
     return from_local(local, mesh, layout.placements, shape=shape)

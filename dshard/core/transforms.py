@@ -31,6 +31,11 @@ def is_differentiating_forward() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_below_autograd() -> bool:
+    """Whether the call is below autograd, within an operator, or in inference mode."""
+    return is_key_excluded(_AUTOGRAD)
+
+
 def is_wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func wraps `x`."""
     return is_functorch_wrapped(x)
@@ -76,8 +81,8 @@ def refuse_batched(x: object, what: str) -> None:
 
 def with_tangent(x: Tensor, linear: Callable[[Tensor], Tensor]) -> Any:
     """The dual tensor of `linear(x)` and `linear` of the tangent of `x`; None where `x` has no tangent."""
-    if not is_differentiating_forward() or is_key_excluded(_AUTOGRAD):
-        return None  # below autograd, which runs primal and tangent apart
+    if not is_differentiating_forward() or is_below_autograd():
+        return None  # the operator runs primal and tangent apart
     with no_torch_function():
         primal, tangent = forward_ad.unpack_dual(x)
         return None if tangent is None else forward_ad.make_dual(linear(primal), linear(tangent))
