@@ -6,7 +6,7 @@
     ├── ShapeError      sizes that do not fit together                  (also a ValueError and a RuntimeError)
     ├── MeshError       operands on different meshes, or no such ranks  (also a ValueError and a RuntimeError)
     ├── MixedError      a plain torch.Tensor among distributed tensors  (also a RuntimeError)
-    ├── DtypeError      operands of different dtypes                    (also a RuntimeError)
+    ├── DtypeError      dtypes that differ, or that cannot be reduced   (also a RuntimeError)
     ├── NotationError   text that is no placement, layout or rule       (also a ValueError)
     ├── StrategyError   a strategy that does not exist, or not here     (also a ValueError)
     ├── TopologyError   a network or device that cannot be              (also a ValueError)
@@ -50,7 +50,7 @@ class MixedError(DShardError, RuntimeError):
 
 
 class DtypeError(DShardError, RuntimeError):
-    """Operands of different dtypes, which torch would not convert by itself."""
+    """Operands of different dtypes, which torch would not convert by itself, or a reduction in one that has none."""
 
 
 class NotationError(DShardError, ValueError):

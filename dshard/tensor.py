@@ -132,7 +132,8 @@ class DTensor(Wrapper):
         the mesh of the `with mesh:` block around the call is used.
 
         `grad_placements` are the placements of the gradient of the local tensor, by default the tensor's own, with
-        Replicate in place of Partial: with Partial each rank gets a term of it.
+        Replicate in place of Partial. With Partial each rank gets a term of it: its own one of a partial gradient, an
+        equal share of another.
 
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
@@ -224,6 +225,7 @@ class DTensor(Wrapper):
         Raises:
             LayoutError: placements that do not fit the tensor or the mesh.
             MeshError: a mesh of other devices, or without processes.
+            DtypeError: a reduction in a dtype that has none, such as float8.
         """
         mesh = self._spec.layout.mesh if device_mesh is None else comm.as_mesh(device_mesh)
         if placements is None:
@@ -234,6 +236,10 @@ class DTensor(Wrapper):
         if forward_dtype is None and backward_dtype is None:
             return redistribute(self, layout, asynchronous=async_op)  # type: ignore[return-value]
         dtypes = forward_dtype or self.dtype, backward_dtype or self.dtype
+        if self._spec.has_partial:
+            comm.check_reduced(dtypes[0], f"redistribute(forward_dtype=...) of a tensor laid out [{self._spec.layout}]")
+        if backward_dtype is not None:
+            comm.check_reduced(backward_dtype, "redistribute(backward_dtype=...), which reduces gradients")
         return redistribute_in_dtypes(self, layout, async_op, *dtypes)  # type: ignore[no-any-return]
 
     # -- what torch asks of a tensor subclass

@@ -36,7 +36,7 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
-from dshard.comm.backends import HALF, NCCL_CONTRACT, sum_dtype
+from dshard.comm.backends import HALF, NCCL_CONTRACT, check_reduced, sum_dtype
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.cpu_scheduling import share_cores
@@ -134,6 +134,7 @@ __all__ = [
     "begin_reshard",
     "bind",
     "break_off",
+    "check_reduced",
     "checked_shape",
     "checksum",
     "collectives_of",

@@ -21,6 +21,8 @@ from typing import Literal
 
 import torch
 
+from dshard.errors import DtypeError
+
 HALF = frozenset({torch.float16, torch.bfloat16})
 _SUMS = frozenset({torch.float64, torch.float32, torch.int64, torch.int32})
 
@@ -108,3 +110,16 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.complex32:
         return torch.complex64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 2 else dtype
+
+
+def check_reduced(dtype: torch.dtype, what: str) -> None:
+    """Refuse a reduction in a floating-point dtype that torch does not add: terms rounded to it make no sum.
+
+    Raises:
+        DtypeError: float8, or less.
+    """
+    if dtype.is_floating_point and dtype.itemsize < 2:
+        raise DtypeError(
+            f"{what} in {dtype}: torch has no sums in this dtype, and terms rounded to it lose small numbers; reduce "
+            f"in torch.bfloat16 or torch.float32, and convert the result by .to({dtype})"
+        )

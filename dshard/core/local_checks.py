@@ -43,7 +43,10 @@ def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
 
     Raises:
         LayoutError: a partial placement whose reduction the dtype does not have.
+        DtypeError: a partial placement, of a dtype without reductions.
     """
+    if layout.partial_axes():
+        comm.check_reduced(dtype, f"a tensor laid out [{layout}]")
     for placement in layout.placements:
         if isinstance(placement, Partial) and (
             (placement.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex))

@@ -82,6 +82,8 @@ class LocalRedistribution:
     )
 
     def __init__(self, source: Spec, layout: Layout) -> None:
+        if source.has_partial or layout.partial_axes():
+            comm.check_reduced(source.dtype, f"redistributing [{source.layout}] -> [{layout}]")
         topology = planning_context().topology_of(layout.mesh)
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec = source, source.with_layout(layout)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import check_reduced
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError
 from dshard.torch_private import pytree
@@ -37,6 +38,13 @@ class Precision:
                 raise ArgumentError(
                     f"precision: {name} is {shown(dtype)}: give a dtype such as torch.bfloat16, or None"
                 )
+        if self.reduced is not None:
+            check_reduced(self.reduced, "precision: gradients are reduced")
+
+    @property
+    def reduced(self) -> torch.dtype | None:
+        """The dtype in which gradients are reduced; None: their own."""
+        return self.reduce_dtype or self.param_dtype
 
     def used(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter that is stored in `stored` is used."""
@@ -52,10 +60,9 @@ class Precision:
 
     def reduce(self, parameters: Iterable[object]) -> None:
         """Set the dtype in which the gradients of these parameters are reduced."""
-        dtype = self.reduce_dtype or self.param_dtype
         for x in parameters:
             if isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec.dtype.is_floating_point:
-                x._gradient_leaf.reduce_dtype = dtype
+                x._gradient_leaf.reduce_dtype = self.reduced
 
 
 def as_precision(value: object) -> Precision | None:

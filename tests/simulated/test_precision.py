@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
-from dshard import ArgumentError, Mesh, Replicate, Shard, accumulate, distribute_tensor, parallelize, plan_model, trace
+import dshard
+from dshard import (
+    ArgumentError,
+    DTensor,
+    DtypeError,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    accumulate,
+    distribute_tensor,
+    parallelize,
+    plan_model,
+    trace,
+)
 from dshard.parallel import Precision
+from dshard.placements import Placement
 from dshard.testing import simulated, whole
 
 IDS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -113,3 +129,41 @@ def test_other_values_are_refused():
         parallelize(Net(), Mesh((4,), ("d",)), "fsdp", IDS, precision=torch.bfloat16)
     with pytest.raises(ArgumentError, match=r"precision: reduce_dtype is 'fp32': give a dtype such as torch.bfloat16"):
         Precision(torch.bfloat16, "fp32")  # type: ignore[arg-type]
+
+
+EIGHT = torch.float8_e4m3fn
+TERMS = torch.ones(4, dtype=EIGHT)
+SUMMED_IN_EIGHT: dict[str, Callable[[Mesh], object]] = {
+    "precision": lambda mesh: Precision(reduce_dtype=EIGHT),
+    "precision of parameters": lambda mesh: Precision(EIGHT),
+    "torch's precision": lambda mesh: plan_model(
+        Net(), mesh, "fsdp", IDS, precision=MixedPrecisionPolicy(torch.bfloat16, torch.float8_e5m2)
+    ),
+    "redistribute": lambda mesh: of_ones(mesh, Partial()).redistribute(placements=[Replicate()], forward_dtype=EIGHT),
+    "its gradient": lambda mesh: of_ones(mesh, Shard(0)).redistribute(placements=[Replicate()], backward_dtype=EIGHT),
+    "to terms": lambda mesh: of_ones(mesh, Replicate()).to(EIGHT).redistribute(placements=[Partial()]),
+    "from_local": lambda mesh: DTensor.from_local(TERMS, mesh, [Partial()]),
+    "of the largest": lambda mesh: DTensor.from_local(TERMS, mesh, [Partial("max")]),
+    "distribute_tensor": lambda mesh: distribute_tensor(TERMS, mesh, [Partial()], src_data_rank=None),
+    "a factory": lambda mesh: dshard.ones(4, dtype=EIGHT, device_mesh=mesh, placements=[Partial()]),
+}
+
+
+def of_ones(mesh: Mesh, placement: Placement) -> DTensor:
+    return dshard.ones(4, device_mesh=mesh, placements=[placement])
+
+
+@pytest.mark.parametrize("where", SUMMED_IN_EIGHT)
+def test_reductions_in_a_dtype_without_sums_are_refused(where: str) -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh), pytest.raises(DtypeError, match=r"in torch.float8_e\dm\w+: torch has no sums in this dtype"):
+        SUMMED_IN_EIGHT[where](mesh)
+
+
+def test_values_of_a_dtype_without_sums_are_moved_and_cast() -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh):
+        for placement in (Shard(0), Replicate()):
+            moved = of_ones(mesh, placement).redistribute(placements=[Replicate()], forward_dtype=EIGHT)
+            assert whole(moved).equal(TERMS)
+        assert whole(of_ones(mesh, Partial()).to(EIGHT)).equal(TERMS)  # the sum is cast, not the terms
