@@ -89,6 +89,22 @@ class OperandFromLocal(FromLocal):
         return (*FromLocal.backward(ctx, grad), None)
 
 
+class FromLocalOfTerms(OperandFromLocal):
+    """`OperandFromLocal` whose ranks get terms of the gradient: their own of a partial one, equal shares of others."""
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        layout, spec = ctx.grad_layout, ctx.spec
+        grad, n = as_distributed(grad, layout), 1
+        for axis, (wanted, placement) in enumerate(zip(layout.placements, grad._spec.layout.placements, strict=True)):
+            if wanted == Partial() and not isinstance(placement, Partial):
+                layout, n = layout.replace(axis, Replicate()), n * layout.mesh.shape[axis]
+                spec = spec.with_layout(spec.layout.replace(axis, Partial()))
+        moved = redistribute(grad, layout)
+        local = ToLocal.apply(moved, spec) if torch.is_grad_enabled() else moved._local_tensor  # type: ignore[no-untyped-call]
+        return local if n == 1 else local / n, None, None, None
+
+
 class LocalGraph:
     """The recorded local tensors of a distributed tensor, valid until autograd records that the tensor is written.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.autograd.crossing import OperandFromLocal
+from dshard.autograd.crossing import FromLocalOfTerms, OperandFromLocal
 from dshard.autograd.outside import WithoutData
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, traced
@@ -80,7 +80,12 @@ def from_local(
     if not (torch.is_grad_enabled() and local.requires_grad):
         return wrap_counting(local, local.detach(), spec)
     own = [wrap_counting(local, local.detach(), spec)]
-    return OperandFromLocal.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
+    axes = grad_layout.partial_axes()
+    if not axes:
+        return OperandFromLocal.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
+    out = FromLocalOfTerms.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
+    out._leaf = axes
+    return out
 
 
 def _global_spec(

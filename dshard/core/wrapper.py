@@ -51,11 +51,13 @@ class Wrapper(Base):
     _local_tensor: Tensor = LazyLocal()  # type: ignore[assignment]
     _spec: Spec = None  # type: ignore[assignment]  # torch's class has slots: this one's values are in the instance
     _lazy_local: Callable[[], Tensor]
+    # Stands in cache keys: whether the tensor that this one stands for in a trace is a leaf, or the mesh axes on which
+    # its gradient is to stay partial.
+    _leaf: bool | tuple[int, ...] | None = None
     # Their types are defined above this module: the origin of a copied view, a graph on local tensors, the layout that
     # gradients get, the options of matmuls of which it is the weight, and its copies in other layouts by placements.
     _view_sync: Any = None
     _local_graph: Any = None
-    _leaf: bool | None = None
     _gradient_leaf: Any = None
     _matmul: Any = None
     _moved: Any = None
@@ -81,7 +83,7 @@ DISTRIBUTED = (Wrapper, TorchDTensor)
 
 def is_leaf(x: Wrapper) -> bool:
     """Whether `x`, or the tensor that it stands for in a trace, is a leaf of autograd."""
-    return x.is_leaf if x._leaf is None else x._leaf
+    return x._leaf if isinstance(x._leaf, bool) else x.is_leaf
 
 
 def is_recorded(tensors: Iterable[Tensor]) -> bool:

@@ -39,6 +39,7 @@ from dshard.dispatch.logged_call import Shortcut
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
 from dshard.ops.matmul.options import OPTION_BLOCKS, current_options
+from dshard.placements import Replicate
 from dshard.torch_private import (
     is_autocasting,
     is_transforming,
@@ -109,10 +110,27 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                     return func(*args, **kwargs)
         if key is None or shortcut is not None:
             return _with_view_replay(through, func, args, kwargs)
+        terms = _axes_of_terms(args, kwargs) if key[1] else ()
+        if terms:
+            return _keeping_terms(terms, _with_view_replay(through, func, args, kwargs))
         return _with_view_replay(_specialise, func, args, kwargs, through, key)
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
+
+
+def _axes_of_terms(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+    """The mesh axes on which the gradient of an operand is to stay partial: the user wants each rank's term."""
+    kept = [x._leaf for x in (*args, *kwargs.values()) if isinstance(x, Wrapper) and isinstance(x._leaf, tuple)]
+    return tuple(sorted({axis for axes in kept for axis in axes}))
+
+
+def _keeping_terms(axes: tuple[int, ...], out: Any) -> Any:
+    """The result of an operator on such operands: where it is replicated, its gradient stays partial, too."""
+    for x in out if isinstance(out, list | tuple) else (out,):
+        if isinstance(x, Wrapper) and x._leaf is None:
+            x._leaf = tuple([axis for axis in axes if x._spec.layout.placements[axis] == Replicate()]) or None
+    return out
 
 
 def _ranks(args: Args) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import tensor as torch_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
@@ -253,6 +254,50 @@ def terms() -> list[int]:
 @pytest.mark.ranks
 def test_partial_gradients_of_local_tensors_are_not_reduced(ranks: RankPool) -> None:
     assert ranks.run(terms) == [[0, 0, 0]] * 4
+
+
+Loss = Callable[[Any, Any, Any], Any]
+WITH_TERMS: dict[str, Loss] = {
+    "a matmul": lambda lib, x, y: (x @ y.t()).square().sum(),
+    "times two": lambda lib, x, y: (y * 2).to_local(grad_placements=[lib.Partial()]).sum() * (1 + dist.get_rank()),
+    "an exponential": lambda lib, x, y: (x @ y.exp().t()).sum(),
+    "a chain": lambda lib, x, y: (x @ ((y * 2).sin() * 3).t()).square().sum(),
+    "the sum alone": lambda lib, x, y: y.sum(),
+    "reduced": lambda lib, x, y: (x @ y.redistribute(placements=[lib.Replicate()]).t()).square().sum(),
+}
+"""Losses of a sharded tensor and one made by `from_local`, partial, replicated, or either, whose gradient has terms."""
+PARTIAL_IN, REPLICATED_IN = ("times two", "the sum alone", "reduced"), ("a matmul", "an exponential", "the sum alone")
+
+
+def counted_backward(lib: Any, loss: Loss, placement: str) -> tuple[Tensor, int]:
+    """The gradient of the local tensor, of which each rank wants a term, and the collectives of the backward pass."""
+    mesh = line()
+    x, local = lib.distribute_tensor(A, mesh, [lib.Shard(0)]), B.clone().requires_grad_()
+    y = lib.DTensor.from_local(local, mesh, [getattr(lib, placement)()], grad_placements=[lib.Partial()])
+    out = loss(lib, x, y)
+    if lib is dshard:
+        with count_traffic() as traffic:
+            out.backward()
+        return local.grad, len(traffic.collectives)  # type: ignore[return-value]
+    with CommDebugMode() as mode:
+        out.backward()
+    return local.grad, mode.get_total_counts()  # type: ignore[return-value]
+
+
+def beside_torch() -> None:
+    for placement, names in (("Partial", PARTIAL_IN), ("Replicate", REPLICATED_IN)):
+        for name in names:
+            grad, sent = counted_backward(torch_tensor, WITH_TERMS[name], placement)
+            for _ in range(3):  # cold, specialised, warm
+                own, own_sent = counted_backward(dshard, WITH_TERMS[name], placement)
+                torch.testing.assert_close(own, grad, msg=f"{name}, {placement}")
+                assert own_sent == sent, f"{name}, {placement}"
+    assert counted_backward(dshard, WITH_TERMS["a chain"], "Replicate")[1] == 0
+
+
+@pytest.mark.ranks
+def test_each_rank_gets_its_term_of_a_gradient_as_with_torch(ranks: RankPool) -> None:
+    ranks.run(beside_torch)
 
 
 def compared() -> list[str]:
