@@ -21,10 +21,12 @@ from dshard.autograd.joined_gradients import has_steps
 from dshard.autograd.sole_owner import give_up_local
 from dshard.comm import Stream, current_stream, follow
 from dshard.core.joined_moves import Ends, begin_together
-from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.moves import LocalRedistribution, local_redistribution, redistribute_local, write_local
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
+from dshard.core.view_sync import propagate_write, shown_of
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
+from dshard.errors import LayoutError
 from dshard.layout import Layout, interned
 from dshard.placements import Replicate, Shard
 from dshard.torch_private import autograd_engine, saved_tensor_hooks
@@ -69,9 +71,87 @@ class GatheredWeights:
         return self._places.get(_storage(x))
 
 
-def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int]]:
-    """The versions of weights, which change when a weight is written to or replaced."""
-    return [(id(x._local_tensor), x._local_tensor._version, x._version) for x in stored]
+def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int, int]]:
+    """The versions of weights, which change when a weight is written to or replaced, the last by a write to `data`."""
+    return [_version(x) for x in stored]
+
+
+def _version(x: Wrapper) -> tuple[int, int, int, int]:
+    local = x._local_tensor
+    return id(local), local._version, x._version, getattr(getattr(local, "_view_syncs", None), "writes", 0)
+
+
+class StoredPart:
+    """The stored weight `x`, number `i` of `weights`, to which each write to its gathered copy is written, too.
+
+    It stands among the origins of views of the copy's memory, where a call gives the origin.
+    """
+
+    __slots__ = ("copy", "i", "known", "spec", "version", "weights", "x")
+
+    def __init__(self, x: Wrapper, copy: Wrapper, i: int, weights: GatheredWeights) -> None:
+        self.x, self.i, self.weights = x, i, ref(weights)
+        self.attach(copy)
+
+    def __call__(self) -> StoredPart:
+        return self
+
+    def attach(self, copy: Wrapper) -> None:
+        """Take `copy` as the gathered weight; its memory, not the tensor, which holds this part."""
+        self.copy, self.spec = copy._local_tensor.detach(), copy._spec
+        self.version = self.copy._version
+        shown_of(copy._local_tensor).append(self)
+        self._count()
+
+    def _count(self) -> None:
+        self.known, weights = _version(self.x), self.weights()
+        if weights is not None:
+            weights.versions[self.i] = self.known
+
+    def refresh(self, op: object) -> None:
+        """Write this rank's part of the copy, which `op` wrote, to the stored weight.
+
+        Where the copy has another dtype, what the write left as it was keeps the precision in which it is stored. A
+        write to `data`, which has a version counter of its own, is one to the stored weight's.
+
+        Raises:
+            LayoutError: the stored weight itself was written to, which the copy does not know.
+        """
+        if self.known != _version(self.x):
+            raise LayoutError(
+                f"a weight of shape {self.x._spec.shape} was written to by a reference from outside, while a module "
+                "has a gathered copy of it: write to it by the attribute of the module, or outside of a forward pass"
+            )
+        stored = self.x._local_tensor
+        if self.copy._version == self.version:
+            shown_of(stored).writes += 1
+            stored = stored.data
+        with torch.no_grad():
+            part = redistribute_local(self.copy, self.spec, self.x._spec.layout, op)
+            if part.dtype != stored.dtype:
+                part = torch.where(part == stored.to(part.dtype), stored, part.to(stored.dtype))
+            write_local(stored, part)
+        propagate_write(self.x, op)
+        self.version = self.copy._version
+        self._count()
+
+    def write_back(self) -> None:
+        """Write what was written to the local tensor, of which no operator on the copy told."""
+        if self.copy._version != self.version or self.known != _version(self.x):
+            self.refresh("write")
+
+    def assigned(self, value: Wrapper) -> Wrapper:
+        """The value for the stored weight where `value` was assigned to `data` of the copy."""
+        spec: Spec = self.x._spec
+        dtype = value._spec.dtype if self.spec.dtype == spec.dtype else spec.dtype
+        part = redistribute_local(value._local_tensor, value._spec, spec.layout, "data")
+        return wrap(part.to(dtype, copy=True), value._spec.with_layout(spec.layout).with_dtype(dtype))
+
+
+def stored_part(x: Wrapper) -> StoredPart | None:
+    """The stored weight of which `x` is the gathered copy, or None."""
+    origins = getattr(x._local_tensor, "_view_syncs", ())
+    return next((each for each in origins if isinstance(each, StoredPart)), None)
 
 
 def _storage(x: Tensor) -> int:
@@ -82,7 +162,8 @@ def _storage(x: Tensor) -> int:
 class Saved(NamedTuple):
     """A gathered weight, or a view of one, as autograd saves it: its index, and its place in that memory.
 
-    `spec` is that of a distributed tensor, None for a local one.
+    `spec` is that of a distributed tensor, None for a local one; `version` that of the stored weight, which a write to
+    `data` does not change, None within other hooks: a checkpoint writes again.
     """
 
     use: GatheredUse
@@ -91,6 +172,7 @@ class Saved(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     spec: Spec | None
+    version: tuple[int, ...] | None
 
 
 class Outer(NamedTuple):
@@ -118,6 +200,7 @@ class GatheredUse:
         self.gathered: GatheredWeights | None = begin()
         self.after: ReferenceType[GatheredUse] | None = None
         self.reductions: Ends = []
+        self.parts: dict[int, StoredPart] = {}
         self.has_begun_before = self.saves_weights = False
         if before is not None:
             before.after = ref(self)
@@ -133,7 +216,15 @@ class GatheredUse:
             recorded = GatherTogether.apply(self, needs, *[self.stored[i] for i in needs])  # type: ignore[no-untyped-call]
             for i, x in zip(needs, recorded, strict=True):
                 out[i] = x
+        pairs = enumerate(zip(self.stored, out, strict=True))
+        self.parts = {i: StoredPart(x, w, i, self.gathered) for i, (x, w) in pairs if _storage(x) != _storage(w)}
         return out
+
+    def write_back(self) -> None:
+        """Write what was written to the local tensors alone to the stored weights; after the forward pass."""
+        for part in self.parts.values():
+            part.write_back()
+        self.parts = {}  # which hold the memory of the gathered weights
 
     def free(self) -> None:
         """Drop the gathered weights: the backward pass gathers them again."""
@@ -179,9 +270,12 @@ class GatheredUse:
         i = None if self.gathered is None else self.gathered.place(x)
         if i is not None:
             self.saves_weights = True
+            if i in self.parts:
+                self.parts[i].write_back()
             local = x._local_tensor if isinstance(x, Wrapper) else x
             spec = x._spec if isinstance(x, Wrapper) else None
-            return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec)
+            version = _version(self.stored[i])[:3] if self.outer is None else None
+            return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec, version)
         if self.outer is not None:
             return Outer(self.outer[0](x))
         return x.detach()  # an operator that saves its result would hold its own node, which nothing would free
@@ -193,6 +287,17 @@ class GatheredUse:
             return unpacked
         if not isinstance(packed, Saved):
             return packed
+        version = _version(self.stored[packed.i])
+        if packed.version not in (None, version[:3]):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {self.stored[packed.i]._spec.shape}, gathered for the forward pass; write to it "
+                "before the forward pass uses it, or after the backward pass"
+            )
+        if (
+            self.gathered is not None and self.gathered.versions[packed.i] != version
+        ):  # by a hook, since it was gathered
+            self.gathered = None
         is_first = self.gathered is None or not self.has_begun_before
         if self.gathered is None:
             after = None if self.after is None else self.after()

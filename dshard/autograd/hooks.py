@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, as_distributed, local_graph_of, redistribute
+from dshard.autograd.gathered_weights import stored_part
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import call_torch
 from dshard.core.transforms import refuse_batched
-from dshard.core.view_sync import shown_of
+from dshard.core.view_sync import root_of, shown_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import MixedError, ShapeError
 from dshard.layout import interned
@@ -134,9 +135,13 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
         )
     with no_torch_function():
         func(x, value)
+    stored = stored_part(x)
     x._local_tensor, x._spec, x._local_graph, x._view_sync = value._local_tensor.detach(), value._spec, None, None
     if x._gradient_leaf is not None:
         x._gradient_leaf.layout = interned(x._spec.layout.cotangent())
+    if stored is not None:
+        set_data(func, (stored.x, stored.assigned(x)), kwargs)
+        stored.attach(x)
 
 
 def grad_fn(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -156,11 +161,11 @@ def detach_(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def data(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.data`: a tensor that shares the memory, with a version counter of its own."""
-    out = call_torch(func, args, kwargs)
+    out, x = call_torch(func, args, kwargs), args[0]
     if type(out._local_tensor) is Tensor:
         local = out._local_tensor
         out._local_tensor = local.data
-        out._local_tensor._view_syncs = shown_of(local)
+        out._local_tensor._view_syncs = shown_of(root_of(x)._local_tensor)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,30 +109,37 @@ def propagate_write(written: object, op: object) -> None:
         while origin is not None:
             origin.write_back(op)
             origin = getattr(origin.base, "_view_sync", None)
-        root = t._base if isinstance(t, Tensor) and t._is_view() else t
-        origins = getattr(getattr(root, "_local_tensor", None), "_view_syncs", None)
+        origins: Origins | None = getattr(getattr(root_of(t), "_local_tensor", None), "_view_syncs", None)
         if origins is not None:
+            origins.writes += 1
             for reference in tuple(origins):  # a copy: a view that is computed again is registered, too
                 view_origin = reference()
                 if view_origin is not None:
                     view_origin.refresh(op)
 
 
-def _root(t: object) -> Any:
+def root_of(t: object) -> Any:
+    """The tensor that `t` is a view of, or `t` itself."""
     return t._base if isinstance(t, Tensor) and t._is_view() else t
 
 
 def register_view(outputs: object, origin: CopiedView) -> None:
     """Attach their origin to views, and refresh it whenever the base is written."""
     attach_view(outputs, origin)
-    origins = shown_of(_root(origin.base)._local_tensor)
+    origins = shown_of(root_of(origin.base)._local_tensor)
     origins[:] = [*(reference for reference in origins if reference() is not None), ref(origin)]
 
 
-def shown_of(local: Any) -> list[ref[CopiedView]]:
-    """The list of origins of views of the memory of `local`, which detached tensors share."""
+class Origins(list[Callable[[], Any]]):
+    """The origins of views of some memory, by weak references, and how often it was written since there are any."""
+
+    writes = 0
+
+
+def shown_of(local: Any) -> Origins:
+    """The origins of views of the memory of `local`, which detached tensors share."""
     if not hasattr(local, "_view_syncs"):
-        local._view_syncs = []
+        local._view_syncs = Origins()
     return local._view_syncs  # type: ignore[no-any-return]
 
 

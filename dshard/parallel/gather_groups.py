@@ -141,6 +141,7 @@ class GatherGroup:
         self._put(stored)
         if use is None:
             return
+        use.write_back()
         if graph_task_id() >= 0:
             self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
