@@ -25,6 +25,7 @@ from dshard.ops import (
     decompositions,
     distances,
     grouped_matmul,
+    histograms,
     indexing,
     losses,
     nn,
@@ -60,8 +61,9 @@ TABLES: tuple[dict[str, Operator], ...] = (
     batched.RULES,
     distances.RULES,
     grouped_matmul.RULES,
+    histograms.RULES,
 )
-META |= {**grouped_matmul.META, **batched.META, **decompositions.META}
+META |= {**histograms.META, **grouped_matmul.META, **batched.META, **decompositions.META}
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 
