@@ -23,6 +23,7 @@ from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
+from dshard.ops.batch_norm import batch_norm
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
@@ -290,6 +291,7 @@ COMPOSITES |= {
     F.cross_entropy: or_reduce_partials_first(cross_entropy),
     F.rms_norm: or_reduce_partials_first(rms_norm),
     F.dropout: dropout,
+    **dict.fromkeys((F.batch_norm, torch.batch_norm), batch_norm),
 }
 """Functions that run as one composite operator, by handlers; called with `__torch_function__` disabled.
 

@@ -5,7 +5,7 @@ histograms           tables of rules; lookup.py has kernels of indexed operators
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results
-embedding vocab_parallel mean_loss   torch functions of several operators, planned as one; composite.py runs them
+embedding vocab_parallel mean_loss batch_norm   torch functions of several operators, planned as one, in composite.py
 scans exchange move_split split_pieces small_reductions   alternatives that need not gather a sharded dim
 foreach out_argument decompositions custom   lists of tensors, `out=`, operators composed of others
 fused_steps optimiser_states   what optimisers of distributed parameters do by default, and load

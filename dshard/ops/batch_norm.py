@@ -1,0 +1,135 @@
+"""Batch norm over sharded rows in one message forward and one backward: each rank's mean and variance, gathered.
+
+Merged by distances from the mean of all, they lose no digits; counts follow from the layout, and need no message. The
+gradient of the gathered statistics is a partial sum, which one collective gives back to the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd.crossing import redistribute
+from dshard.comm import sum_dtype, traced
+from dshard.core.context import planning_context
+from dshard.core.executable import Executable, wrap_as
+from dshard.core.observe import Decision
+from dshard.core.operands import operand_of, plans_to
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.spec import Spec, contiguous_spec
+from dshard.core.torch_function import bind_arguments
+from dshard.core.wrapper import Wrapper
+from dshard.layout import Layout
+from dshard.ops.composite import Local, run_chosen
+from dshard.ops.custom import accept_call
+from dshard.ops.small_reductions import partial_along, replicated_along
+from dshard.placements import Placement, Replicate, Shard
+
+_OPERATOR = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+_FUNCTION = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Batch norm of batches with sharded rows, in training; any other call is left to torch's decomposition."""
+    names = _FUNCTION if func is F.batch_norm else _OPERATOR
+    given = dict(zip(names, bind_arguments(names, args, kwargs), strict=True))
+    x, weight, bias, running_mean, running_var, training, momentum, eps = (given[name] for name in _OPERATOR[:-1])
+    momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
+    tensors = [t for t in (weight, bias) if t is not None]
+    if not training or not all(isinstance(t, Wrapper) for t in (x, *tensors)):
+        return NotImplemented
+    spec: Spec = x._spec
+    axes = _axes_of_rows(spec)
+    if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape or traced(x._local_tensor):
+        return NotImplemented
+    ranks, n = prod(spec.layout.mesh.shape[axis] for axis in axes), prod(spec.shape) // spec.shape[1]
+    by_rank = _of_channels(spec, axes, (ranks, 3, spec.shape[1]), Shard(0))
+
+    def choose_statistics() -> Executable:
+        accept_call(func, args, kwargs)
+        return _executable("batch_norm statistics", [spec], [spec.layout.cotangent()], by_rank, partial(_part, n))
+
+    stats = run_chosen(("batch_norm statistics", n, *(t._spec for t in tensors)), choose_statistics, [x])
+    stats = redistribute(stats, replicated_along(by_rank.layout, axes), "batch_norm")
+    affine = weight is not None, bias is not None
+
+    def choose() -> Executable:
+        by_channel = [_of_channels(spec, axes, (spec.shape[1],), Replicate(), t.dtype) for t in tensors]
+        layouts = [each.layout for each in (stats._spec, *by_channel)]
+        gradients = [spec.layout.cotangent(), *(partial_along(layout, axes, "sum") for layout in layouts)]
+        operands = [spec, stats._spec, *(t._spec for t in tensors)]
+        return _executable(
+            "batch_norm", operands, gradients, spec, partial(_normalized, eps, *affine), [spec.layout, *layouts]
+        )
+
+    out = run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
+    if running_mean is not None:
+        with torch.no_grad():
+            for running, new in zip((running_mean, running_var), _merged(stats.detach()), strict=True):
+                unbiased = new if running is running_mean else new * (n / max(n - 1, 1))
+                running.mul_(1 - momentum).add_(unbiased.to(running.dtype), alpha=momentum)
+    return out
+
+
+def _axes_of_rows(spec: Spec) -> tuple[int, ...]:
+    """The mesh axes of several ranks that shard rows, or positions within them."""
+    placements = zip(spec.layout.placements, spec.layout.mesh.shape, strict=True)
+    return tuple(i for i, (p, n) in enumerate(placements) if n > 1 and isinstance(p, Shard) and p.dim != 1)
+
+
+def _of_channels(
+    x: Spec, axes: Sequence[int], shape: tuple[int, ...], rows: Placement, dtype: torch.dtype | None = None
+) -> Spec:
+    """The spec of numbers for each channel of `x`, the last dim, with the placement `rows` along `axes`."""
+    channels = Shard(len(shape) - 1)
+    placements: list[Placement] = [channels if p == Shard(1) else Replicate() for p in x.layout.placements]
+    for axis in axes:
+        placements[axis] = rows
+    layout = Layout(x.layout.mesh, tuple(placements))
+    return contiguous_spec(layout, shape, sum_dtype(x.dtype) if dtype is None else dtype, x.device)
+
+
+def _executable(
+    op: str,
+    operands: Sequence[Spec],
+    gradients: Sequence[Layout],
+    out: Spec,
+    local: Local,
+    layouts: Sequence[Layout] | None = None,
+) -> Executable:
+    """The executable of a local operator on operands in `layouts`, by default their own."""
+    plans = plans_to(operands, [x.layout for x in operands] if layouts is None else layouts)
+    topology, shapes = planning_context().topology_of(out.layout.mesh), ((out.shape, out.itemsize),)
+    decision = Decision(op, tuple(map(operand_of, operands)), shapes, None, None, plans, topology)
+    places = range(len(operands))
+    return Executable(decision, lambda at: local, [out], places, wrap_as(out), gradients=gradients)
+
+
+def _part(n: int, x: Tensor) -> Tensor:
+    """This rank's mean, its part of the variance around that, and its share of the `n` elements of each channel."""
+    dims, wide = [d for d in range(x.dim()) if d != 1], x.to(sum_dtype(x.dtype))
+    share = prod(x.shape[d] for d in dims) / n
+    var, mean = torch.var_mean(wide, dims, correction=0) if share else (wide.sum(dims), wide.sum(dims))
+    return torch.stack([mean, var * share, torch.full_like(mean, share)]).unsqueeze(0)
+
+
+def _merged(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the variance of all ranks' elements."""
+    mean, var, share = stats.unbind(1)
+    total = (mean * share).sum(0)
+    return total, (var + share * (mean - total).square()).sum(0)
+
+
+def _normalized(eps: float, has_weight: bool, has_bias: bool, x: Tensor, stats: Tensor, *affine: Tensor) -> Tensor:
+    mean, var = _merged(stats)
+    shape, rest = [-1 if d == 1 else 1 for d in range(x.dim())], list(affine)
+    scale = torch.rsqrt(var + eps)
+    scale = scale * rest.pop(0) if has_weight else scale
+    out = (x - mean.view(shape)) * scale.view(shape)
+    return (out + rest[0].view(shape) if has_bias else out).to(x.dtype)

@@ -1,0 +1,116 @@
+"""Batch norm of sharded batches: that of one device in two small messages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dshard
+from dshard import Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, trace
+from dshard.testing import RankPool, distribute, simulated, whole
+
+NORMS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "rows": (nn.BatchNorm1d, (7, 3), {}),
+    "few rows": (nn.BatchNorm1d, (2, 3), {}),
+    "sequences": (nn.BatchNorm1d, (5, 3, 4), {"momentum": None}),
+    "images": (nn.BatchNorm2d, (3, 4, 5, 2), {"affine": False}),
+    "volumes": (nn.BatchNorm3d, (2, 3, 2, 5, 2), {"track_running_stats": False}),
+    "no bias": (lambda n, **options: without_bias(nn.BatchNorm1d(n, **options)), (6, 3), {}),
+}
+LAST = Shard(9)
+"""The last dim, of however many."""
+LAYOUTS = [
+    Layout(Mesh((4,), ("x",)), [Shard(0)]),
+    Layout(Mesh((4,), ("x",)), [Shard(1)]),
+    Layout(Mesh((4,), ("x",)), [Partial()]),
+    Layout(Mesh((2, 2), ("x", "y")), [Shard(0), Shard(1)]),
+    Layout(Mesh((2, 2), ("x", "y")), [Shard(0), LAST]),
+    Layout(Mesh((2, 2), ("x", "y")), [Shard(0), Shard(0)]),
+]
+
+
+def without_bias(norm: nn.Module) -> nn.Module:
+    norm.bias = None
+    return norm
+
+
+def results(norm: nn.Module, x: Any) -> list[Any]:
+    """Outputs, first and second gradients, and the buffers of two steps and an evaluation."""
+    found: list[Any] = []
+    for step in range(2):
+        y = norm(x * (step + 1))
+        leaves = [x, *norm.parameters()]
+        grads = torch.autograd.grad((y * y.detach().sin()).sum(), leaves, create_graph=True)
+        penalty: Any = sum((g * g.detach()).sum() for g in grads)
+        found += [y, *grads, *torch.autograd.grad(penalty, leaves, allow_unused=True)]
+    norm.eval()
+    return [*found, norm(x), *norm.buffers()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_norm_is_that_of_one_device(name: str, layout: Layout) -> None:
+    make, shape, options = NORMS[name]
+    norm = make(shape[1], **options).double()
+    for p in norm.parameters():
+        nn.init.uniform_(p, 0.5, 2)
+    mine, x = copy.deepcopy(norm), torch.randn(shape, dtype=torch.float64) * 3 + 5
+    everywhere = [Replicate()] * layout.mesh.ndim
+    with simulated(layout.mesh):
+        for key in ("_parameters", "_buffers"):
+            held = getattr(mine, key)
+            for each, t in held.items():
+                own = None if t is None else distribute(t.detach(), Layout(layout.mesh, everywhere))
+                held[each] = own if own is None or key == "_buffers" else nn.Parameter(own)
+        placements = [Shard(len(shape) - 1) if p == LAST else p for p in layout.placements]
+        found = results(mine, distribute(x, Layout(layout.mesh, placements)).requires_grad_())
+        for own, right in zip(found, results(norm, x.requires_grad_()), strict=True):
+            if own is None or right is None:  # a gradient that is not there is zero
+                assert right is None
+                assert own is None or not whole(own.redistribute(placements=everywhere)).any()
+            else:
+                torch.testing.assert_close(whole(own.redistribute(placements=everywhere)), right.detach())
+
+
+def test_means_that_are_large_beside_distances_lose_no_digits() -> None:
+    x = (torch.randn(64, 3) * 0.1 + 1000).float()
+    right = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
+    layout = Layout(Mesh((4,), ("x",)), [Shard(0)])
+    with simulated(layout.mesh):
+        for dtype, most in (torch.float32, 2e-3), (torch.bfloat16, 2e-2):
+            given = x.to(dtype) if dtype is torch.float32 else (x - 1000).to(dtype)
+            found = torch.nn.functional.batch_norm(distribute(given, layout), None, None, training=True)
+            assert found.dtype == dtype
+            assert (whole(found).double() - right).abs().max() < most * right.abs().max()
+
+
+def messages() -> list[list[str]]:
+    """The collectives of warm steps, forward and backward, without those of the parameters' gradients."""
+    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    norm = nn.BatchNorm1d(3)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    reference = copy.deepcopy(norm)
+    dshard.parallelize(norm, mesh, "data", x)
+    for _ in range(3):
+        given = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        alone = x.clone().requires_grad_()
+        with trace() as forward:
+            out = norm(given)
+        loss: Tensor = (out * out.detach().sin()).sum()
+        with trace() as backward:
+            (grad,) = torch.autograd.grad(loss, given)
+        y = reference(alone)
+        torch.testing.assert_close(out.full_tensor(), y)
+        torch.testing.assert_close(grad.full_tensor(), torch.autograd.grad((y * y.detach().sin()).sum(), alone)[0])
+        for own, right in zip(norm.buffers(), reference.buffers(), strict=True):
+            torch.testing.assert_close(own.full_tensor(), right)  # type: ignore[operator]
+    return [[event.collective for event in found.events] for found in (forward, backward)]
+
+
+@pytest.mark.ranks
+def test_one_message_forward_and_one_backward(ranks: RankPool) -> None:
+    assert ranks.run(messages) == [[["all_gather"], ["reduce_scatter"]]] * 4
