@@ -140,7 +140,7 @@ def randperm(
     shape, layout = _shape_and_layout((as_int(n, "randperm: n", ShapeError, least=0),), device_mesh, placements)
     (n,) = shape
     with comm.plain():
-        torch.randperm(0, dtype=dtype)
+        torch.randperm(0, dtype=dtype, device="cpu")
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or n - 1 > torch.iinfo(dtype).max:
         _check_holds(n, dtype)
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
@@ -248,7 +248,7 @@ def _random(
     dtype, generator = options.get("dtype"), options.get("generator")
     shape, layout = _shape_and_layout(size, device_mesh, placements)
     with comm.plain():
-        make((0,), dtype=dtype, generator=torch.Generator())
+        make((0,), dtype=dtype, device="cpu", generator=torch.Generator())
     values = layout.cotangent()
     drawn = _wrap_local(_make_local(torch.empty, shape, values, dtype), values, shape)
     random.filled(drawn, distribution, what, generator)

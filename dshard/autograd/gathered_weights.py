@@ -78,7 +78,15 @@ def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int, int]]:
 
 def _version(x: Wrapper) -> tuple[int, int, int, int]:
     local = x._local_tensor
-    return id(local), local._version, x._version, getattr(getattr(local, "_view_syncs", None), "writes", 0)
+    return id(local), _count_of(local), _count_of(x), getattr(getattr(local, "_view_syncs", None), "writes", 0)
+
+
+def _count_of(x: Tensor) -> int:
+    """The number of writes that autograd counts; 0 for a tensor of inference mode, whose writes nobody counts."""
+    try:
+        return x._version
+    except RuntimeError:
+        return 0
 
 
 class StoredPart:
@@ -99,7 +107,7 @@ class StoredPart:
     def attach(self, copy: Wrapper) -> None:
         """Take `copy` as the gathered weight; its memory, not the tensor, which holds this part."""
         self.copy, self.spec = copy._local_tensor.detach(), copy._spec
-        self.version = self.copy._version
+        self.version = _count_of(self.copy)
         shown_of(copy._local_tensor).append(self)
         self._count()
 
@@ -123,7 +131,7 @@ class StoredPart:
                 "has a gathered copy of it: write to it by the attribute of the module, or outside of a forward pass"
             )
         stored = self.x._local_tensor
-        if self.copy._version == self.version:
+        if _count_of(self.copy) == self.version:
             shown_of(stored).writes += 1
             stored = stored.data
         with torch.no_grad():
@@ -132,12 +140,12 @@ class StoredPart:
                 part = torch.where(part == stored.to(part.dtype), stored, part.to(stored.dtype))
             write_local(stored, part)
         propagate_write(self.x, op)
-        self.version = self.copy._version
+        self.version = _count_of(self.copy)
         self._count()
 
     def write_back(self) -> None:
         """Write what was written to the local tensor, of which no operator on the copy told."""
-        if self.copy._version != self.version or self.known != _version(self.x):
+        if _count_of(self.copy) != self.version or self.known != _version(self.x):
             self.refresh("write")
 
     def assigned(self, value: Wrapper) -> Wrapper:

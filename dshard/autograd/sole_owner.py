@@ -8,6 +8,7 @@ If these counts do not reveal each kind of second holder, gradients are copied i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.torch_private import no_dispatch, storage_references, tensor_references
+from dshard.torch_private import neutral_state, storage_references, tensor_references
 
 
 def unshared(x: Wrapper) -> Any:
@@ -76,8 +77,8 @@ def _references_in_backward() -> tuple[int, int] | None:
     """The references to a gradient in a backward pass if nothing else holds it; None if they tell nothing."""
     counts: list[tuple[int, int]] = []
     kept: list[Tensor] = []
-    with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
-        x = torch.zeros(2, device="cpu", requires_grad=True)
+    with neutral_state():
+        x = _plain().requires_grad_()
         alone, hooked, requested = (_Counting.apply(x, counts) for _ in range(3))  # type: ignore[no-untyped-call]
         hooked.register_hook(kept.append)
         for y in (alone, hooked):
@@ -104,20 +105,26 @@ def python_references(x: object) -> int:
 
 
 def _plain() -> Tensor:
-    return torch.zeros(2, device="cpu")
+    return torch.zeros(2, dtype=torch.float32, device="cpu")
 
 
 def _view() -> Tensor:
-    return torch.zeros(2, device="cpu").view(2, 1)
+    return _plain().view(2, 1)
+
+
+def _numpy_array(x: Tensor) -> object:
+    with suppress(RuntimeError):  # numpy is not installed, or too old for this torch: then nothing holds an array
+        return x.numpy(force=True)
+    return x
 
 
 _HOLDERS: tuple[Callable[[Tensor], object], ...] = (
     lambda x: x,  # a variable
-    lambda x: x.numpy(force=True),
+    _numpy_array,
     lambda x: x.detach(),
     lambda x: x.view(-1),
     lambda x: x.untyped_storage(),
-    lambda x: x * torch.ones(1, device="cpu", requires_grad=True),  # saved by autograd, in C++ alone
+    lambda x: x * _plain().requires_grad_(),  # saved by autograd, in C++ alone
     lambda x: x if x._base is None else x._base,
 )
 """Ways to hold a tensor, its memory or its base."""
@@ -140,8 +147,8 @@ def _references_in_hook() -> int:
     """The references to a gradient in the hook of a leaf if nothing else holds it; -1 if they tell nothing."""
     counts: list[int] = []
     kept: list[Tensor] = []
-    with torch.inference_mode(False), torch.enable_grad(), no_dispatch():
-        x = torch.zeros(2, device="cpu", requires_grad=True)
+    with neutral_state():
+        x = _plain().requires_grad_()
         hook = x.register_hook(lambda grad: counts.append(getrefcount(grad)))
         (2 * x).sum().backward()
         hook.remove()
@@ -151,7 +158,7 @@ def _references_in_hook() -> int:
     return counts[0] if counts[0] != counts[1] else -1
 
 
-with torch.inference_mode(False), torch.enable_grad():
+with neutral_state():
     _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
 """The counts of a tensor that nothing else holds, and of such a view."""
 NOT_SHARED = {0} | ({python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())

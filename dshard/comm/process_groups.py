@@ -240,7 +240,8 @@ def disconnect(group: Group) -> None:
             with contextlib.suppress(
                 RuntimeError
             ):  # a receive that times out makes gloo close all connections of the group
-                group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                unsent = torch.empty(1, device="cpu")
+                group.process_group.recv([unsent], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 _NEVER_SENT = 2**25  # the tag of no message

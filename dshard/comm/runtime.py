@@ -31,7 +31,7 @@ from dshard.errors import MeshError
 from dshard.mesh import DEVICE_TYPES, Coordinate, Mesh
 from dshard.mesh import mesh_shape as sizes_of
 from dshard.topology.sharing import groups_of
-from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, mesh_environment
+from dshard.torch_private import LocalTensor, disable_modes, late, local_tensor_mode, mesh_environment
 from dshard.validate import as_tuple, of_wrong_type, shown
 
 __all__ = [
@@ -187,6 +187,7 @@ def _create_runtime(mesh: Mesh, device_mesh: DeviceMesh, world: object) -> Runti
     if mesh in _RUNTIMES:
         for forget in FORGET:
             forget()
+    late("torch._dynamo")
     rank = _own_rank()
     runtime = Runtime(mesh, device_mesh, world, rank, mesh.coordinate(rank) if rank in mesh else None)
     _RUNTIMES[mesh] = runtime
@@ -228,6 +229,7 @@ def init_device_mesh(
             f"a mesh of {mesh_shape} has {prod(mesh_shape)} ranks, but the world has {world}: "
             "start more processes or shrink the mesh"
         )
+    late("torch._dynamo")  # the first operator needs it, and takes seconds to import it: here no other rank waits
     with disable_modes():  # in FakeTensorMode the numbers of the ranks could not be read
         return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
 

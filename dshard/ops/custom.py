@@ -109,7 +109,7 @@ def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """item(): the number in the global tensor, equal on every rank; 0 on ranks outside the mesh."""
     spec = args[0]._spec
     if is_outside(spec.layout.mesh):
-        return torch.zeros((), dtype=spec.dtype).item()
+        return torch.zeros((), dtype=spec.dtype, device="cpu").item()
     move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:
         local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local_tensor))

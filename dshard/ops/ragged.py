@@ -81,11 +81,11 @@ def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
     counts = lengths.tolist()
     steps, rows = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
     if len(counts) != rows or not counts or counts != sorted(counts, reverse=True) or not 0 < counts[-1] <= steps:
-        empty = torch.empty((rows, steps) if batch_first else (steps, rows))
-        return func(empty, torch.tensor(counts), batch_first)  # type: ignore[no-any-return]  # raises torch's error
+        empty = torch.empty((rows, steps) if batch_first else (steps, rows), device="cpu")
+        return func(empty, torch.tensor(counts, device="cpu"), batch_first)  # type: ignore[no-any-return]  # raises torch's error
     sizes = [sum(count > step for count in counts) for step in range(counts[0])]
     with implicit_replication():
-        return x[_places(sizes, batch_first, x.device)], torch.tensor(sizes)
+        return x[_places(sizes, batch_first, x.device)], torch.tensor(sizes, device="cpu")
 
 
 def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ten
     if 0 < total < len(sizes):
         raise ValueError(f"total_length={total} of sequences of which the longest has {len(sizes)} steps: give as many")
     shape = (rows, steps) if batch_first else (steps, rows)
-    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(rows)])
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(rows)], device="cpu")
     with implicit_replication():
         padded = data.new_full((*shape, *data.shape[1:]), padding)
         return padded.index_put(_places(sizes, batch_first, data.device), data), lengths

@@ -76,7 +76,7 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
 
 def _check_no_elements(call: Call) -> None:
     """Let torch refuse a reduction of no elements, which it does not check on meta tensors."""
-    call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype), *call.args[1:], **call.kwargs)
+    call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype, device="cpu"), *call.args[1:], **call.kwargs)
 
 
 def truth(op: ReduceOp) -> Callable[[Call], Rule]:

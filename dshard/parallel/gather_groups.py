@@ -89,7 +89,9 @@ class GatherGroup:
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
         stored = self.stored()
-        if self.ahead is None and self.plan.gathered and all(type(x) is DTensor for x in stored):
+        if self.ahead is not None or not self.plan.gathered or not all(type(x) is DTensor for x in stored):
+            return
+        if not any(x._local_tensor.is_inference() for x in stored):  # they tell of no writes before their use
             self.ahead = GatheredWeights(stored, self.moves(stored))
 
     def gathered(self, stored: list[Wrapper]) -> GatheredWeights:

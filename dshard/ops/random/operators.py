@@ -121,7 +121,7 @@ def bound(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Any]:
 def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[object]) -> None:
     """Let torch refuse arguments that it would refuse on one device."""
     with plain():
-        func(torch.empty(0, dtype=dtype), *rest, generator=_UNUSED)
+        func(torch.empty(0, dtype=dtype, device="cpu"), *rest, generator=_UNUSED)
 
 
 def like(make: Make) -> Function:
@@ -302,7 +302,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _seed_of(draw: Draw) -> int:
     """The seed for torch's generators that stands for a draw."""
     with plain():
-        block = words(torch.zeros(1, dtype=torch.int64), draw.number, draw.seed)
+        block = words(torch.zeros(1, dtype=torch.int64, device="cpu"), draw.number, draw.seed)
     return int(block[0]) << 30 | int(block[1]) >> 2
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import plain
-from dshard.torch_private import SEEN, disable_modes, graph_task_id, n_dispatch_modes
+from dshard.torch_private import SEEN, disable_modes, graph_task_id, n_dispatch_modes, neutral_state
 from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
@@ -129,7 +129,7 @@ def _check_state() -> None:
     Raises:
         ImportError: the first word of a generator's state is not its initial seed, or not that alone.
     """
-    with plain():
+    with plain(), neutral_state():
         marked, unmarked = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (marked, unmarked):
             generator.manual_seed(1)
