@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
@@ -194,14 +194,15 @@ class Processes:
         self.folder = Path(directory.name)
         self._ranks: list[_Rank] = []
         self.close = weakref.finalize(self, _end, self._ranks, directory, kept)
-        server = _start_server()
-        try:
-            for rank in range(n):
-                self._ranks.append(_start(self.folder / f"{rank}.txt"))
-        except BaseException:  # such as Ctrl-C: the server may have seconds of imports before it
-            if server is not None:
-                os.kill(server, signal.SIGKILL)
-            raise
+        with _one_hash_seed():
+            server = _start_server()
+            try:
+                for rank in range(n):
+                    self._ranks.append(_start(self.folder / f"{rank}.txt"))
+            except BaseException:  # such as Ctrl-C: the server may have seconds of imports before it
+                if server is not None:
+                    os.kill(server, signal.SIGKILL)
+                raise
 
     def call(
         self,
@@ -253,6 +254,18 @@ class Processes:
         while not all(rank.where() for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.01)
         return [rank.where() for rank in ranks]
+
+
+@contextlib.contextmanager
+def _one_hash_seed() -> Iterator[None]:
+    """Within the block Python starts with one hash seed, so that a set of strings has one order in all ranks."""
+    is_given = "PYTHONHASHSEED" in os.environ
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    try:
+        yield
+    finally:
+        if not is_given:
+            del os.environ["PYTHONHASHSEED"]
 
 
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
