@@ -22,6 +22,7 @@ the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `grap
 """
 
 from dshard.comm.agreement import (
+    COLLECTIVES_OF_TORCH,
     checked_shape,
     even_shape,
     gather_objects,
@@ -101,6 +102,7 @@ from dshard.comm.user_warning import warn_user
 from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
+    "COLLECTIVES_OF_TORCH",
     "ENDS",
     "FORGET",
     "HALF",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from ctypes import string_at
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from dshard.caches import cached
 from dshard.comm import transport
@@ -157,9 +159,9 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     waited = group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)
     with disable_modes():  # in FakeTensorMode no values could be read
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = transport.all_gather(torch.tensor([len(text)]), [1] * n, waited).tolist()
+        sizes = transport.all_gather(torch.tensor([len(text)], device="cpu"), [1] * n, waited).tolist()
         every = transport.all_gather(text, sizes, waited).split(sizes)
-        return [pickle.loads(each.numpy().tobytes()) for each in every]
+        return [pickle.loads(string_at(each.data_ptr(), each.numel())) for each in every]
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -170,9 +172,16 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 def ranks_of_group(args: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of the process group among the arguments of a torch collective; () without one."""
     for arg in args:
+        if isinstance(arg, dist.ProcessGroup):
+            return tuple(dist.get_process_group_ranks(arg))
         with suppress(TypeError, RuntimeError):  # it is something else, such as a reduction
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     return ()
+
+
+_COLLECTIVES = ("all_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
+COLLECTIVES_OF_TORCH = [getattr(dist, name) for name in distributed_c10d.__all__ if name.startswith(_COLLECTIVES)]
+"""The functions of torch.distributed that send tensors, or objects."""
 
 
 def ranks_in(group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:

@@ -291,7 +291,7 @@ def _refuse_plain(func: Function, args: Args, flat: Sequence[object]) -> None:
             name = getattr(func, "__name__", str(func))
             if t.numel() == 1 and not name.startswith(_BY_INDICES):
                 continue
-            if name in _HARMLESS or _calling_module().startswith("torch.masked.") or graph_task_id() != -1:
+            if name in _HARMLESS or calling_module().startswith("torch.masked.") or graph_task_id() != -1:
                 return
             if name.startswith(_ON_LISTS) and _are_apart(args):
                 return
@@ -311,7 +311,7 @@ def _are_apart(lists: Args) -> bool:
     return all(len(kind) < 2 for kind in kinds)
 
 
-def _calling_module() -> str:
+def calling_module() -> str:
     """The name of the innermost module outside dshard on the call stack.
 
     Functions of `torch.masked` count elements in plain tensors of their own, known by their module alone. If torch

@@ -12,6 +12,7 @@ from typing import Any
 
 from dshard.comm import ranks_in
 from dshard.errors import MeshError
+from dshard.layout import Layout
 from dshard.mesh import Mesh
 
 _WAY_OUT = (
@@ -36,6 +37,20 @@ def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
         raise MeshError(
             f"{what} between ranks {', '.join(map(str, shared))}, of tensors on the mesh ({mesh}) of the same ranks: "
             f"it would take each rank's part for the whole; {_WAY_OUT}"
+        )
+
+
+def refuse_collective(name: str, ranks: Iterable[int], layout: Layout) -> None:
+    """Refuse a collective, called `name`, of a distributed tensor, unless it goes to no other rank of its mesh.
+
+    Raises:
+        MeshError: with the way out.
+    """
+    shared = {*(ranks or layout.mesh.ranks)} & {*layout.mesh.ranks}
+    if len(shared) > 1 or name.removeprefix("i") in ("send", "recv", "gather", "scatter"):
+        raise MeshError(
+            f"{name} of a distributed tensor, laid out [{layout}]: its value is that of all ranks already; leave the "
+            "collective out, or take x.full_tensor(), that value as a plain tensor, or x.to_local(), this rank's part"
         )
 
 

@@ -11,12 +11,13 @@ from torch.backends import mkldnn
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
-from dshard.comm import of_first_rank
-from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves
-from dshard.core.plain_tensors import wrap_or_refuse_plain
+from dshard.comm import COLLECTIVES_OF_TORCH, of_first_rank, ranks_of_group
+from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
+from dshard.core.plain_tensors import calling_module, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
+from dshard.core.torch_wrappers import refuse_collective
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
@@ -173,6 +174,37 @@ def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
 
 
+def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A collective of torch's on distributed tensors: refused between ranks of their mesh.
+
+    Raises:
+        MeshError: with the way out.
+    """
+    x = next(x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper))
+    refuse_collective(func.__name__, ranks_of_group((*args, *kwargs.values())), x._spec.layout)
+    args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
+    with no_torch_function():
+        return func(*args, **kwargs)
+
+
+_COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")
+"""Libraries that tell by their memory whether tensors are one: to them, all distributed ones are at 0."""
+
+
+def data_ptr(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`data_ptr`: refused, but for code of `_COMPARE_POINTERS`.
+
+    Raises:
+        LayoutError: with the way out.
+    """
+    if calling_module().partition(".")[0] in _COMPARE_POINTERS:
+        return NotImplemented
+    raise LayoutError(
+        f"data_ptr() of a tensor laid out [{args[0]._spec.layout}], which is in no one's memory as a whole: "
+        "x.to_local().data_ptr() is the address of what this rank holds, x.full_tensor() gathers it"
+    )
+
+
 def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`share_memory_`: of the local tensor, where this rank has one; torch's own would crash."""
     x = args[0]
@@ -266,6 +298,7 @@ COMPOSITES: dict[object, Function] = {
     **dict.fromkeys((Tensor.new_tensor, Tensor.new), new_of_numbers),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
     Tensor.share_memory_: share_memory,
+    Tensor.data_ptr: data_ptr,
     Tensor.__setitem__: getitem,
     _DATA.__get__: data,
 }
@@ -318,4 +351,5 @@ REWRITTEN: dict[object, Function] = {
 """Functions with handlers that call other functions, whose plans are cheaper; `__torch_function__` stays on."""
 
 WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), packed)
+WITH_PLAIN |= dict.fromkeys(COLLECTIVES_OF_TORCH, collective)
 """Functions whose handlers accept plain operands, and disable `__torch_function__` themselves."""

@@ -18,7 +18,7 @@ from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, spec_of
-from dshard.core.torch_wrappers import refuse_shared_ranks
+from dshard.core.torch_wrappers import refuse_collective, refuse_shared_ranks
 from dshard.core.view_sync import CopiedView, register_view
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
@@ -42,6 +42,8 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
     if func.namespace == "c10d":
+        if func is torch.ops.c10d.allreduce_.default:
+            refuse_collective("all_reduce", ranks_of_group(args), spec_like(tensors[0], mesh).layout)
         refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
     if func not in _WARNED and not random:
         warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)
