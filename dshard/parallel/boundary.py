@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from typing import Any, TypeVar
-from zlib import crc32
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from dshard.comm import gather_rows, own_coordinate
+from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
-from dshard.errors import ArgumentError, LayoutError
+from dshard.errors import ArgumentError
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import data_axes, data_coordinate
-from dshard.parallel.forward_values import named_inputs
-from dshard.parallel.inputs import MODES, Inputs
+from dshard.parallel.input_modes import InputModes, argument_names
+from dshard.parallel.inputs import Inputs
 from dshard.parallel.outputs import Outputs, checked_outputs
 from dshard.parallel.plan_values import Plan
-from dshard.validate import check_one_of, check_type
+from dshard.parallel.same_program import Draws, compare_programs
+from dshard.validate import check_type
 
 BatchT = TypeVar("BatchT")
 
@@ -25,12 +25,10 @@ BatchT = TypeVar("BatchT")
 class Boundary:
     """The conversion of one model's inputs and outputs; an attribute of the model, shared with its copies."""
 
-    def __init__(self, plan: Plan, inputs: object, outputs: object) -> None:
-        check_one_of(inputs, MODES, "inputs", LayoutError)
-        self.plan, self.inputs = plan, Inputs(plan, inputs == "per-data-rank")
+    def __init__(self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
-        if self.inputs.per_data_rank:
-            _compare_plans(plan)
+        differ = compare_programs(plan, modes.per_data_rank, seed_alike)
+        self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
@@ -48,21 +46,6 @@ class Boundary:
         )
 
 
-def _compare_plans(plan: Plan) -> None:
-    """Check that all ranks have made the same plan, each from an example of its own.
-
-    Raises:
-        LayoutError: the plans differ.
-    """
-    text = str(
-        (plan.strategy, plan.mesh, plan.batch, *sorted(map(str, (*plan.parameters.items(), *plan.outputs.items()))))
-    )
-    if len(set(gather_rows([crc32(text.encode())], plan.mesh, is_check=True).values())) > 1:
-        raise LayoutError(
-            f"the examples of the ranks lead to different plans, here {plan.strategy!r}: give the same one on all ranks"
-        )
-
-
 def set_boundary(model: nn.Module, boundary: Boundary) -> None:
     """Register the hook that lays out the model's inputs; before the hooks of its plan."""
 
@@ -70,7 +53,9 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
-        return boundary.inputs((args, kwargs), lambda: named_inputs(module, args, kwargs))
+        laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module, len(args)))
+        boundary.inputs.draws.enter(module)
+        return laid_out
 
     model.__dict__ = {"_dshard_boundary": boundary, **model.__dict__}  # first, so that pickle asks it before the hooks
     model.register_forward_pre_hook(enter, with_kwargs=True)
@@ -81,6 +66,8 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> Any:
+        if boundary.inputs.draws.before and not is_dynamo_compiling():
+            boundary.inputs.draws.leave(module)
         return boundary.outputs(out, boundary.inputs.rows)
 
     model.register_forward_hook(leave)

@@ -23,10 +23,12 @@ from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, boundary_of, data_ranks, end_boundary, set_boundary
+from dshard.parallel.input_modes import InputModes
 from dshard.parallel.inputs import Inputs
 from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.numbered_hooks import before
 from dshard.parallel.outputs import Outputs
+from dshard.parallel.same_program import Draws
 from dshard.placements import Partial, Replicate
 from dshard.tensor import DTensor
 
@@ -180,7 +182,8 @@ def _ranks_per_batch(boundary: Boundary) -> int:
 def global_batches(boundary: Boundary) -> Iterator[None]:
     """Within the block the model takes whole batches and returns plain tensors."""
     before, plan = (boundary.inputs, boundary.outputs), boundary.plan
-    boundary.inputs, boundary.outputs = Inputs(plan, False), Outputs(plan, "plain")
+    boundary.inputs = Inputs(plan, InputModes({}, "global"), Draws({}, False))
+    boundary.outputs = Outputs(plan, "plain")
     try:
         yield
     finally:

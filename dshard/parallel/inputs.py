@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced
+from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced, warn_user
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
-from dshard.mesh import Coordinate
-from dshard.parallel.batch_rows import Rows, data_coordinate
+from dshard.parallel.batch_rows import Rows
+from dshard.parallel.input_modes import InputModes, Mode, Path, argument_path
 from dshard.parallel.nested_tensors import map_tensors, named_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
+from dshard.parallel.same_program import Draws, RowsOfRanks, differing, ranks_alike, ranks_by_value, states
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
 from dshard.torch_private import is_transforming
 
-MODES = ("global", "per-data-rank")
 MAX_TENSORS = 30
 """The most plain tensors in one call: so many numbers of each rank are exchanged."""
+_STATES = 2 + 2 * MAX_TENSORS
+"""The column from which on a row has the states of generators."""
+
+
+class _Input(NamedTuple):
+    """A plain input: its path, a name for messages, and its mode, None if its size decides whether it is rows."""
+
+    x: Tensor
+    path: Path
+    name: str
+    mode: Mode | None
 
 
 class Inputs:
-    """Lays out plain inputs of a model by its plan: global batches, or if `per_data_rank` the rows of each data rank.
+    """Lays out plain inputs of a model by its plan: global batches, or as `modes` say the rows of each data rank.
 
     The ranks compare their inputs at the first call, and at all calls in debug mode. `rows` are those of the last call,
-    None for global batches.
+    None for global batches; `draws` looks at the generators of random numbers that differed between ranks.
     """
 
-    def __init__(self, plan: Plan, per_data_rank: bool) -> None:
-        self.plan, self.per_data_rank = plan, per_data_rank
+    def __init__(self, plan: Plan, modes: InputModes, draws: Draws) -> None:
+        self.plan, self.modes, self.draws = plan, modes, draws
+        self.per_data_rank = modes.per_data_rank
         self.compared = False
         self.rows: Rows | None = None
 
-    def __call__(self, inputs: object, names: Callable[[], Sequence[tuple[Tensor, str]]] = tuple) -> Any:
-        """Lay out the plain tensors of nested `inputs` where needed; `names` returns their names for errors."""
+    def __call__(self, inputs: object, names: Callable[[], Sequence[str]] | None = None) -> Any:
+        """Lay out the plain tensors of nested `inputs` where needed.
+
+        `names` returns the names of a module's positional arguments, if `inputs` are its args and kwargs.
+        """
         plain = [x for x in nested_tensors(inputs) if _is_plain(x)]
         if not plain:
             return inputs
@@ -68,49 +83,79 @@ class Inputs:
         return _replicated(x, self.plan) if _is_plain(x) and x.requires_grad else x
 
     def _exchange(
-        self, inputs: object, names: Callable[[], Sequence[tuple[Tensor, str]]], compares: bool
+        self, inputs: object, names: Callable[[], Sequence[str]] | None, compares: bool
     ) -> tuple[Rows, set[int]]:
         """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks.
 
         Raises:
             LayoutError: ranks that must have the same inputs differ.
         """
-        named = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
-        if len(named) > MAX_TENSORS:
-            raise LayoutError(
-                f"{len(named)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
-            )
-        count = next((x.shape[0] for _, x in named if x.dim()), 0)
-        plain = [x for _, x in sorted(named, key=lambda pair: pair[0])]  # a dict may have another order on each rank
-        of_rank = gather_rows(_row(plain, count, compares), self.plan.mesh, is_check=not self.per_data_rank)
+        named = self._named(inputs, names)
+        count = next((x.shape[0] for each in named if (x := each.x).dim() and each.mode != "global"), 0)
+        named.sort(key=lambda each: each.path)  # a dict may have another order on each rank
+        own = _row([each.x for each in named], count, compares)
+        of_rank = gather_rows(own, self.plan.mesh, is_check=not self.per_data_rank)
         if len({row[0] for row in of_rank.values()}) > 1:
             raise LayoutError(self._differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
-        counts = {at: row[1] for at, row in of_rank.items()}
-        are_rows = [x.dim() > 0 and all(of_rank[at][2 + i] == counts[at] for at in counts) for i, x in enumerate(plain)]
-        for i, x in enumerate(plain):
+        if compares:
+            self.draws.differ = differing(of_rank, _STATES, self.plan, self.per_data_rank)
+        are_rows = [self._is_rows(each, i, of_rank) for i, each in enumerate(named)]
+        for i, (each, is_rows) in enumerate(zip(named, are_rows, strict=True)):
             columns = [2 + i, 2 + MAX_TENSORS + i]
-            for group in self._alike(of_rank, are_rows[i] and self.per_data_rank):
+            for group in ranks_alike(of_rank, self.plan, is_rows and self.per_data_rank):
                 if len({tuple(row[c] for c in columns) for row in group.values()}) > 1:
-                    name = next((name for tensor, name in names() if tensor is x), f"tensor {i + 1}")
-                    raise LayoutError(self._differ(name, group, columns))
-        return Rows(self.plan, counts), {id(x) for x, is_rows in zip(plain, are_rows, strict=True) if is_rows}
+                    raise LayoutError(self._differ(each.name, group, columns))
+        if compares and self.per_data_rank:
+            self._warn_of_whole(named, are_rows, of_rank)
+        counts = {at: row[1] for at, row in of_rank.items()}
+        return Rows(self.plan, counts), {id(each.x) for each, is_rows in zip(named, are_rows, strict=True) if is_rows}
 
-    def _alike(
-        self, of_rank: dict[Coordinate, tuple[int, ...]], by_data_rank: bool
-    ) -> list[dict[Coordinate, tuple[int, ...]]]:
-        """The rows of numbers by groups of ranks that must have the same inputs: all, or those of each data rank."""
-        if not by_data_rank:
-            return [of_rank]
-        groups: dict[Coordinate, dict[Coordinate, tuple[int, ...]]] = {}
-        for at, row in of_rank.items():
-            groups.setdefault(data_coordinate(self.plan, at), {})[at] = row
-        return list(groups.values())
+    def _named(self, inputs: object, names: Callable[[], Sequence[str]] | None) -> list[_Input]:
+        """The plain inputs, each with its name and mode.
 
-    def _differ(self, what: str, of_rank: dict[Coordinate, tuple[int, ...]], columns: Sequence[int]) -> str:
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for at, row in of_rank.items():
-            alike.setdefault(tuple(row[c] for c in columns), []).append(self.plan.mesh.rank(at))
-        ranks = " and ".join(f"ranks {ranks}" for ranks in alike.values())
+        Raises:
+            LayoutError: there are more than are compared.
+        """
+        tensors = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
+        if len(tensors) > MAX_TENSORS:
+            raise LayoutError(
+                f"{len(tensors)} plain tensors in one call: lay some out before; {MAX_TENSORS} are compared"
+            )
+        arguments = None if names is None else names()
+        if arguments is not None:
+            tensors = [(argument_path(path, arguments), x) for path, x in tensors]
+        kind = "" if arguments is not None else "entry "
+        return [_Input(x, path, kind + ".".join(path), self.modes.of(path)) for path, x in tensors]
+
+    def _is_rows(self, each: _Input, i: int, of_rank: RowsOfRanks) -> bool:
+        """Whether the `i`th input is rows: on all ranks it has as many entries as there are rows.
+
+        Raises:
+            LayoutError: it is named as rows, and has not.
+        """
+        has_rows = each.x.dim() > 0 and all(row[2 + i] == row[1] for row in of_rank.values())
+        if each.mode == "per-data-rank" and not has_rows:
+            raise LayoutError(
+                f"the input {each.name} of shape {tuple(each.x.shape)} is named 'per-data-rank', but has not as many "
+                f"entries as there are rows: give it so many, or write inputs={{{each.name!r}: 'global'}}"
+            )
+        return has_rows and each.mode != "global"
+
+    def _warn_of_whole(self, named: Sequence[_Input], are_rows: Sequence[bool], of_rank: RowsOfRanks) -> None:
+        """Warn of inputs that count as rows by their size alone, though all data ranks have the same ones."""
+        alike = [len({row[2 + MAX_TENSORS + i] for row in of_rank.values()}) == 1 for i in range(len(named))]
+        if all(is_alike for is_alike, is_rows in zip(alike, are_rows, strict=True) if is_rows):
+            return  # the rows of all data ranks are the same
+        for each, is_alike, is_rows in zip(named, alike, are_rows, strict=True):
+            if is_alike and is_rows and each.mode is None and not _is_constant(each.x):
+                warn_user(
+                    f"the input {each.name} is alike on all ranks, and counts as rows of each, for it has as many "
+                    f"entries: if it is whole, parallelize(..., inputs={{{each.name!r}: 'global'}}) says so, else "
+                    f"{{{each.name!r}: 'per-data-rank'}}",
+                    self.plan.mesh,
+                )
+
+    def _differ(self, what: str, of_rank: RowsOfRanks, columns: Sequence[int]) -> str:
         if self.per_data_rank:
             way_out = (
                 "with inputs='per-data-rank' all ranks of a data rank give the same rows, and all ranks the same rest: "
@@ -121,7 +166,13 @@ class Inputs:
                 "each is given the whole batch, so load and seed alike on all ranks; where each loads rows of its own, "
                 "parallelize(..., inputs='per-data-rank') takes them"
             )
+        ranks = ranks_by_value(of_rank, columns, self.plan.mesh)
         return f"a parallelized module is given different data, {what}, on {ranks}: {way_out}"
+
+
+def _is_constant(x: Tensor) -> bool:
+    """Whether all entries along the first dim are alike, such as the masks of rows that are not padded."""
+    return x.shape[0] < 2 or bool((x == x[:1]).all())
 
 
 def _is_plain(x: object) -> bool:
@@ -138,9 +189,9 @@ def _replicated(x: Tensor, plan: Plan) -> DTensor:
 
 
 def _row(plain: Sequence[Tensor], count: int, compares: bool) -> list[int]:
-    """The numbers that ranks compare: a digest of kinds and sizes, the rows, first dims, and checksums of values."""
+    """The numbers that ranks compare: kinds and sizes, rows, first dims, checksums of values, states of generators."""
     kinds = crc32(str([(tuple(x.shape[1:]), x.dim(), x.dtype) for x in plain]).encode())
     empty = [0] * (MAX_TENSORS - len(plain))
     sizes = [x.shape[0] if x.dim() else -1 for x in plain]
     values = [checksum(x) - 2**63 if type(x) is Tensor else 0 for x in plain] if compares else [0] * len(plain)
-    return [kinds, count, *sizes, *empty, *values, *empty]
+    return [kinds, count, *sizes, *empty, *values, *empty, *(states() if compares else ())]

@@ -23,6 +23,7 @@ from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_b
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.huggingface import adopt
+from dshard.parallel.input_modes import input_modes
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
@@ -79,6 +80,7 @@ def parallelize(
     outputs: Literal["distributed", "plain"] | Sequence[Placement] | Tensor | None = None,
     precision: object = None,
     group: object = None,
+    seed_alike: bool = False,
     **kwargs: object,
 ) -> ModuleT:
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
@@ -89,14 +91,19 @@ def parallelize(
     is traced; a model with `dummy_inputs`, and placements by name, need none.
 
     Inputs are DTensors, or plain tensors: with `inputs="global"` whole batches, equal on all ranks, which compare them
-    at the first call; with "per-data-rank" each data rank (`data_ranks`) gives its own rows, as many as it has.
+    at the first call; with "per-data-rank" each data rank (`data_ranks`) gives its own rows, as many as it has. Inputs
+    of other first sizes than the rows, there or in the example, are whole; names say which are where sizes do not:
+    `inputs={"positions": "global", "batch.ids": "per-data-rank", "*": "per-data-rank"}`, of arguments, keys of dicts in
+    them, and the rest.
     `outputs` are "distributed", of the placements given, or "plain": whole, or the rows of this data rank, whose
     gradients are those of the mean over all rows of the losses of the data ranks. By default they are distributed, but
     plain where a library gets a `ModelOutput` of Hugging Face. A model with a parameter called `inputs` or `outputs` is
     given a tensor for it by that name as before.
 
-    Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters; nothing
-    is sent, but a digest of the plan with "per-data-rank". Parameters without data get their local tensor alone.
+    Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters; a
+    digest of the program is all that is sent. Ranks that take the same rows must draw the same numbers, too: a forward
+    pass that draws from a generator whose state differs is refused. `seed_alike=True` seeds Python's and numpy's alike.
+    Parameters without data get their local tensor alone.
 
     `precision`, a `dshard.parallel.Precision` or torch's `MixedPrecisionPolicy`, has weights used, and gradients
     reduced, in other dtypes than those in which parameters are stored. `group` are modules that each have
@@ -112,7 +119,8 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     chosen = chosen_plan(model, mesh, plan, plan_options(model, precision, group), args, kwargs)
-    boundary = Boundary(chosen, inputs, outputs)
+    modes = input_modes(inputs, model, args, kwargs)
+    boundary = Boundary(chosen, modes, outputs, seed_alike)
     distribute_parameters(model, chosen)
     if chosen.precision is not None:
         chosen.precision.reduce(model.parameters())
@@ -210,7 +218,7 @@ def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
         raise _other_mesh(folded, pure)
     if isinstance(mesh, Mesh):
         return folded
-    ranks = torch.tensor(folded.ranks).view(folded.shape)
+    ranks = torch.tensor(folded.ranks, device="cpu").view(folded.shape)
     return as_mesh(DeviceMesh(folded.device_type, ranks, mesh_dim_names=folded.names))
 
 
