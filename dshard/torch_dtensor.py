@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from dshard.torch_private import late, make_wrapper_subclass, neutral_state
+from dshard.torch_private import late, make_wrapper_subclass
 
 DTensorSpec: Any = late("torch.distributed.tensor._dtensor_spec.DTensorSpec")
 ShardOrderEntry: Any = late("torch.distributed.tensor._dtensor_spec.ShardOrderEntry")
@@ -53,8 +53,7 @@ def _carries_subclasses() -> bool:
     torch 2.11 treats every instance of its class as its own: its C++ code reads a spec that it did not make.
     """
     try:
-        with neutral_state():
-            return bool(make_wrapper_subclass(_Probe, (1,)).neg())
+        return bool(make_wrapper_subclass(_Probe, (1,)).neg())
     except (AttributeError, RuntimeError, TypeError):
         return False
 

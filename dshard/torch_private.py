@@ -14,8 +14,8 @@ justifies what goes beyond calling a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -166,7 +166,7 @@ else:
 no_torch_function: Callable[[], AbstractContextManager[None, None]] = _needed(
     "torch._C.DisableTorchFunctionSubclass", "calling torch's own function from the handler of a function"
 )
-_no_functions: Callable[[], AbstractContextManager[None, None]] = _needed(
+no_functions: Callable[[], AbstractContextManager[None, None]] = _needed(
     "torch._C.DisableTorchFunction", "measuring torch's reference counts outside of all modes"
 )
 no_torch_dispatch: Callable[[], AbstractContextManager[None, None]] = _needed(
@@ -182,20 +182,6 @@ dispatch_mode: Callable[[], object] = _needed(
 without_dispatch_mode: Callable[[], _GeneratorContextManager[object]] = _needed(
     "torch.utils._python_dispatch._pop_mode_temporarily", "gathered weights in selectively checkpointed blocks"
 )
-
-
-@contextmanager
-def neutral_state() -> Iterator[None]:
-    """Within the block no modes, autocast or hooks of saved tensors of the program act, and gradients are recorded.
-
-    Default dtype and device stay: whoever makes a tensor names them.
-    """
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    cast = torch.autocast("cpu", enabled=False)
-    with disable_modes(), _no_functions(), torch.inference_mode(False), torch.enable_grad(), cast, hooks:
-        yield
-
-
 n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stack", "fast calls only outside of modes")
 is_autocasting: Callable[[], bool] = _needed("torch._C._is_any_autocast_enabled", "autocast of composite operators")
 decomposition_table: dict[OpOverload, Callable[..., Any]] = _needed(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.comm import neutral_state
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.torch_private import neutral_state, storage_references, tensor_references
+from dshard.torch_private import storage_references, tensor_references
 
 
 def unshared(x: Wrapper) -> Any:

@@ -93,7 +93,7 @@ from dshard.comm.runtime import (
 )
 from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Scoped
-from dshard.comm.simulated import of_first_rank, plain, stack, unstack
+from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
@@ -175,6 +175,7 @@ __all__ = [
     "local_of",
     "local_shard",
     "mark_raised_by_all",
+    "neutral_state",
     "of_first_rank",
     "on_one_host",
     "outside_graphs",

@@ -13,7 +13,7 @@ from dshard.comm.drive import Make, Request, Results, advance_in_step
 from dshard.comm.events import emit
 from dshard.comm.workspace import FreshBuffers, Workspace
 from dshard.mesh import Mesh
-from dshard.torch_private import LocalTensor, local_tensor_mode
+from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, no_functions
 
 
 @contextmanager
@@ -25,6 +25,18 @@ def plain() -> Iterator[None]:
     else:
         with mode.disable():
             yield
+
+
+@contextmanager
+def neutral_state() -> Iterator[None]:
+    """Within the block no modes, autocast or hooks of saved tensors of the program act, and gradients are recorded.
+
+    Default dtype and device stay: whoever makes a tensor names them.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    cast = torch.autocast("cpu", enabled=False)
+    with disable_modes(), no_functions(), torch.inference_mode(False), torch.enable_grad(), cast, hooks:
+        yield
 
 
 def of_first_rank(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce as recorded_all_reduce
 
 import dshard
 from dshard import Layout, Partial, Replicate, Shard
@@ -298,3 +299,49 @@ def test_ranks_that_have_failed_alike_wait_for_a_slow_one(ranks: RankPool) -> No
     met = ranks.run(left_waiting, True)
     assert [kind for kind, _, _ in met] == ["IndexError"] * len(met)
     assert all(found == [*range(8)] for _, _, found in met)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.empty(5, 7, dtype=x.dtype)] * 4, x),
+    "gather": lambda x: dist.gather(x, [torch.empty(5, 7, dtype=x.dtype)] * 4 if dist.get_rank() == 0 else None),
+    "send": lambda x: dist.send(x, (dist.get_rank() + 1) % 4),
+    "all_reduce of torch.distributed.nn": recorded_all_reduce,
+}
+
+
+def collectives_of_distributed_tensors() -> list[str]:
+    """The collectives that are not refused with the way out, and what one over other ranks than the mesh's gives."""
+    mesh, wrong = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
+    for placements in ([Shard(0), Replicate()], [Replicate(), Partial()]):
+        x = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(bind(mesh), tuple(placements)))
+        for name, call in COLLECTIVES.items():
+            try:
+                call(x)
+                wrong.append(name)
+            except dshard.MeshError as error:
+                if "leave the collective out" not in str(error) or "x.to_local()" not in str(error):
+                    wrong.append(f"{name}: {error}")
+    of_row = distribute(torch.ones(5, 7, dtype=torch.float64), Layout(bind(mesh["b"]), (Replicate(),)))
+    dist.all_reduce(of_row, group=mesh["a"].get_group())
+    if of_row.full_tensor().unique().tolist() != [2.0]:
+        wrong.append("over the ranks of other meshes")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_a_collective_of_torchs_on_a_distributed_tensor_is_refused_with_the_way_out(ranks: RankPool) -> None:
+    assert ranks.run(collectives_of_distributed_tensors) == [[]] * 4
+
+
+def test_the_memory_of_a_distributed_tensor_is_refused_but_to_those_who_compare_it() -> None:
+    mesh = dshard.Mesh((2,), ("a",))
+    x = dshard.DTensor.from_local(torch.ones(3, device="meta"), mesh, [Shard(0)], shape=(6,))
+
+    with pytest.raises(dshard.LayoutError, match=r"x.to_local\(\).data_ptr\(\)"):
+        x.data_ptr()
+    asked = {"__name__": "torch.nn.modules.rnn"}
+    exec("def pointers(*tensors): return {x.data_ptr() for x in tensors}", asked)
+    assert asked["pointers"](x, x * 2) == {0}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dshard.comm import plain
-from dshard.torch_private import SEEN, disable_modes, graph_task_id, n_dispatch_modes, neutral_state
+from dshard.comm import neutral_state, plain
+from dshard.torch_private import SEEN, disable_modes, graph_task_id, n_dispatch_modes
 from dshard.validate import as_int, check_type
 
 MASK = (1 << 64) - 1
