@@ -83,7 +83,7 @@ def net() -> tuple[nn.Module, Tensor]:
     model = nn.Sequential(*parts)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, device="cpu", dtype=p.dtype))
+            p.copy_(torch.randn(p.shape, generator=generator, device="cpu", dtype=p.dtype) * 0.4)
     dtype = next(model.parameters()).dtype
     return model, torch.randn(5, 6, generator=generator, device="cpu", dtype=dtype)
 
@@ -118,8 +118,8 @@ def step(rank: int, store: str) -> None:
             assert isinstance(got, dshard.DTensor)
             assert got.dtype == want.dtype
             rounded = torch.get_default_dtype() in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cpu")
-            tolerance = 0.1 if rounded else 1e-5
-            torch.testing.assert_close(got.full_tensor(), want, rtol=tolerance, atol=tolerance)
+            error, scale = (got.full_tensor() - want).abs().max().item(), want.abs().max().item()
+            assert error <= (0.08 if rounded else 1e-5) * max(scale, 1), (plan, error, scale)
     dist.barrier()
 
 
