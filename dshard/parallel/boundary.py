@@ -54,7 +54,8 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module, len(args)))
-        boundary.inputs.draws.enter(module)
+        if boundary.inputs.draws.differ:
+            boundary.inputs.draws.enter(module)
         return laid_out
 
     model.__dict__ = {"_dshard_boundary": boundary, **model.__dict__}  # first, so that pickle asks it before the hooks

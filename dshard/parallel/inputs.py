@@ -98,6 +98,7 @@ class Inputs:
         if len({row[0] for row in of_rank.values()}) > 1:
             raise LayoutError(self._differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
         if compares:
+            self.draws.before = {}
             self.draws.differ = differing(of_rank, _STATES, self.plan, self.per_data_rank)
         are_rows = [self._is_rows(each, i, of_rank) for i, each in enumerate(named)]
         for i, (each, is_rows) in enumerate(zip(named, are_rows, strict=True)):

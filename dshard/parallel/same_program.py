@@ -135,11 +135,9 @@ class Draws:
 
     def enter(self, module: nn.Module) -> None:
         """Note the states before a forward pass of `module`."""
-        self.before = {}
-        if self.differ:
-            calls = self.calls[module.training] = self.calls[module.training] + 1
-            if calls <= _FIRST_CALLS or calls % _EVERY == 0:
-                self.before = {name: GENERATORS[name][0]() for name in self.differ}
+        calls = self.calls[module.training] = self.calls[module.training] + 1
+        is_looked_at = calls <= _FIRST_CALLS or calls % _EVERY == 0
+        self.before = {name: GENERATORS[name][0]() for name in self.differ} if is_looked_at else {}
 
     def leave(self, module: nn.Module) -> None:
         """Compare the states after it.
@@ -147,7 +145,8 @@ class Draws:
         Raises:
             LayoutError: it has drawn from a generator that differs between ranks.
         """
-        for name, state in self.before.items():
+        before, self.before = self.before, {}
+        for name, state in before.items():
             if GENERATORS[name][0]() != state:
                 who = "ranks of one data rank" if self.per_data_rank else "ranks that are given whole batches"
                 line = GENERATORS[name][1]
