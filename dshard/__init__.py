@@ -202,7 +202,11 @@ def _late_function(path: str) -> _Any:
     return lambda *parts: getattr(_import_module(module), name)(*parts)
 
 
-_PICKLED_BY = ("dshard.tensor._unpickle", "dshard.core.torch_placements.strided")
+_PICKLED_BY = (
+    "dshard.tensor._unpickle",
+    "dshard.core.torch_placements.strided",
+    "dshard.core.replaced_parameters.successor",
+)
 _PLACEMENTS = (_placements.Partial, _placements.Replicate, _placements.Shard)
 _add_safe_globals([*((_late_function(path), path) for path in _PICKLED_BY), Layout, Mesh, *_PLACEMENTS])
 

@@ -23,6 +23,7 @@ from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
+from dshard.core.replaced_parameters import are_replaced
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
@@ -245,11 +246,15 @@ class DTensor(Wrapper):
     # -- what torch asks of a tensor subclass
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Function, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         of_graph = QUERIES.get(func)
         if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
             with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
                 return func(*args, **(kwargs or {}))
+        if len(types) > 1 and are_replaced(types):
+            return NotImplemented
         return fast_path.call(func, args, kwargs or {}, through)
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, as_distributed, local_graph_of, redistribute
 from dshard.autograd.gathered_weights import stored_part
+from dshard.core.replaced_parameters import successor
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import call_torch
 from dshard.core.transforms import refuse_batched
@@ -172,7 +173,7 @@ def data(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def gradient_sources(inputs: Sequence[Any]) -> list[list[Any]]:
     """For each input, the tensors whose gradients add up to the gradient of the input."""
     sources = []
-    for x in inputs:
+    for x in map(successor, inputs):
         graph = _local_graph_in_use(x)
         home = [] if graph is None else [graph.at_home()]
         sources.append([x, *home] if not home or _may_have_two_sources(x) else home)

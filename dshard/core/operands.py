@@ -78,8 +78,8 @@ def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
     return redistribute_local(x._local_tensor, x._spec, replicated(own), func)
 
 
-def plain_number(func: object, x: Wrapper) -> Tensor:
-    """The global value of `x`, a number, as a plain tensor, equal on all ranks of its mesh."""
+def plain_value(func: object, x: Wrapper) -> Tensor:
+    """The global value of `x` as a plain tensor, equal on all ranks of its mesh."""
     return of_first_rank(number_on(func, x, x._spec.layout.mesh))
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from dshard.comm import (
     LocalTensor,
@@ -32,7 +34,7 @@ from dshard.comm import (
     traced,
 )
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
-from dshard.core.operands import plain_number
+from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper
@@ -134,11 +136,11 @@ def count_as_replicated(change: int) -> None:
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments, with torch's distributed tensors as dshard's, and plain tensors wrapped as replicated or refused.
 
-    A plain tensor is written to from distributed numbers, tensors without dims, as it is, and what is written is plain.
+    A plain tensor is written to from distributed ones as it is: every rank writes their global values.
 
-    Plain tensors are wrapped within `implicit_replication`, and within torch's, and as the source of a `copy_` into a
-    distributed tensor, as in `load_state_dict`: each rank takes its part. So are tensors of one element that need a
-    gradient, anywhere.
+    Plain tensors are wrapped within `implicit_replication`, and within torch's, in the step of an optimiser, and as the
+    source of a `copy_` into a distributed tensor, as in `load_state_dict`: each rank takes its part. So are tensors of
+    one element that need a gradient, anywhere.
 
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
@@ -149,12 +151,15 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)
+    if _writes_to_plain(func, args, kwargs):
+        return replace_leaves(  # type: ignore[no-any-return]
+            (args, kwargs), lambda x: plain_value(func, x) if isinstance(x, Wrapper) else x
+        )
     if not takes_all:
-        if _writes_numbers_to_plain(func, args, kwargs):
-            return replace_leaves(  # type: ignore[no-any-return]
-                (args, kwargs), lambda x: plain_number(func, x) if isinstance(x, Wrapper) else x
-            )
-        _refuse_plain(func, args, flat)
+        refused = _refused(func, args, flat)
+        takes_all = refused is not None and _is_in_step()
+        if refused is not None and not takes_all:
+            raise _mixed(func, refused)
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
@@ -258,16 +263,20 @@ def _compare_parameter(x: Parameter, mesh: Mesh) -> None:
         )
 
 
-def _writes_numbers_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the call writes distributed numbers to a plain tensor, as gradient clipping does."""
-    if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Wrapper):
-        return False
+_WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"})
+"""The names of functions that write to their first argument and do not end with one underscore."""
+
+
+def _writes_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the call writes distributed values to plain tensors, as averages of weights do that were made before."""
     name = getattr(func, "__name__", "")
-    if not name.endswith("_") or name.endswith("__"):
+    if not args or not (name in _WRITES or (name.endswith("_") and not name.endswith("__"))):
         return False
-    numbers = [x for x in tensors_in((args[1:], kwargs)) if isinstance(x, Wrapper)]
-    recorded = is_grad_enabled() and any(x.requires_grad for x in numbers)
-    return not recorded and all(x.dim() == 0 for x in numbers)
+    written = args[0] if name.startswith("_foreach_") else args[:1]
+    if not written or any(type(x) not in PLAIN or isinstance(x, Sequence) for x in written):
+        return False
+    values = [x for x in tensors_in((args[1:], kwargs)) if isinstance(x, Wrapper)]
+    return bool(values) and not (is_grad_enabled() and any(x.requires_grad for x in values))
 
 
 _BY_INDICES = ("index_", "gather", "scatter", "take")
@@ -282,26 +291,32 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     Raises:
         MixedError: a plain tensor of other than one element is among the arguments.
     """
-    _refuse_plain(func, args, leaves((args, kwargs)))
+    refused = _refused(func, args, leaves((args, kwargs)))
+    if refused is not None:
+        raise _mixed(func, refused)
 
 
-def _refuse_plain(func: Function, args: Args, flat: Sequence[object]) -> None:
+def _refused(func: Function, args: Args, flat: Sequence[object]) -> Tensor | None:
+    """The first plain tensor among the arguments that is refused, if any is."""
     for t in flat:
         if isinstance(t, Tensor) and not isinstance(t, Wrapper) and (t.numel() != 1 or t.dim()):
             name = getattr(func, "__name__", str(func))
             if t.numel() == 1 and not name.startswith(_BY_INDICES):
                 continue
             if name in _HARMLESS or calling_module().startswith("torch.masked.") or graph_task_id() != -1:
-                return
-            if name.startswith(_ON_LISTS) and _are_apart(args):
-                return
-            raise MixedError(
-                f"{name}: a plain torch.Tensor of shape {tuple(t.shape)} among distributed tensors; wrap it with "
-                "distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; beside a "
-                "parallelized model take dshard.distribute_batch(model, batch); or run this "
-                "`with dshard.implicit_replication():` if it is the same on all ranks; "
-                "0-d tensors, and others of one element, are taken as they are"
-            )
+                return None
+            return None if name.startswith(_ON_LISTS) and _are_apart(args) else t
+    return None
+
+
+def _mixed(func: Function, plain: Tensor) -> MixedError:
+    return MixedError(
+        f"{getattr(func, '__name__', func)}: a plain torch.Tensor of shape {tuple(plain.shape)} among distributed "
+        "tensors; wrap it with distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
+        "beside a parallelized model take dshard.distribute_batch(model, batch); or run this "
+        "`with dshard.implicit_replication():` if it is the same on all ranks; "
+        "0-d tensors, and others of one element, are taken as they are"
+    )
 
 
 def _are_apart(lists: Args) -> bool:
@@ -309,6 +324,26 @@ def _are_apart(lists: Args) -> bool:
     rows = zip(*[arg for arg in lists if isinstance(arg, list | tuple)], strict=False)
     kinds = ({isinstance(t, Wrapper) for t in row if isinstance(t, Tensor) and t.dim() > 0} for row in rows)
     return all(len(kind) < 2 for kind in kinds)
+
+
+_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)
+_STEPS = frozenset({_STEP.__code__, AveragedModel.update_parameters.__code__})
+"""The code that runs the step of each optimiser, and that of torch's averages of weights."""
+
+
+def _is_in_step() -> bool:
+    """Whether the step of an optimiser or average runs: ranks run one program on one state, as in forward passes.
+
+    A closure that the step calls records gradients, and is the user's. The stack tells, so that a step that raised
+    leaves nothing behind, and steps without plain state do not pay.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _STEPS:
+        frame = frame.f_back
+    if frame is None or not is_grad_enabled():
+        return frame is not None
+    args, kwargs = frame.f_locals.get("args", ())[1:], frame.f_locals.get("kwargs", {})
+    return not any(map(callable, (*args, *kwargs.values())))
 
 
 def calling_module() -> str:

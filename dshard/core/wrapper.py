@@ -55,12 +55,14 @@ class Wrapper(Base):
     # its gradient is to stay partial.
     _leaf: bool | tuple[int, ...] | None = None
     # Their types are defined above this module: the origin of a copied view, a graph on local tensors, the layout that
-    # gradients get, the options of matmuls of which it is the weight, and its copies in other layouts by placements.
+    # gradients get, the options of matmuls of which it is the weight, its copies in other layouts by placements, and
+    # the parameter that it has replaced, if something holds that weakly.
     _view_sync: Any = None
     _local_graph: Any = None
     _gradient_leaf: Any = None
     _matmul: Any = None
     _moved: Any = None
+    _replaced: Any = None
     _fsdp_flattened = FlattenedByFSDP()
 
     if TYPE_CHECKING:  # torch says only that they give a tensor

@@ -16,7 +16,7 @@ from dshard.core.call import LocalOp, overloads
 from dshard.core.executable import ComposedExecutable, decision_of
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
-from dshard.core.operands import number_on, plain_number
+from dshard.core.operands import number_on, plain_value
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec, spec_of
 from dshard.core.wrapper import Wrapper, wrap
@@ -106,7 +106,7 @@ def _by_mesh(func: OpOverload, positions: dict[Mesh | None, list[int]], args: Ar
         def of_mesh(arg: object, entries: list[int] = entries, mesh: Mesh | None = mesh) -> object:
             if isinstance(arg, list | tuple):
                 return [arg[i] for i in entries] if len(arg) == n else arg
-            return plain_number(func, arg) if mesh is None and isinstance(arg, Wrapper) else arg
+            return plain_value(func, arg) if mesh is None and isinstance(arg, Wrapper) else arg
 
         out = func(*map(of_mesh, args), **{name: of_mesh(arg) for name, arg in kwargs.items()})
         results |= zip(entries, out or (), strict=False)

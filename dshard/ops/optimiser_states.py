@@ -1,15 +1,18 @@
-"""Loaded states of optimisers: distributed like their parameters, whichever program saved them."""
+"""States of optimisers: distributed like their parameters, whichever program made or saved them."""
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dshard.core.moves import replace_leaves
 from dshard.core.plain_tensors import from_torch, is_torchs
+from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
 from dshard.core.wrapper import Wrapper
 from dshard.torch_dtensor import TorchDTensor
@@ -25,6 +28,22 @@ def support_states() -> None:
     if state_like_parameter is not None:
         name = state_like_parameter.__name__
         setattr(Optimizer, name, staticmethod(_distributed_as_the_parameter(state_like_parameter)))
+    register_optimizer_step_pre_hook(_follow_parameters)
+
+
+def _follow_parameters(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Put the successors of parameters that were replaced into an optimiser made before, with their states laid out."""
+    if getattr(optimizer, "_dshard_followed", 0) == Replaced.number:
+        return
+    optimizer._dshard_followed = Replaced.number  # type: ignore[attr-defined]
+    taken: dict[int, Tensor] = {}  # of two objects that are one parameter the first counts
+    for group in optimizer.param_groups:
+        parameters = {id(p): p for p in map(successor, group["params"]) if id(p) not in taken}
+        group["params"][:] = parameters.values()
+        taken |= parameters
+    for old in [p for p in optimizer.state if successor(p) is not p]:
+        new = successor(old)
+        optimizer.state[new] = replace_leaves(optimizer.state.pop(old), partial(_like, new))
 
 
 def _distributed_as_the_parameter(process: Function) -> Function:

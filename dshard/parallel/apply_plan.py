@@ -19,6 +19,7 @@ from dshard.caches import cached
 from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated, implicit_replication
+from dshard.core.replaced_parameters import succeed, successor
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
 from dshard.distribute import cut, distribute_tensor
@@ -32,7 +33,6 @@ from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plai
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
-from dshard.parallel.replaced_parameters import mark_replaced
 from dshard.placements import Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
@@ -303,20 +303,33 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}
 
-    def distributed(name: str, p: Tensor) -> Tensor:
+    def distributed(name: str, p: Any) -> Tensor:
         if isinstance(p, DTensor):
             return p
-        mark_replaced(p)
-        out: Tensor = _distribute(p, plan, plan.parameters.get(name, replicated), fresh, name)
+        placements = plan.parameters.get(name, replicated)
+        out: DTensor = _distribute(p, plan, placements, fresh, name)
+        grad: Any = None if p.grad is None or p.is_meta else p.grad.detach().to_dense()
+        if grad is not None:
+            grad = distribute_tensor(grad, plan.mesh, placements, src_data_rank=None)
+        succeed(name, p, out, grad)
         return out
 
     replace_parameters(model, distributed)
     for path, module in model.named_modules():
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
-                module._buffers[own] = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
+                out = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
+                module._buffers[own] = _in_memory_of(buffer, out)
     if fresh:
         _reset(model, fresh)
+
+
+def _in_memory_of(buffer: Tensor, out: DTensor) -> DTensor:
+    """`out`, the distributed `buffer`, in the memory of `buffer`: references to it, and views, see what is written."""
+    local = out._local_tensor
+    if type(local) is type(buffer) is Tensor and local.stride() == buffer.stride() and local.device == buffer.device:
+        out._local_tensor = buffer.detach()
+    return out
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
@@ -327,7 +340,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor
         for own, p in module._parameters.items():
             if p is not None:
                 if id(p) not in replaced:
-                    replaced[id(p)] = replace(names[id(p)], p)
+                    replaced[id(p)] = replace(names[id(p)], successor(p))
                 module._parameters[own] = replaced[id(p)]
 
 

@@ -284,7 +284,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
             out + torch.ones(4)
 
 
-# -- twice, or after the optimiser
+# -- twice
 
 
 def test_a_model_is_laid_out_once() -> None:
@@ -293,22 +293,6 @@ def test_a_model_is_laid_out_once() -> None:
         parallelize(model, mesh, "data", torch.ones(2, 4))
         with pytest.raises(ArgumentError, match=r"Linear is laid out by parallelize already \('data'\): give"):
             parallelize(model, mesh, "fsdp", torch.ones(2, 4))
-
-
-def test_an_optimiser_of_parameters_that_were_replaced_is_refused() -> None:
-    model, beside, mesh = nn.Linear(4, 4), nn.Linear(4, 4), Mesh((2,), ("x",))
-    beside.weight = model.weight
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, beside)]
-    with simulated(mesh):
-        parallelize(model, mesh, "data", torch.ones(2, 4))
-        model(torch.ones(2, 4)).sum().backward()
-        beside(torch.ones(2, 4)).sum().backward()
-        optimizers[1].step()  # which trains the weight in the other model
-        optimizers[1].zero_grad()
-
-        with pytest.raises(ArgumentError, match=r"SGD.step\(\) of parameters that parallelize has replaced .* after"):
-            optimizers[0].step()
-    assert model.weight.grad is not None
 
 
 # -- without data
