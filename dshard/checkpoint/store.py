@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from dshard import comm
 from dshard.checkpoint.flat_names import Leaf, leaves
@@ -88,9 +88,10 @@ def load(
     """Load a checkpoint of `save`, or of torch.distributed.checkpoint, from `path` into a state, on all ranks together.
 
     `state` gives the names and layouts to load: each rank reads only its shards, from any saved layout and mesh.
-    Tensors are written in place; other values are replaced; modules and optimizers load their state dicts. An optimizer
-    that has made no step yet first gets its states, by a step with gradients and a learning rate of zero. Names beyond
-    `state` are ignored. Names, shapes and dtypes are compared before anything is read, and the bytes read with their
+    Tensors are written in place; other values are replaced; modules and optimizers load their state dicts. Parameters
+    without a state in an optimizer first get one, by a step with gradients and a learning rate of zero; those that have
+    none in the checkpoint, as they had no gradient when it was saved, begin anew, with a warning. Names beyond `state`
+    are ignored. Names, shapes and dtypes are compared before anything is read, and the bytes read with their
     checksums. A concurrent save to the same path is harmless: all ranks read the same version. Nothing in the
     checkpoint is executed: values other than tensors may name the globals that torch.load allows by default, those
     passed to `torch.serialization.add_safe_globals`, and those of the pickled value in `state`.
@@ -107,11 +108,22 @@ def load(
             _give_state(value)
     nested = states(state)
     by_name = leaves(nested)
+    optional = {
+        f"{key}.state.{i}.": (key, i)
+        for key, value in state.items()
+        if isinstance(value, Optimizer)
+        for i in nested[key]["state"]
+    }
     with failing(f"loading from {path}"):
-        flat = _load_one_version(by_name, path, progress, process_group)
+        flat = _load_one_version(by_name, tuple(optional), path, progress, process_group)
     for name, leaf in by_name.items():
-        if not isinstance(leaf.value, Tensor):
+        if name in flat and not isinstance(leaf.value, Tensor):
             leaf.container[leaf.key] = flat[name]
+    absent = [place for prefix, place in optional.items() if not any(name.startswith(prefix) for name in flat)]
+    for key, i in absent:
+        del nested[key]["state"][i]
+    if absent:
+        _warn_of_absent_states(state, absent)
     for key, value in state.items():
         if isinstance(value, Stateful):
             value.load_state_dict(nested[key])
@@ -119,13 +131,18 @@ def load(
             state[key] = nested[key]
 
 
-def _load_one_version(by_name: dict[str, Leaf], path: Path, progress: Report | None, group: Group) -> dict[str, Any]:
-    """Read the leaves from the same version of the checkpoint on all ranks, despite concurrent saves."""
+def _load_one_version(
+    by_name: dict[str, Leaf], optional: Sequence[str], path: Path, progress: Report | None, group: Group
+) -> dict[str, Any]:
+    """Read the leaves from the same version of the checkpoint on all ranks, despite concurrent saves.
+
+    Those whose names begin with one of `optional` are left out where the checkpoint has none of that prefix.
+    """
     failed: CheckpointException | None = None
     failed_versions: set[object] = set()
     for _ in range(TRIES):
         reader = Reader(path)
-        problems = _problems(reader, by_name)  # reads the metadata
+        problems, saved = _problems(reader, by_name, optional)  # reads the metadata
         here = None if reader.known is None else version(reader.known)
         versions = set(comm.gather_objects((reader.known is not None, here), group))
         if len(versions) > 1:
@@ -134,7 +151,7 @@ def _load_one_version(by_name: dict[str, Leaf], path: Path, progress: Report | N
         agree(problems, f"cannot load from {path}", group)
         if failed is not None and versions == failed_versions:
             raise failed
-        flat = {name: leaf.value for name, leaf in by_name.items()}
+        flat = {name: leaf.value for name, leaf in by_name.items() if name in saved}
         planner = LoadPlanner(flat.copy(), progress)
         try:
             with reader.files.stack:
@@ -183,13 +200,16 @@ def complete_partials(state: object) -> Any:
 
 
 def _give_state(optimizer: Optimizer) -> None:
-    """Let the optimizer create its states as in its first step, without changing parameters."""
-    if optimizer.state:
-        return
+    """Let the optimizer create the states that it lacks as in its first step, without changing parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    lacking = [p for p in parameters if p not in optimizer.state]
+    if not lacking or (optimizer.state and isinstance(optimizer, LBFGS)):  # which has one state for all
+        return
     grads, rates = [p.grad for p in parameters], [group.get("lr") for group in optimizer.param_groups]
     with torch.no_grad():
         for p in parameters:
+            p.grad = None
+        for p in lacking:
             p.grad = torch.zeros_like(p)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
@@ -200,17 +220,34 @@ def _give_state(optimizer: Optimizer) -> None:
             p.grad = grad
 
 
-def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
-    """Messages about leaves that do not match the checkpoint."""
+def _warn_of_absent_states(state: Mapping[str, Any], absent: Sequence[tuple[str, Any]]) -> None:
+    """Name the parameters of which a checkpoint has no state of their optimizer."""
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    numbered = {key: [p for group in state[key].param_groups for p in group["params"]] for key, _ in absent}
+    shown = [f"{key}: {names.get(id(numbered[key][i]), i)}" for key, i in absent]
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    warnings.warn(
+        f"the checkpoint has no state of an optimizer for {len(shown)} parameters ({', '.join(shown[:SHOWN])}{more}), "
+        "which had no gradient when it was saved: their states begin anew",
+        stacklevel=3,
+    )
+
+
+def _problems(reader: Reader, by_name: dict[str, Leaf], optional: Sequence[str]) -> tuple[list[str], Mapping[str, Any]]:
+    """Messages about leaves that do not match the checkpoint, and its entries by name."""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except (FileNotFoundError, NotADirectoryError):
         what = "is no checkpoint: it has no file .metadata" if Path(reader.path).exists() else "does not exist"
-        return [f"it {what}; give the directory that a checkpoint was saved to"]
+        return [f"it {what}; give the directory that a checkpoint was saved to"], {}
     except (CheckpointError, OSError) as error:
-        return [str(error)]
+        return [str(error)], {}
     problems = []
+    absent = tuple(prefix for prefix in optional if not any(name.startswith(prefix) for name in saved))
     for name, leaf in by_name.items():
+        if name.startswith(absent):
+            continue
         entry, value = saved.get(name), leaf.value
         if entry is None:
             problems.append(f"it has no {name!r}; it has {format_of(sorted(saved)[:SHOWN])}")
@@ -225,7 +262,7 @@ def _problems(reader: Reader, by_name: dict[str, Leaf]) -> list[str]:
                     f"{name!r} is {entry.properties.dtype} in the checkpoint and {value.dtype} here: "
                     "load it as it was saved, and convert it then"
                 )
-    return problems
+    return problems, saved
 
 
 def misfits(name: str, shape: Sequence[int], value: Tensor, where: str = "checkpoint") -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_tensor
+from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_tensor, parallelize
 from dshard.checkpoint import load, save
 from dshard.testing import RankPool, distribute, layouts, rank_pool, shapes, whole
 
@@ -221,6 +222,61 @@ def test_training_goes_on_from_a_checkpoint(ranks: RankPool, tmp_path: Path) -> 
 
 
 # -- torch's own save and load
+
+
+class WithUnusedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.unused = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 7)
+
+    def forward(self, x: Tensor, used: bool = False) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.head(h).sum() + (self.unused(h).square().sum() if used else 0)
+
+
+def resumed_with_an_unused_head(path: str, warm: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Parameters after steps before and after a checkpoint, and without one; what is warned of."""
+    x = torch.ones(4, 6)
+
+    def begun(uses: list[bool], plan: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = parallelize(WithUnusedHead(), mesh_of(4), plan, x)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        stepped(model, optimizer, uses)
+        return model, optimizer
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, uses: list[bool]) -> None:
+        for used in uses:
+            optimizer.zero_grad()
+            model(x, used).backward()
+            optimizer.step()
+
+    before = [True, False] if warm else [False, False]
+    model, optimizer = begun(before, "data")
+    save({"model": model, "optimizer": optimizer}, path)
+    stepped(model, optimizer, [True, True])
+    other, resumed = begun([False] if warm else [], "fsdp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load({"model": other, "optimizer": resumed}, path)
+    stepped(other, resumed, [True, True])
+    of_states = [str(each.message) for each in caught if "state of an optimizer" in str(each.message)]
+    return [whole(p).detach() for p in other.parameters()], [whole(p).detach() for p in model.parameters()], of_states
+
+
+@pytest.mark.ranks
+def test_states_that_a_checkpoint_lacks_begin_anew_with_a_warning(ranks: RankPool, tmp_path: Path) -> None:
+    for resumed, went_on, warned in ranks.run(resumed_with_an_unused_head, str(tmp_path / "c"), False, timeout=WAIT):
+        torch.testing.assert_close(resumed, went_on)
+        assert len(warned) == 1
+        assert "for 2 parameters (optimizer: unused.weight, optimizer: unused.bias), which had no grad" in warned[0]
+
+
+@pytest.mark.ranks
+def test_states_that_an_optimizer_lacks_are_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    for resumed, went_on, warned in ranks.run(resumed_with_an_unused_head, str(tmp_path / "c"), True, timeout=WAIT):
+        torch.testing.assert_close(resumed, went_on)
+        assert not warned
 
 
 def with_torch(path: str) -> tuple[bool, bool]:
