@@ -18,6 +18,7 @@ from dshard.compile.graph_functions import traceable
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
 from dshard.core.plain_tensors import from_torch
+from dshard.core.replaced_parameters import succeed
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped
@@ -113,6 +114,15 @@ def cut(tensor: Tensor, layout: Layout) -> DTensor:
     runtime.runners.hits += 1
     region, spec = known
     return as_dtensor(wrap(comm.local_shard(tensor, region, torch.preserve_format), spec))
+
+
+def replace_parameter(name: str, old: torch.nn.Parameter, new: DTensor) -> None:
+    """Let `new` take the place of the plain parameter `old`, with its gradient, laid out as `new` is."""
+    grad: Any = None
+    if old.grad is not None and not old.is_meta:
+        grad = old.grad.detach().to_dense()
+        grad = distribute_tensor(grad, new.layout.mesh, new.placements, src_data_rank=None)
+    succeed(name, old, new, grad)
 
 
 def _stride(source: Tensor, src_data_rank: int | None) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.nn.init import sparse_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -179,7 +180,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         if not takes_all:
             return leaf
         if isinstance(leaf, Parameter) and not (meta or is_copied):
-            _compare_parameter(leaf, meshes[0])
+            compare_parameter(leaf, meshes[0])
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
             compare_calls(f"{what}, {tuple(leaf.shape)}, {leaf.dtype}", meshes[0], contents=leaf)
@@ -245,7 +246,7 @@ _COMPARED: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 """The plain parameters that the ranks have compared, by their ids."""
 
 
-def _compare_parameter(x: Parameter, mesh: Mesh) -> None:
+def compare_parameter(x: Parameter, mesh: Mesh) -> None:
     """Go on only if a plain parameter, such as that of a module added later, is the same on all ranks at its first use.
 
     Raises:
@@ -327,12 +328,12 @@ def _are_apart(lists: Args) -> bool:
 
 
 _STEP: Any = Optimizer.profile_hook_step(Optimizer.step)
-_STEPS = frozenset({_STEP.__code__, AveragedModel.update_parameters.__code__})
-"""The code that runs the step of each optimiser, and that of torch's averages of weights."""
+_STEPS = frozenset({_STEP.__code__, AveragedModel.update_parameters.__code__, sparse_.__code__})
+"""The code that runs the step of each optimiser, and torch's own code for averages and values of weights."""
 
 
 def _is_in_step() -> bool:
-    """Whether the step of an optimiser or average runs: ranks run one program on one state, as in forward passes.
+    """Whether code of `_STEPS` runs: ranks run one program on one state, as in forward passes.
 
     A closure that the step calls records gradients, and is the user's. The stack tells, so that a step that raised
     leaves nothing behind, and steps without plain state do not pay.

@@ -14,7 +14,6 @@ from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.comm import plain
 from dshard.core.moves import replace_leaves
@@ -100,8 +99,6 @@ def succeed(name: str, old: nn.Parameter, new: Wrapper, grad: Wrapper | None) ->
     Replaced.number += 1
     kind: Any = type(old)
     if kind not in _CLASSES:
-        if not _CLASSES:
-            register_module_parameter_registration_hook(lambda module, name, parameter: successor(parameter))
         _CLASSES[kind] = type(kind)(f"Replaced{kind.__name__}", (Replaced, kind), {})
     old.__class__ = _CLASSES[kind]
 

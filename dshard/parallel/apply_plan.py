@@ -19,10 +19,10 @@ from dshard.caches import cached
 from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated, implicit_replication
-from dshard.core.replaced_parameters import succeed, successor
+from dshard.core.replaced_parameters import successor
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
-from dshard.distribute import cut, distribute_tensor
+from dshard.distribute import cut, distribute_tensor, replace_parameter
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.layout import Layout
@@ -308,10 +308,7 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
             return p
         placements = plan.parameters.get(name, replicated)
         out: DTensor = _distribute(p, plan, placements, fresh, name)
-        grad: Any = None if p.grad is None or p.is_meta else p.grad.detach().to_dense()
-        if grad is not None:
-            grad = distribute_tensor(grad, plan.mesh, placements, src_data_rank=None)
-        succeed(name, p, out, grad)
+        replace_parameter(name, p, out)
         return out
 
     replace_parameters(model, distributed)

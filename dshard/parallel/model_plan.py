@@ -18,6 +18,7 @@ from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import apply_plan, distribute_parameters
+from dshard.parallel.assigned_parameters import lay_out_assigned
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
@@ -257,3 +258,6 @@ def _example(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
             "parallelize(model, mesh, plan, inputs)"
         )
     return (), dict(dummy)
+
+
+lay_out_assigned()
