@@ -25,6 +25,7 @@ from dshard import (
 )
 from dshard.explain import explain_matmul
 from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.tables import short_line
 from dshard.topology import BYTES
 
 
@@ -129,7 +130,7 @@ class TestPlaces:
         lines = [operator.line for operator in report.operators]
         first = step.__code__.co_firstlineno
         assert lines == [f"{__file__}:{first + 1}", f"{__file__}:{first + 2}"]
-        assert str(report).startswith(f"linear   _0 k, n k -> _0 n   at {lines[0]}")
+        assert str(report).startswith(f"linear   _0 k, n k -> _0 n   at {short_line(lines[0])}")
 
     def test_nothing_distributed_is_said(self):
         assert str(explain(torch.ones, 3)) == "no operator on distributed tensors was called"
