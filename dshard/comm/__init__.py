@@ -46,6 +46,7 @@ from dshard.comm.events import Event, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import JoinedStart, Lane, begin_joined, joined_received, joined_start, lane_of
+from dshard.comm.kernel_device import emulated_kernels, kernel_device
 from dshard.comm.peer_failure import (
     is_from_peer,
     is_published,
@@ -151,6 +152,7 @@ __all__ = [
     "device_mesh_of",
     "device_of",
     "device_of_result",
+    "emulated_kernels",
     "even_shape",
     "fetch",
     "finish",
@@ -169,6 +171,7 @@ __all__ = [
     "is_published",
     "joined_received",
     "joined_start",
+    "kernel_device",
     "lane_of",
     "leave_word",
     "listen",

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dshard.comm import kernel_device
 from dshard.core.wrapper import Wrapper
 
 _FUSED: frozenset[type[Optimizer]] = frozenset({SGD, Adagrad, Adam, AdamW})
@@ -28,7 +29,7 @@ def _leaves_open(group: dict[str, Any]) -> bool:
         return False
     cls = Wrapper.public
     specs = [p._spec if type(p) is cls else None for p in group["params"]]  # torch would ask each tensor anew
-    return all(s is not None and s.device.type == "cpu" and s.dtype.is_floating_point for s in specs)
+    return all(s is not None and kernel_device(s.device) == "cpu" and s.dtype.is_floating_point for s in specs)
 
 
 def _before(optimizer: Optimizer, args: object, kwargs: object) -> None:

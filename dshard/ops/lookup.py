@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import recorded, traced
+from dshard.comm import kernel_device, recorded, traced
 from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
 from dshard.rules.strategy import Strategy
@@ -44,7 +44,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
     Raises:
         IndexError: one is.
     """
-    if index.device.type == "cpu" and not traced(index):
+    if kernel_device(index.device) == "cpu" and not traced(index):
         recorded(("refuses indices", size, dim, kind), partial(_refuse_now, size, dim, kind), index, beyond)
     elif not index.is_meta:
         assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")

@@ -138,6 +138,24 @@ def _union(a: Block, b: Block) -> Block | None:
     return None
 
 
+def square_diagonals(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks, with queries of a diagonal that come after its last key, and see all keys, as blocks of their own.
+
+    Of causal masks with more queries than keys torch's kernels for GPUs have two meanings, of square ones one.
+
+    >>> square_diagonals([Block(range(5), range(3), diagonal=True)])[1]
+    Block(queries=range(3, 5), keys=range(0, 3), diagonal=False)
+    """
+    parts: list[Block] = []
+    for block in blocks:
+        rows, columns = block.queries, len(block.keys)
+        if block.diagonal and len(rows) > columns:
+            parts += Block(rows[:columns], block.keys, diagonal=True), Block(rows[columns:], block.keys)
+        else:
+            parts.append(block)
+    return tuple(parts)
+
+
 def computed_pairs(blocks: Sequence[Block], backend: str) -> int:
     """The number of pairs that kernels compute for blocks: on CPUs, where gloo sends, all pairs of their tiles.
 
@@ -184,12 +202,12 @@ def work_of(steps: Sequence[Sequence[Block]], rows: int, backend: str, narrow: b
     """The work of the blocks of each step, which join one result of `rows` rows, `narrow` in half precision.
 
     >>> work_of([visible_blocks([range(4, 8)], [range(6)], True)], 4, "nccl", False)
-    (Work(pairs=23, operators=7, rows=12.0, blocks=2, queries=8, keys=6),)
+    (Work(pairs=23, operators=10, rows=12.0, blocks=3, queries=8, keys=8),)
     """
     reached: list[range] = []
     works: list[Work] = []
     is_narrow = narrow  # until the result has been converted
-    for blocks in steps:
+    for blocks in steps if backend in ("gloo", HELD) else map(square_diagonals, steps):
         operators, touched = len(blocks), 0.0
         for block in blocks:
             join, n = join_of(block, reached, rows), len(block.queries)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dshard.errors import RuleError
 from dshard.testing.check import check_call, check_rule
 from dshard.testing.counter import Collective, Traffic, count_traffic
+from dshard.testing.cuda_kernels import cuda_contract
 from dshard.testing.host_sync import HostSyncError, no_host_sync
 from dshard.testing.pool import RankPool, rank_pool
 from dshard.testing.simulated_ranks import distribute, parts, simulated, whole
@@ -37,6 +38,7 @@ __all__ = [
     "check_call",
     "check_rule",
     "count_traffic",
+    "cuda_contract",
     "distribute",
     "dtensors",
     "layouts",

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import HALF, sum_dtype
+from dshard.comm import HALF, kernel_device, sum_dtype
 from dshard.ops.attention.held_scores import Held, Operands, attend_held, held_gradients
-from dshard.rules.attention_blocks import Block, join_of, reach
+from dshard.rules.attention_blocks import Block, join_of, reach, square_diagonals
 
 _aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ class BlockResult:
     def add(self, panel: Panel) -> None:
         """Merge attention to the blocks of a panel into the result."""
         rows = self.q.shape[-2]
-        for block in panel.blocks:
+        for block in _blocks(panel):
             operands = _operands(panel, block)
             block_result = _attended(operands)
             match join_of(block, self.reached, rows):
@@ -138,7 +138,7 @@ def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator
 
     `rows` are the full rows of the result.
     """
-    for block in panel.blocks:
+    for block in _blocks(panel):
         operands = _operands(panel, block)
         kernel, lead = _kernel_of(operands), operands.q.shape[:-1]
         lse, delta = (_span(x, -1, block.queries).reshape(lead) for x in (rows.lse, rows.delta))
@@ -184,6 +184,11 @@ def _result_with(grad: Tensor, delta: Tensor) -> Tensor:
 
 def _span(x: Tensor, dim: int, indices: range) -> Tensor:
     return x if x.shape[dim] in (1, len(indices)) else x.narrow(dim, indices.start, len(indices))
+
+
+def _blocks(panel: Panel) -> Sequence[Block]:
+    """The blocks of a panel as the kernels of its device take them: but for CPUs with diagonals that are square."""
+    return panel.blocks if kernel_device(panel.q.device) in ("cpu", "meta") else square_diagonals(panel.blocks)
 
 
 def _operands(panel: Panel, block: Block) -> Operands:
@@ -246,11 +251,12 @@ def _kernel_of(operands: Operands) -> _Kernel:
     is_held = operands.modify is not None or operands.drop is not None
     if is_held or not all(x.numel() for x in (q, k, v)) or not q.is_floating_point():
         return _OPERATORS
-    if q.device.type in ("cpu", "meta") and q.dtype in HALF and q.shape[-1] != v.shape[-1]:
+    device = kernel_device(q.device)
+    if device in ("cpu", "meta") and q.dtype in HALF and q.shape[-1] != v.shape[-1]:
         return _OPERATORS  # as torch on one device: its kernel takes one size, and rounds more
-    if q.device.type in ("cpu", "meta"):
+    if device in ("cpu", "meta"):
         return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
-    if q.device.type != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
+    if device != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
         return _OPERATORS
     if q.dtype in HALF and torch.backends.cuda.flash_sdp_enabled():
         return _FLASH_ON_CUDA
@@ -259,17 +265,21 @@ def _kernel_of(operands: Operands) -> _Kernel:
 
 
 def _of_one_size(operands: Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with zeros appended to the last dim, until it is a `multiple` of one size."""
+    """Query, key and value with zeros appended to the last dim, until it is a `multiple` of one size.
+
+    Rows begin at such a multiple, too: kernels of GPUs read several elements at once.
+    """
     size = -(-max(operands.q.shape[-1], operands.v.shape[-1]) // multiple) * multiple
-    q, k, v = (_to_size(x, size) for x in operands[:3])
+    q, k, v = (_to_size(x, size, multiple) for x in operands[:3])
     return q, k, v
 
 
-def _to_size(x: Tensor, size: int) -> Tensor:
+def _to_size(x: Tensor, size: int, multiple: int = 1) -> Tensor:
     """`x` with zeros appended to the last dim, whose elements lie side by side: kernels read them so unasked."""
     if x.shape[-1] < size:
         return F.pad(x, (0, size - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    apart = multiple > 1 and any(n % multiple for n in (x.storage_offset(), *x.stride()[:-1]))
+    return x.clone(memory_format=torch.contiguous_format) if apart or x.stride(-1) != 1 else x
 
 
 def _cut(gradients: Sequence[Tensor], operands: Operands) -> _Gradients:
@@ -298,6 +308,7 @@ def _flash_on_cuda(o: Operands) -> tuple[Tensor, Tensor]:
 
 def _flash_on_cuda_backward(grad: Tensor, o: Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
+    lse = lse.contiguous()  # the kernel reads it as such, whatever its strides
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
     kernel, none = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
     sizes = q.shape[-2], k.shape[-2]
@@ -314,6 +325,8 @@ def _efficient_on_cuda(o: Operands) -> tuple[Tensor, Tensor]:
 def _efficient_on_cuda_backward(grad: Tensor, o: Operands, out: Tensor, lse: Tensor) -> _Gradients:
     q, k, v = _of_one_size(o, 8)
     grad, out = (_to_size(x, v.shape[-1]) for x in (grad, out))
+    if out.dtype in HALF:  # whose rows the kernel expects to hold all heads
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)  # the kernel reads rows in blocks of 32
     kernel, none = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
     wanted = [True, True, True, False]

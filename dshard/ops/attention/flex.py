@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from dshard.comm import traced
+from dshard.comm import kernel_device, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -244,7 +244,7 @@ class RankScores:
         k, v = (x[:, :, : len(self.keys)] for x in (k, v))
         if not q.numel():
             return of_nothing(q, k, v)
-        return self.held(q, k, v) if q.device.type == "cpu" or not k.numel() else self.by_torch(q, k, v)
+        return self.held(q, k, v) if kernel_device(q.device) == "cpu" or not k.numel() else self.by_torch(q, k, v)
 
     def by_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention by torch's own function, with a block mask of the ranges."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
+from dshard.comm import kernel_device
 from dshard.layout import Region, Shape
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
@@ -92,7 +93,7 @@ def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: 
 
 def _tiles(region_runs: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
     """Yield tiles: first and last run, first and last element of these."""
-    limit = CPU_BLOCKS if device.type == "cpu" else DEVICE_BLOCKS
+    limit = CPU_BLOCKS if kernel_device(device) == "cpu" else DEVICE_BLOCKS
     blocks = -(-region_runs.length // per_block) + 1
     height = max(limit // blocks, 1)
     width = region_runs.length if blocks <= limit else limit * per_block
