@@ -21,6 +21,7 @@ from dshard.core.plain_tensors import from_torch
 from dshard.core.replaced_parameters import succeed
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
+from dshard.core.subclasses import as_plain
 from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
@@ -75,7 +76,7 @@ def distribute_tensor(
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
         comm.compare_calls(call, mesh, contents=tensor if src_data_rank is None else None)
-    term_layout, source = checked(layout, tensor.dtype)[0], tensor.detach()
+    term_layout, source = checked(layout, tensor.dtype)[0], as_plain(tensor).detach()
     if traced(source):
         source = with_concrete_sizes(source)
     local, shape = scattered(source, term_layout, src_data_rank), tuple(source.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -32,6 +32,7 @@ from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import fast_path
 from dshard.dispatch.fast_path import QUERIES, through
 from dshard.dispatch.operator import dispatch
+from dshard.dispatch.other_classes import by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
@@ -247,14 +248,17 @@ class DTensor(Wrapper):
 
     @classmethod
     def __torch_function__(
-        cls, func: Function, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+        cls, func: Function, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if len(types) > 1:
+            if are_replaced(types):
+                return NotImplemented
+            if (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
+                return out
         of_graph = QUERIES.get(func)
         if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
             with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
                 return func(*args, **(kwargs or {}))
-        if len(types) > 1 and are_replaced(types):
-            return NotImplemented
         return fast_path.call(func, args, kwargs or {}, through)
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]

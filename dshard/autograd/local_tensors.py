@@ -18,6 +18,7 @@ from dshard.core.local_checks import check_strided, checked, gathered_shape, gra
 from dshard.core.moves import replica_broadcasts, sending, wrap_counting
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import Spec, contiguous_stride, dense_stride, spec_of
+from dshard.core.subclasses import as_plain
 from dshard.core.transforms import refuse_wrapped, with_tangent
 from dshard.core.wrapper import DISTRIBUTED, Wrapper
 from dshard.errors import MixedError, ShapeError
@@ -53,6 +54,7 @@ def from_local(
             "from_local takes this rank's plain local tensor, not a DTensor: use redistribute to change placements"
         )
     check_strided(local, "from_local", "this rank's local tensor")
+    local = as_plain(local)
     refuse_wrapped(local, "from_local")
     dual: Wrapper | None = with_tangent(
         local, lambda x: from_local(x, mesh, placements, run_check, shape, stride, grad_placements)

@@ -12,6 +12,7 @@ from dshard.caches import cached
 from dshard.core.moves import sending
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.spec import contiguous_spec
+from dshard.core.subclasses import refuse_own_rules
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError, LayoutError
 from dshard.layout import Layout, Shape, layout_of
@@ -24,7 +25,7 @@ def check_strided(x: object, what: str, kind: str) -> None:
 
     Raises:
         ArgumentError: no tensor.
-        LayoutError: a sparse, quantized or nested one.
+        LayoutError: a sparse, quantized or nested one, or of a class with its own rules.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(
@@ -32,6 +33,7 @@ def check_strided(x: object, what: str, kind: str) -> None:
         )
     if isinstance(x, Wrapper):
         return
+    refuse_own_rules(what, [type(x)], LayoutError)
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")

@@ -11,6 +11,7 @@ from dshard.core.context import planning_context
 from dshard.core.moves import redistribute_local, replace_leaves, tensors_in
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
+from dshard.core.subclasses import refuse_own_rules
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated
@@ -87,6 +88,7 @@ def spec_like(t: Tensor, mesh: Mesh) -> Spec:
     """The spec of an operand; plain tensors, which composite operators make on all ranks, count as replicated."""
     if isinstance(t, Wrapper):
         return t._spec
+    refuse_own_rules("an operator", [type(t)])
     shape = tuple(map(int, t.shape))  # of sizes that a traced graph leaves open those that they have now
     return contiguous_spec(replicated(mesh), shape, t.dtype, t.device)
 

@@ -38,6 +38,7 @@ from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, 
 from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
+from dshard.core.subclasses import as_plain, is_other, refuse_own_rules
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
 from dshard.layout import replicated
@@ -60,6 +61,8 @@ def may_hold_plain(values: Iterable[object]) -> bool:
     """Whether there may be a plain tensor among `values`."""
     for value in values:
         if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
+            return True
+        if is_other(type(value)):
             return True
     return False
 
@@ -147,7 +150,9 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         MixedError: a plain tensor of other than one element is among the arguments.
     """
     flat = leaves((args, kwargs))  # once: an optimiser's lists have several tensors for each parameter
-    if any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in set(map(type, flat))):
+    kinds = set(map(type, flat))
+    refuse_own_rules(getattr(func, "__name__", str(func)), kinds)
+    if any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
         flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
@@ -172,7 +177,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
-            return _replicated(leaf, meshes[0], meta)
+            return replicated_tensor(leaf, meshes[0], meta)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper):
             return leaf
         if leaf.numel() == 1:  # without data, torch takes those without dims alone from another device
@@ -184,7 +189,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
             compare_calls(f"{what}, {tuple(leaf.shape)}, {leaf.dtype}", meshes[0], contents=leaf)
-        return _replicated(leaf, meshes[0], meta)
+        return replicated_tensor(leaf, meshes[0], meta)
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
@@ -201,9 +206,9 @@ def _written(func: Function, args: Args) -> object:
     return args[0] if args and name.endswith("_") and not name.endswith("__") else None
 
 
-def _replicated(x: Tensor, mesh: Mesh, meta: bool) -> Any:
+def replicated_tensor(x: Tensor, mesh: Mesh, meta: bool = False) -> Any:
     """The plain tensor `x` as a replicated one, without data if `meta`; the gradient of `x` is plain."""
-    layout = replicated(mesh)
+    layout, x = replicated(mesh), as_plain(x)
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
         spec = contiguous_spec(layout, shape, x.dtype, torch.device("meta") if meta else x.device)

@@ -5,7 +5,7 @@ A warm call makes a key of operator, specs and static arguments, finds the execu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
+from dshard.core.subclasses import refuse_own_rules
 from dshard.core.view_sync import (
     COMPUTED,
     RESHAPED_VIEWS,
@@ -79,9 +80,11 @@ RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshap
 """Operators whose kernel changes only sizes, so that torch's gradient of the kernel is the gradient of the call."""
 
 
-def dispatch(func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
     """`DTensor.__torch_dispatch__`: run `func`, with the result of single-device torch on the global tensors."""
     kwargs = kwargs or {}
+    if len(types) > 1:
+        refuse_own_rules(str(func), types)
     if func is _DETACH:
         x = args[0]
         if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
+from dshard.core.subclasses import refuse_own_rules
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
@@ -160,6 +161,8 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
         LayoutError: a plan for another model.
     """
     check_type(model, nn.Module, "the model", "give an nn.Module")
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        refuse_own_rules(f"laying out {name}", [type(x)], LayoutError)
     boundary = own_boundary(model)
     if boundary is not None:
         raise ArgumentError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.core.local_checks import check_strided
 from dshard.core.spec import contiguous_spec
+from dshard.core.subclasses import as_plain
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
@@ -103,7 +104,7 @@ def distribute(x: Tensor, layout: Layout, *, seed: int = 0) -> DTensor:
     check_strided(x, "distribute", "the whole tensor")
     check_type(layout, Layout, "the layout", "give a dshard.Layout", LayoutError)
     layout.check(x.shape)
-    x = comm.of_first_rank(x)  # made within simulated(...), alike on all ranks
+    x = comm.of_first_rank(as_plain(x))  # made within simulated(...), alike on all ranks
     with comm.plain():
         part = local_tensor_of(x, layout, seed)
     local = comm.local_of(layout, lambda at, device: part(at).to(device))
