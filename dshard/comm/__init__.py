@@ -37,7 +37,7 @@ from dshard.comm.agreement import (
     share,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
-from dshard.comm.backends import HALF, NCCL_CONTRACT, check_reduced, sum_dtype
+from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.cpu_scheduling import share_cores
@@ -46,7 +46,6 @@ from dshard.comm.events import Event, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import JoinedStart, Lane, begin_joined, joined_received, joined_start, lane_of
-from dshard.comm.kernel_device import emulated_kernels, kernel_device
 from dshard.comm.peer_failure import (
     is_from_peer,
     is_published,
@@ -104,6 +103,7 @@ from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "COLLECTIVES_OF_TORCH",
+    "EMULATED",
     "ENDS",
     "FORGET",
     "HALF",
@@ -152,7 +152,6 @@ __all__ = [
     "device_mesh_of",
     "device_of",
     "device_of_result",
-    "emulated_kernels",
     "even_shape",
     "fetch",
     "finish",

@@ -105,6 +105,15 @@ def waits_on_host(name: str) -> bool:
     return any(backend_of(name, device.split(":", 1)[0]).waits_on_host for device in name.split(","))
 
 
+EMULATED: dict[str, str] = {}
+"""Types of devices whose kernels run on tensors of another: those of CUDA under their contract, on CPU tensors."""
+
+
+def kernel_device(device: torch.device) -> str:
+    """The type of device by whose kernels, and with whose conventions, operators on tensors of `device` run."""
+    return EMULATED.get(device.type, device.type)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which terms of `dtype` are summed, to be rounded once: single precision for half and less."""
     if dtype == torch.complex32:

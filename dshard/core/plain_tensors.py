@@ -38,7 +38,7 @@ from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, 
 from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
-from dshard.core.subclasses import as_plain, is_other, refuse_own_rules
+from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
 from dshard.layout import replicated
@@ -60,9 +60,9 @@ _INT = frozenset({int})
 def may_hold_plain(values: Iterable[object]) -> bool:
     """Whether there may be a plain tensor among `values`."""
     for value in values:
-        if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
+        if kind_of(type(value)):
             return True
-        if is_other(type(value)):
+        if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
             return True
     return False
 

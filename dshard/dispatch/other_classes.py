@@ -8,10 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.core.plain_tensors import replicated_tensor
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.subclasses import has_own_rules, is_causal_bias, refuse_own_rules
+from dshard.core.subclasses import is_causal_bias, refuse_own_rules
+from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
-from dshard.ops.attention.causal_bias import attention_with_bias
 
 _DEFAULT = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -22,14 +23,33 @@ def by_other_class(func: Function, types: Iterable[Any], args: Args, kwargs: Kwa
     Raises:
         MixedError: a class whose operators know nothing of distributed tensors.
     """
-    kinds = [kind for kind in types if not issubclass(kind, Wrapper)]
-    if func is F.scaled_dot_product_attention and any(map(is_causal_bias, kinds)):
-        return attention_with_bias(func, args, kwargs)
-    refuse_own_rules(getattr(func, "__name__", str(func)), kinds)
-    for kind in kinds:
-        rules = kind.__torch_function__
-        if getattr(rules, "__func__", None) is not _DEFAULT and not has_own_rules(kind):
-            out = rules(func, types, args, kwargs)
+    others = [cls for cls in types if not issubclass(cls, Wrapper)]
+    if func is F.scaled_dot_product_attention and any(map(is_causal_bias, others)):
+        args, kwargs = _without_bias(args, kwargs)
+        return func(*args, **kwargs)
+    refuse_own_rules(getattr(func, "__name__", str(func)), others)
+    for cls in others:
+        if cls.__torch_function__.__func__ is not _DEFAULT:
+            out = cls.__torch_function__(func, types, args, kwargs)
             if out is not NotImplemented:
                 return out
     return NotImplemented
+
+
+def _without_bias(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments of attention with is_causal for a CausalBias, or a replicated mask of its alignment.
+
+    Raises:
+        MixedError: it is given as another operand, or beside none that is distributed.
+        ValueError: as on one device, beside `is_causal`.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    q, k, v, bias, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
+    refuse_own_rules("scaled_dot_product_attention", map(type, (q, k, v)))
+    if causal:
+        raise ValueError("CausalBias should not be used with causal=True")
+    is_upper_left, mask = bias.seq_len_q == bias.seq_len_kv or bias.variant == type(bias.variant).UPPER_LEFT, None
+    if not is_upper_left:  # of which kernels of different devices have different ideas
+        operand = next(x for x in (q, k, v) if isinstance(x, Wrapper))
+        mask = replicated_tensor(bias._materialize(operand.device), operand._spec.layout.mesh)
+    return (q, k, v, mask, dropout or 0.0, is_upper_left), {"scale": scale, "enable_gqa": bool(gqa)}

@@ -148,11 +148,9 @@ def square_diagonals(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """
     parts: list[Block] = []
     for block in blocks:
-        rows, columns = block.queries, len(block.keys)
-        if block.diagonal and len(rows) > columns:
-            parts += Block(rows[:columns], block.keys, diagonal=True), Block(rows[columns:], block.keys)
-        else:
-            parts.append(block)
+        square, rest = block.queries[: len(block.keys)], block.queries[len(block.keys) :]
+        is_cut = block.diagonal and rest
+        parts += (Block(square, block.keys, True), Block(rest, block.keys)) if is_cut else (block,)
     return tuple(parts)
 
 

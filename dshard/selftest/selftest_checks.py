@@ -15,18 +15,21 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import checkpoint, factories, functional
 from dshard.calibrate import measure
 from dshard.calibrate.block_program import Block
-from dshard.comm import DeviceMesh, bind, gather_objects, group_rank, init_device_mesh
+from dshard.comm import HALF, DeviceMesh, bind, gather_objects, group_rank, init_device_mesh
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError, MeshError, StrategyError
 from dshard.explain import explain
+from dshard.ops.matmul.options import use_strategy
 from dshard.ops.random import manual_seed
 from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.replay import replay
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
 from dshard.tables import human_bytes
@@ -47,6 +50,8 @@ PLANS: dict[str, tuple[str, ...]] = {
 """The plans of training steps, and the axes of their meshes."""
 CAPTURED = ("fsdp", "megatron")
 """The plans of steps that are captured in a CUDA graph."""
+LOOPS = ("ring", "balanced ring", "context", "ulysses", "split-keys")
+"""The loops of attention, of sequences that are split."""
 _WARM = 3
 """Steps before one is captured."""
 _MEASURING = 1.0  # seconds
@@ -179,6 +184,43 @@ def _product(
         _same(_global(result), right, f"{name}: {what}", 1e-3)
 
 
+def attention(place: Place) -> str:
+    """Check attention and its gradients by every loop, causal and not, in three dtypes."""
+    return attended_in(place, torch.bfloat16, torch.float16, torch.float32)
+
+
+def attended_in(place: Place, *dtypes: torch.dtype) -> str:
+    """Check attention by every loop in these dtypes: its errors are at most four times those of one device."""
+    if place.ranks == 1:
+        return "one rank has no loops"
+    mesh, n = place.mesh("x"), 16 * place.ranks + 1
+    for dtype in dtypes:
+        given = [
+            place.randn(2, heads, n, 40 + i).narrow(-1, i, 40).div(8).to(dtype)
+            for i, heads in enumerate((2 * place.ranks, place.ranks, place.ranks, 2 * place.ranks))
+        ]
+        for causal in (False, True):
+            exact, alone = (_attended([x.to(kind) for x in given], causal) for kind in (torch.float64, dtype))
+            for loop in LOOPS:
+                laid = [distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None) for x in given]
+                with use_strategy(attention=loop):
+                    found = _attended(laid, causal)
+                for i, (mine, one, right) in enumerate(zip(found, alone, exact, strict=True)):
+                    far, may_be = ((x.double() - right).norm() / right.norm() for x in (mine, one))
+                    if not far <= 4 * may_be + (0 if dtype in HALF else 8 * torch.finfo(dtype).eps):
+                        which = ("result", "gradient of query", "gradient of key", "gradient of value")[i]
+                        what = f"{loop}, {dtype}, {causal=}: the {which}"
+                        raise Differs(f"{what} is off by {far}, that of one device by {may_be}")
+    return f"{', '.join(LOOPS)}; {len(dtypes)} dtypes, causal and not, with gradients"
+
+
+def _attended(given: Sequence[Tensor], causal: bool) -> list[Tensor]:
+    """Attention of query, key and value, and their gradients by that of the result, which is the last of `given`."""
+    q, k, v = (x.detach().requires_grad_() for x in given[:3])
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return [_global(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), given[3]))]
+
+
 def model_of(place: Place, width: int, blocks: int = 2) -> nn.Sequential:
     """A stack of transformer blocks with causal attention, the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
@@ -224,15 +266,15 @@ def captured_under(place: Place, *plans: str) -> str:
     """Check the parameters after a captured and replayed training step under each of these plans."""
     x, y = (place.randn(4 * place.ranks, tokens, 32)[:, :6].div(8) for tokens in (6, 7))
     right = model_of(place, 32, blocks=1)
-    run = _step_of(right, batch := x.clone())
+    run = partial(_step_of(right), batch := x.clone())
     for _ in range(_WARM):
         run()
     batch.copy_(y)
     run()
     for name in plans:
         model, other = (parallelize(model_of(place, 32, blocks=1), place.mesh(*PLANS[name]), name, x) for _ in range(2))
-        replay = captured(place.device, _step_of(model, batch.copy_(x)), _WARM)
-        _step_of(other, x)()  # whose buffers must not be those of the graph
+        replay = captured(place.device, partial(_step_of(model), batch.copy_(x)), _WARM)
+        _step_of(other)(x)  # whose buffers must not be those of the graph
         batch.copy_(y)
         replay()
         for (key, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
@@ -241,11 +283,32 @@ def captured_under(place: Place, *plans: str) -> str:
     return f"{', '.join(plans)}: {how}"
 
 
-def _step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
-    """Return a training step of the model on the current contents of `batch`."""
+def replayed_steps(place: Place) -> str:
+    """Check the parameters after training steps that are replayed, on other numbers in each, under some plans."""
+    x = place.randn(4 * place.ranks, 6, 32).div(8)
+    batches = [x, x.flip(0)] * _WARM
+    right, replays = model_of(place, 32, blocks=1), list[str]()
+    run = _step_of(right)
+    for batch in batches:
+        run(batch)
+    for name in CAPTURED:
+        model = parallelize(model_of(place, 32, blocks=1), place.mesh(*PLANS[name]), name, x)
+        run = _step_of(model)
+        run.__module__ = "selftest"  # of functions in libraries a replay does not see the variables
+        step = replay(run)
+        for batch in batches:
+            step(batch)
+        for (key, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
+            _same(_global(value.detach()), expected.detach(), f"{name}: {key} after replayed steps", 1e-4)
+        replays.append(f"{name}: {step.replays} of {len(batches)} {step.why_not or 'replayed'}")
+    return "; ".join(replays)
+
+
+def _step_of(model: nn.Module) -> Callable[[Tensor], None]:
+    """Return a training step of the model on a batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step() -> None:
+    def step(batch: Tensor) -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
@@ -406,7 +469,9 @@ CHECKS: dict[str, Callable[[Place], str]] = {
     "redistributions": redistributions,
     "reductions": reductions,
     "products": products,
+    "attention": attention,
     "training steps": training_steps,
+    "replayed steps": replayed_steps,
     "collectives of a step": traffic,
     "other meshes": resharding,
     "random numbers": random_numbers,

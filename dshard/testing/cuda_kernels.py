@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import HALF, emulated_kernels, kernel_device
+from dshard.comm import EMULATED, HALF, kernel_device
 
 
 class Convention(NamedTuple):
@@ -77,8 +77,13 @@ def cuda_contract() -> Iterator[None]:
     tensor([0., 1., 1.], dtype=torch.float16)
     """
     _register()
-    with emulated_kernels("cpu", "cuda"):
+    before = dict(EMULATED)
+    EMULATED["cpu"] = "cuda"
+    try:
         yield
+    finally:
+        EMULATED.clear()
+        EMULATED.update(before)
 
 
 def refuse(name: str, found: object) -> NoReturn:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from dshard import Mesh, Shard, Topology, distribute_tensor
 from dshard.cli import main
@@ -22,14 +23,17 @@ from dshard.report.console import show
 from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
 from dshard.selftest.selftest_checks import (
     CHECKS,
+    LOOPS,
     PLANS,
+    Differs,
     Place,
+    attended_in,
     captured,
     captured_under,
     multiplied_under,
     trained_under,
 )
-from dshard.testing import HostSyncError, nccl_contract, rank_pool
+from dshard.testing import HostSyncError, RankPool, cuda_contract, nccl_contract, rank_pool
 from dshard.testing.nccl_contract.process_state import CURRENT
 
 PLACE = Place("cpu", 4)
@@ -65,6 +69,48 @@ def gathered(shape: tuple[int, int], hosts: int) -> tuple[bool, list[str]]:
 
 def by_symmetric_memory() -> str:
     return CHECKS["symmetric memory"](PLACE)
+
+
+def attended_and_replayed() -> tuple[str, str]:
+    """What two of the checks say."""
+    return CHECKS["attention"](Place("cpu", 2)), CHECKS["replayed steps"](Place("cpu", 2))
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_attention_and_replayed_steps_are_checked() -> None:
+    with RankPool(2, "gloo") as pool:
+        for attention, replayed in pool.run(attended_and_replayed):
+            assert attention == f"{', '.join(LOOPS)}; 3 dtypes, causal and not, with gradients"
+            assert re.fullmatch(r"fsdp: [3-6] of 6 replayed; megatron: [3-6] of 6 replayed", replayed)
+
+
+def attended(wrong: int | None = None) -> str:
+    """The check of attention as on a GPU; one result of the second loop is made `wrong`."""
+    original, calls = selftest_checks._attended, list[bool]()
+
+    def counted(given: list[Tensor], causal: bool) -> list[Tensor]:
+        results = original(given, causal)
+        calls.append(causal)
+        if len(calls) == 4 and wrong is not None:
+            results[wrong] *= 1.1
+        return results
+
+    with pytest.MonkeyPatch.context() as patch, cuda_contract():
+        patch.setattr(selftest_checks, "_attended", counted)
+        try:
+            return attended_in(PLACE, torch.bfloat16)
+        except Differs as error:
+            return str(error)
+
+
+@pytest.mark.ranks
+def test_attention_is_checked_as_on_a_gpu_and_faults_are_found() -> None:
+    ranks = rank_pool(4)
+    assert set(ranks.run(attended)) == {f"{', '.join(LOOPS)}; 1 dtypes, causal and not, with gradients"}
+    for text in ranks.run(attended, 2):
+        assert text.startswith("balanced ring, torch.bfloat16, causal=False: the gradient of key is off by 0.1")
+    assert CHECKS["attention"](Place("cpu", 1)) == "one rank has no loops"
 
 
 @pytest.mark.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from random import Random
 from statistics import median
@@ -16,9 +16,12 @@ from helpers.attention_cases import MESHES, as_near, drawn, layouts_drawn, leaf,
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard import Layout, Mesh, Shard, StrategyError, use_strategy
+from dshard import Layout, Mesh, Replicate, Shard, StrategyError, manual_seed, randn, use_strategy
+from dshard.ops import fused_steps
 from dshard.ops.attention import block_kernels
 from dshard.ops.attention.block_kernels import BlockResult, Panel
+from dshard.ops.attention.flex import RankScores
+from dshard.ops.attention.local_attention import Options
 from dshard.rules.attention_blocks import Block
 from dshard.testing import cuda_contract, distribute, simulated, whole
 
@@ -214,3 +217,48 @@ def test_outside_of_the_contract_the_kernels_are_missing_and_branches_are_those_
     assert by_cuda.reached == [range(3), range(3, 5)]
     for mine, other in zip(result.complete(), by_cuda.complete(), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+# -- the other places that ask for the type of device
+
+
+def test_random_numbers_and_lookups_are_those_of_the_cpu_and_bounds_are_checked_where_the_kernel_runs() -> None:
+    mesh, indices = Mesh((2,), ("x",)), torch.tensor([[6, 0], [3, 5]])
+    table = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    with simulated(mesh):
+        laid = distribute(table, Layout(mesh, (Shard(0),)))
+        rows, beyond = (distribute(x, Layout(mesh, (Replicate(),))) for x in (indices, indices + 1))
+        drawn_on = []
+        for contract in (nullcontext(), cuda_contract()):
+            with contract:
+                manual_seed(0)
+                numbers = randn(5, 70, device_mesh=mesh, placements=[Shard(0)])
+                drawn_on.append(whole(numbers))
+                assert whole(F.embedding(rows, laid)).equal(table[indices])
+                # torch's errors, of devices that are waited for and of others
+                error = IndexError if len(drawn_on) == 1 else RuntimeError
+                with pytest.raises(error, match=r"out of (bounds|range)"):
+                    F.embedding(beyond, laid)
+    assert drawn_on[0].equal(drawn_on[1])
+
+
+def test_optimisers_on_a_gpu_step_as_torch_does_by_default() -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh):
+        group = {"params": [distribute(torch.ones(4), Layout(mesh, (Shard(0),)))]}
+        assert fused_steps._leaves_open(group)
+        with cuda_contract():
+            assert not fused_steps._leaves_open(group)
+
+
+def test_flex_attention_of_a_range_runs_by_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(RankScores, "by_torch", lambda self, *args: calls.append("by torch") or self.held(*args))
+    q, k = reals(1, 2, 5, 8, dtype=torch.float32), reals(1, 2, 7, 8, dtype=torch.float32)
+    ranges = [range(1), range(2), range(5)]
+    scores = RankScores(lambda x, b, h, i, j: x + i - j, None, Options(False, None, False), ranges, range(7))
+    expected = scores.attend(q, k, k)
+    assert not calls
+    with cuda_contract():
+        assert scores.attend(q, k, k).equal(expected)
+    assert calls == ["by torch"]
