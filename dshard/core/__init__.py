@@ -17,6 +17,7 @@ view_sync.py        views with memory of their own, kept equal to their base
 shared_memory.py    operands that share memory with what an in-place operator writes
 plain_tensors.py    plain tensors among distributed ones
 replaced_parameters.py  parameters that distributed ones have replaced, of which each use is one of these
+subclasses.py       classes of tensors that are plain data, or have rules of their own
 panel_cost.py       seconds and buffers of a matmul in panels
 wrapper.py          the base class of DTensor: a local tensor and a spec
 torch_placements.py placements of classes that are torch's and dshard's

@@ -20,22 +20,22 @@ _OF_TORCH = ("torch._subclasses.", "torch.distributed._local_tensor", "torch.dis
 
 
 @cached("classes of tensors", 256)
-def kind_of(cls: Any) -> Literal["", "data", "rules"]:
+def kind_of(kind: Any) -> Literal["", "data", "rules"]:
     """What a class of tensors is: "" one of torch's or ours, else plain "data", or such with `__torch_dispatch__`.
 
     The memory of the latter, as of quantised tensors, means something to their own "rules" alone; so does that of a
     CausalBias, which is never filled.
     """
-    if cls in (Tensor, Parameter) or not issubclass(cls, Tensor) or issubclass(cls, Wrapper | TorchDTensor | Replaced):
+    if kind in (Tensor, Parameter) or not issubclass(kind, Tensor) or issubclass(kind, Wrapper | TorchDTensor | Replaced):
         return ""
-    if cls.__module__.startswith(_OF_TORCH):
+    if kind.__module__.startswith(_OF_TORCH):
         return ""
-    return "rules" if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_causal_bias(cls) else "data"
+    return "rules" if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_causal_bias(kind) else "data"
 
 
-def is_causal_bias(cls: type) -> bool:
+def is_causal_bias(kind: type) -> bool:
     """Whether a class is torch's mask of causal attention, whose module is not imported for this question."""
-    return any(each.__module__ == "torch.nn.attention.bias" for each in cls.__mro__)
+    return any(each.__module__ == "torch.nn.attention.bias" for each in kind.__mro__)
 
 
 def refuse_own_rules(what: str, classes: Iterable[Any], error: type[DShardError] = MixedError) -> None:
@@ -44,10 +44,10 @@ def refuse_own_rules(what: str, classes: Iterable[Any], error: type[DShardError]
     Raises:
         DShardError: naming the class; of class `error`.
     """
-    for cls in classes:
-        if kind_of(cls) == "rules":
+    for kind in classes:
+        if kind_of(kind) == "rules":
             raise error(
-                f"{what} of a {cls.__module__}.{cls.__qualname__}: this class has its own rules for operators, which "
+                f"{what} of a {kind.__module__}.{kind.__qualname__}: this class has its own rules for operators, which "
                 "know nothing of distributed tensors; give a plain tensor, as x.dequantize() of a quantised weight, "
                 "x.to_padded_tensor(0.0) of a nested or x.get_data() of a masked tensor, or distribute its parts; a "
                 "CausalBias is the attn_mask of scaled_dot_product_attention, and nothing else"

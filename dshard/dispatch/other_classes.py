@@ -23,14 +23,14 @@ def by_other_class(func: Function, types: Iterable[Any], args: Args, kwargs: Kwa
     Raises:
         MixedError: a class whose operators know nothing of distributed tensors.
     """
-    others = [cls for cls in types if not issubclass(cls, Wrapper)]
+    others = [kind for kind in types if not issubclass(kind, Wrapper)]
     if func is F.scaled_dot_product_attention and any(map(is_causal_bias, others)):
         args, kwargs = _without_bias(args, kwargs)
         return func(*args, **kwargs)
     refuse_own_rules(getattr(func, "__name__", str(func)), others)
-    for cls in others:
-        if cls.__torch_function__.__func__ is not _DEFAULT:
-            out = cls.__torch_function__(func, types, args, kwargs)
+    for kind in others:
+        if kind.__torch_function__.__func__ is not _DEFAULT:
+            out = kind.__torch_function__(func, types, args, kwargs)
             if out is not NotImplemented:
                 return out
     return NotImplemented

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import inf, nan, prod
 from typing import NamedTuple, NoReturn
 
@@ -340,10 +339,13 @@ _KERNELS: dict[str, Callable[..., object]] = {
 }
 
 
-@cache
-def _register() -> torch.library.Library:
-    """Give these operators of torch kernels for CPU tensors, once; the library is kept, as they end with it."""
-    library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _KERNELS.items():
-        library.impl(name, kernel, "CPU")
-    return library
+_LIBRARIES: list[torch.library.Library] = []
+"""Holds the library of the kernels, which end with it."""
+
+
+def _register() -> None:
+    """Give these operators of torch kernels for CPU tensors, once."""
+    if not _LIBRARIES:
+        _LIBRARIES.append(library := torch.library.Library("aten", "IMPL"))
+        for name, kernel in _KERNELS.items():
+            library.impl(name, kernel, "CPU")
