@@ -71,8 +71,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Tests": {
         "dshard.testing": "rank_pool RankPool simulated check_rule check_call RuleError count_traffic Traffic "
-        "Collective cuda_contract no_host_sync HostSyncError distribute parts whole whole_numbers dtensors layouts meshes "
-        "placements shapes redistributions Redistribution",
+        "Collective cuda_contract no_host_sync HostSyncError distribute parts whole whole_numbers dtensors layouts "
+        "meshes placements shapes redistributions Redistribution",
         "dshard.selftest": "run SelfTest Result environment",
     },
     "Errors": {
