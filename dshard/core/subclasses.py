@@ -17,6 +17,7 @@ from dshard.torch_dtensor import TorchDTensor
 
 _OF_TORCH = ("torch._subclasses.", "torch.distributed._local_tensor", "torch.distributed._functional_collectives")
 """Modules whose classes stand for plain tensors: of traces, of simulated ranks, of results in flight."""
+_OURS = (Wrapper, TorchDTensor, Replaced)
 
 
 @cached("classes of tensors", 256)
@@ -26,7 +27,7 @@ def kind_of(kind: Any) -> Literal["", "data", "rules"]:
     The memory of the latter, as of quantised tensors, means something to their own "rules" alone; so does that of a
     CausalBias, which is never filled.
     """
-    if kind in (Tensor, Parameter) or not issubclass(kind, Tensor) or issubclass(kind, Wrapper | TorchDTensor | Replaced):
+    if kind in (Tensor, Parameter) or not issubclass(kind, Tensor) or issubclass(kind, _OURS):
         return ""
     if kind.__module__.startswith(_OF_TORCH):
         return ""
