@@ -18,18 +18,18 @@ from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
 from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
-from dshard.core.plain_tensors import count_as_replicated, implicit_replication
+from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.replaced_parameters import successor
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
 from dshard.distribute import cut, distribute_tensor, replace_parameter
-from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.gather_groups import gather_in_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
+from dshard.parallel.initialize import initialize
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
@@ -172,8 +172,8 @@ def pin_schedules(model: nn.Module, plan: Plan) -> dict[str, Any]:
     users = Counter(id(weight) for module in modules.values() for weight in module._parameters.values())
     pins: dict[str, Any] = {}
     for name, module in modules.items():
-        weight: object = module._parameters.get("weight")
-        if type(module) is nn.Linear and type(weight) is DTensor and users[id(weight)] == 1:
+        weight: object = module._parameters.get("weight") if type(module) is nn.Linear else None
+        if type(weight) is DTensor and users[id(weight)] == 1:
             pins[name] = _PinnedOptions(weight, kept_options(MatmulOptions(plan.products[name])))
     return pins
 
@@ -294,8 +294,8 @@ def _unfolded(x: DTensor, plan: Plan) -> bool:
 def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
 
-    Those without data get only their local tensor, initialised by the modules' reset functions: with the same values
-    on every mesh under `dshard.manual_seed`.
+    Those without data get only their local tensor, and values from the functions that initialise the modules which own
+    them: the same values on every mesh under `dshard.manual_seed`. All others keep theirs.
 
     Raises:
         LayoutError: a parameter without data that no function initialises.
@@ -318,7 +318,7 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
                 out = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
                 module._buffers[own] = _in_memory_of(buffer, out)
     if fresh:
-        _reset(model, fresh)
+        initialize(model, fresh, plan.mesh)
 
 
 def _in_memory_of(buffer: Tensor, out: DTensor) -> DTensor:
@@ -351,22 +351,3 @@ def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, 
         out = nn.Parameter(out, x.requires_grad)
     fresh[name] = out
     return out
-
-
-def _reset(model: nn.Module, fresh: dict[str, DTensor]) -> None:
-    """Initialise parameters by `reset_parameters` or the like, of the model or of each of its modules."""
-    initialize = getattr(model, "initialize_weights", None) or getattr(model, "init_weights", None)
-    with torch.no_grad(), implicit_replication():
-        if callable(initialize):
-            initialize()
-        else:
-            for module in model.modules():
-                reset = getattr(module, "reset_parameters", None)
-                if callable(reset):
-                    reset()
-        unset = [name for name, x in fresh.items() if x.is_floating_point() and x.isnan().any()]
-    if unset:
-        raise LayoutError(
-            f"parameters without data that no module set: {', '.join(unset[:4])}; give the module that has them a "
-            "reset_parameters(), or build the model with values"
-        )
