@@ -327,7 +327,20 @@ def _fake_quantized(x: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: list[int], target_lengths: list[int], *options: object
+) -> tuple[Tensor, Tensor]:
+    batch = log_probs.shape[1]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * max(target_lengths) + 1)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *operands: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
 META: dict[OpOverload, Function] = {
+    _ATEN._ctc_loss.default: _ctc_loss,
+    _ATEN._ctc_loss_backward.default: _ctc_loss_backward,
     _ATEN.histc.default: _histogram,
     _ATEN.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantized,
     _ATEN.fake_quantize_per_channel_affine_cachemask.default: _fake_quantized,

@@ -27,6 +27,7 @@ from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.batch_norm import batch_norm
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
+from dshard.ops.losses import ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
@@ -344,6 +345,7 @@ AUTOGRAD_FUNCTIONS: dict[object, Function] = {
 
 REWRITTEN: dict[object, Function] = {
     F.multi_head_attention_forward: multi_head_attention,
+    F.ctc_loss: ctc_loss,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
     torch_pack: pack_padded_sequence,
     torch_pad: pad_packed_sequence,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -10,12 +11,27 @@ from torch import Tensor
 
 from dshard.comm import HALF
 from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.signature import Args, Function, Kwargs
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
 NONE, MEAN, SUM = 0, 1, 2
 """Torch's numbers of a loss's reductions."""
+
+
+def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
+    """`F.ctc_loss` with lengths as numbers, which the shape of what its backward form reads depends on."""
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given, reduction = bound.arguments, bound.arguments["reduction"]
+    for name in ("input_lengths", "target_lengths"):
+        given[name] = given[name].tolist() if isinstance(given[name], Tensor) else given[name]
+    losses: Tensor = torch.ctc_loss(*(given | {"reduction": NONE}).values())
+    if reduction == "mean":
+        lengths = given["target_lengths"]
+        return (losses / losses.new_tensor(lengths).clamp_min(1).view(losses.shape)).mean()
+    return losses.sum() if reduction == "sum" else losses
 
 
 def loss(call: Call) -> Rule:

@@ -55,6 +55,10 @@ def _is_within(path: str, outer: str) -> bool:
     return not outer or path.startswith(outer + ".")
 
 
+def _parameter_of(owner: nn.Module, name: str) -> Tensor | None:
+    return owner._parameters[name] if name in owner._parameters else None  # noqa: SIM401 (a script module has no `get`)
+
+
 class GatherGroup:
     """The parameters of one block, or those in no block; `places` has for each the modules and names that use it.
 
@@ -70,14 +74,12 @@ class GatherGroup:
         """The current stored parameters; those that their modules no longer have are left out from then on."""
         for places in self.places:
             for owner, name in places:
-                if owner._parameters.get(name) is None:  # such as one that was parametrized, or is `None` now
+                if _parameter_of(owner, name) is None:  # such as one that was parametrized, or is `None` now
                     self._forget()
         return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
 
     def _forget(self) -> None:
-        kept = [
-            [(owner, name) for owner, name in each if owner._parameters.get(name) is not None] for each in self.places
-        ]
+        kept = [[place for place in each if _parameter_of(*place) is not None] for each in self.places]
         self.places = [each for each in kept if each]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
@@ -204,7 +206,9 @@ class GatherOrder:
 
 def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     """Register hooks that gather parameters, or cast them, a block at a time, as the plan asks; return them."""
-    blocks = sorted(blocks_of(model) if plan.groups is None else plan.groups, key=len, reverse=True)  # innermost first
+    listed = blocks_of(model) if plan.groups is None else plan.groups
+    hooked = [b for b in listed if not isinstance(model.get_submodule(b), torch.jit.ScriptModule)]
+    blocks = sorted(hooked, key=len, reverse=True)  # innermost first
     places: defaultdict[int, list[Place]] = defaultdict(list)
     groups_of: defaultdict[int, set[str]] = defaultdict(set)
     for path, module in model.named_modules():

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
 def before(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> RemovableHandle:
-    """Register a hook that runs before the forward pass of `module`."""
+    """Register a hook that runs before the forward pass of `module`; a script module takes none."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return RemovableHandle(OrderedDict())
     return _renumbered(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
 
 
 def after(module: nn.Module, hook: Callable[..., Any], *, always: bool = False) -> RemovableHandle:
     """Register a hook that runs after the forward pass of `module`; `always`: however it ended."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return RemovableHandle(OrderedDict())
     return _renumbered(module.register_forward_hook(hook, always_call=always))
 
 
