@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dshard.comm import plain
 from dshard.core.call import Call
-from dshard.core.checks import META
+from dshard.core.checks import with_meta_form
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
+from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
 from dshard.layout import replicated
@@ -33,6 +33,7 @@ from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
+from dshard.parallel.reachable_state import ReachableState
 from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes
 
@@ -89,8 +90,8 @@ class TracedForward:
 
     `parameters` are the factors of each parameter's dims, `uses` its uses; `outputs` and `shapes` the factors, and the
     shape and itemsize, of module outputs; `first_inputs` the id of the first argument of each module; `order` the
-    modules in the order in which they began; `answers` the host values that the pass read; `heads` the number of
-    heads of each attention; and `majors` the factors of which views made the major part of a dim.
+    modules in the order in which they began; `answers` the host values that the pass read, None if it ran on data;
+    `heads` the number of heads of each attention; and `majors` the factors of which views made the major part of a dim.
     """
 
     classes: Classes
@@ -101,7 +102,7 @@ class TracedForward:
     first_inputs: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    answers: list[Any] = field(default_factory=list)
+    answers: list[Any] | None = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
     majors: set[int] = field(default_factory=set)
 
@@ -150,7 +151,7 @@ class Tracer:
                     out = function(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
-        out = META.get(func, func)(*args, **kwargs)
+        out = with_meta_form(func)(*args, **kwargs)
         outs = tensors_in(out)
         if tensors and outs and out is not args[0]:
             rule = None if op is None else _rule(op.rule, func, args, kwargs, tensors, outs)
@@ -257,39 +258,56 @@ def _rule(
 
 @plain()
 @disable_modes()
-def trace_factors(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> TracedForward:
-    """Run the forward pass of `model` without data; nothing of the model is changed.
+def trace_factors(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState | None = None
+) -> TracedForward:
+    """Run the forward pass of `model` without data, or on copies if it needs data; nothing of what it writes stays.
+
+    `reached` is the state that the model and the batch lead to, for callers that have it.
 
     Raises:
         LayoutError: the forward pass depends on the values of tensors, or torch cannot run it without data.
     """
-    state = {name: without_data(p) for name, p in (*model.named_parameters(), *model.named_buffers())}
-    parameters = {name: state[name] for name, _ in model.named_parameters()}
-    classes = Classes()
-    traced = TracedForward(classes, {})
-    tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
-    traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
-    example = named_inputs(model, tuple(args), kwargs)
-    args, kwargs = map_tensors((tuple(args), dict(kwargs)), without_data)
-    inputs = nested_tensors((args, kwargs))
-    traced.inputs = [tracer.nodes(t) for t in inputs]
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    stand_ins = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
-    values = ForwardValues(model, [*stand_ins, *((x, own[name], None) for name, x in state.items())])
-    hooks = [hook for name, module in model.named_modules() for hook in _followed(tracer, name, module)]
+    reached = reached or ReachableState(model, args, kwargs)
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(tracer.run), _Heads(traced.heads), values:
-            functional_call(model, state, args, dict(kwargs))
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, LayoutError) or "meta" not in str(error).lower():
+        return _traced(model, args, kwargs, reached, without_data)
+    except Exception as error:
+        if all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in reached.tensors):
+            return replace(_traced(model, args, kwargs, reached, torch.clone), answers=None)
+        if not isinstance(error, NotImplementedError | RuntimeError) or isinstance(error, LayoutError):
+            raise
+        if "meta" not in str(error).lower():
             raise
         raise LayoutError(
             f"the forward pass of {type(model).__name__} does not run without data ({str(error).partition('. ')[0]}): "
-            "give the placements of its parameters by name, {pattern: placements}"
+            "give a model and an example with data, or the placements of its parameters by name, {pattern: placements}"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _traced(
+    model: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    reached: ReachableState,
+    stand_in: Callable[[Tensor], Tensor],
+) -> TracedForward:
+    """Run the forward pass of `model` on stand-ins of all tensors that it and the batch lead to."""
+    stand_ins = {id(x): stand_in_for(x, stand_in) for x in reached.tensors}
+    parameters = {name: stand_ins[id(p)] for name, p in model.named_parameters()}
+    traced = TracedForward(Classes(), {})
+    tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
+    traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
+    example = named_inputs(model, tuple(args), kwargs)
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda x: stand_in(x.detach()))
+    inputs = nested_tensors((args, kwargs))
+    traced.inputs = [tracer.nodes(t) for t in inputs]
+    of_inputs = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
+    values = ForwardValues(model, [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs])
+    with reached.replaced(stand_ins), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        for name, module in model.named_modules():
+            _follow(tracer, name, module)
+        with OperatorMode(tracer.run), _Heads(traced.heads), values:
+            model(*args, **kwargs)
     traced.answers = values.answers
     return traced
 
@@ -323,7 +341,20 @@ def without_data(x: Tensor) -> Tensor:
     return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
 
 
-def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
+def stand_in_for(x: Tensor, stand_in: Callable[[Tensor], Tensor] = without_data) -> Tensor:
+    """`stand_in(x)` for a tensor that a model holds: a parameter if `x` is one, with its attributes."""
+    if x.layout != torch.strided:
+        return x
+    out = stand_in(x.detach())
+    out = nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else out.requires_grad_(x.requires_grad)
+    if not isinstance(x, Wrapper):
+        vars(out).update(vars(x))
+    return out
+
+
+def _follow(tracer: Tracer, name: str, module: nn.Module) -> None:
+    """Register hooks by which the tracer knows the module that runs, its input and its output."""
+
     def enter(module: nn.Module, args: Any) -> None:
         tracer.modules.append(name)
         if name not in tracer.traced.order:
@@ -338,4 +369,6 @@ def _followed(tracer: Tracer, name: str, module: nn.Module) -> list[Any]:
             tracer.traced.outputs[name] = tracer.nodes(out)
             tracer.traced.shapes[name] = tuple(out.shape), out.itemsize
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -35,7 +36,7 @@ QUESTIONS = frozenset(
     {
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
         *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, Tensor.equal, Tensor.allclose),
-        *(torch.is_nonzero, torch.equal, torch.allclose),
+        *(torch.is_nonzero, torch.equal, torch.allclose, Tensor.numpy, Tensor.__array__),
     }
 )
 """Functions whose results are values on the host."""
@@ -152,6 +153,7 @@ class ForwardValues(_Rewriting):
             self._note([stand_in], Origin(None, ((), {}), frozenset(() if name is None else (name,)), results))
 
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        writes = _writes(func, kwargs)
         if any(x.is_meta for x in tensors_in((args, kwargs))):
             if func in QUESTIONS:
                 self.answers.append(self._answer(func, args, kwargs))
@@ -160,10 +162,21 @@ class ForwardValues(_Rewriting):
                 return self._count(func, args, kwargs)
         if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors_in(args)):
             args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError:
+            if writes or len({x.is_meta for x in tensors_in((args, kwargs))}) < 2:
+                raise
+            # torch refuses operands on two devices
+            args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta else self._stand_in(x))
+            out = func(*args, **kwargs)
         origin = self._origin(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if _writes(func, kwargs):
-            self._forget(tensors_in((args[:1], kwargs.get("out"))), origin)
+        if writes:
+            written = tensors_in((args[:1], kwargs.get("out")))
+            self._forget(written, origin)
+            if kwargs.get("out") is None and written and not written[0].requires_grad:
+                after = Origin(partial(_written, func), origin.operands, origin.inputs, None, origin.origins)
+                self.results[id(written[0])] = _Result(after, 0)
         else:
             self._note(tensors_in(out), origin)
         return out
@@ -257,11 +270,20 @@ def _value(leaf: object) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
+def _written(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`x` after `func` wrote to it; `x` itself stays."""
+    out = x.clone()
+    func(out, *args, **kwargs)
+    return out
+
+
 def _writes(func: Function, kwargs: Kwargs) -> bool:
     """Whether a function writes to its first argument or to `out`."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in ("__int__", "__invert__"))
+    if func is Tensor.requires_grad_:
+        return False
     return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 

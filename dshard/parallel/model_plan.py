@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
@@ -29,6 +30,7 @@ from dshard.parallel.input_modes import input_modes
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
+from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles
@@ -158,9 +160,15 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
 
     Raises:
         ArgumentError: no module, one that is laid out already, or no plan.
-        LayoutError: a plan for another model.
+        LayoutError: a plan for another model, or a lazy module that never ran.
     """
     check_type(model, nn.Module, "the model", "give an nn.Module")
+    lazy = [name for name, module in model.named_modules() if _is_lazy(module)]
+    if lazy:
+        raise LayoutError(
+            f"{type(model).__name__} has modules that never ran, so that their parameters have no shape: "
+            f"{', '.join(lazy[:4])}; run it once before, as in `with torch.no_grad(): model(*batch)`"
+        )
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         refuse_own_rules(f"laying out {name}", [type(x)], LayoutError)
     boundary = own_boundary(model)
@@ -187,6 +195,12 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
     return plan
 
 
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of `module` itself has no shape yet."""
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(is_lazy(x) for x in own if x is not None)
+
+
 def _other_mesh(planned_for: Mesh, mesh: Mesh) -> MeshError:
     return MeshError(
         f"a plan for the mesh ({planned_for}) was given the mesh ({mesh}): give one of the same ranks, or plan again"
@@ -202,10 +216,11 @@ def planned(
     kwargs: Mapping[str, object],
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
-    roles = roles_of(trace_factors(model, args, kwargs))
+    reached = ReachableState(model, args, kwargs)
+    roles = roles_of(trace_factors(model, args, kwargs, reached))
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
-        return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs))
+        return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
     axes = axes_of(plan, mesh)
     roles = fitted_roles(roles, axes, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))

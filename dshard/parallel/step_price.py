@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm import Event, listen, plain, planning
@@ -19,17 +18,19 @@ from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import Spec, is_for_shapes
 from dshard.cost import StepClock
 from dshard.distribute import distribute_tensor
+from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
-from dshard.parallel.factors import trace_factors, without_data
+from dshard.parallel.factors import stand_in_for, trace_factors, without_data
 from dshard.parallel.forward_values import NoAnswers, Replies
+from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.parallel.reachable_state import ReachableState
 from dshard.placements import Replicate
 from dshard.topology import Topology
 from dshard.torch_private import OpOverload, disable_modes
 from dshard.trace import Trace, event_seconds, trace
 
-T = TypeVar("T")
 MOMENTS = 2
 """The number of states of each parameter's size in an optimiser such as Adam."""
 
@@ -37,26 +38,40 @@ MOMENTS = 2
 @plain()
 @planning()
 @disable_modes()
-def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
+def price(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    reached: ReachableState | None = None,
+) -> Cost:
     """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
 
-    Modes around the call do not see its operators. `seconds` are on the topology in use.
+    Modes around the call do not see its operators. `seconds` are on the topology in use. `reached` is the state that
+    the model and the batch lead to, for callers that have it.
     """
+    reached = reached or ReachableState(model, args, kwargs)
     try:
-        return _priced(model, plan, args, kwargs, None)
+        return _priced(model, plan, (args, kwargs), reached, None)
     except NoAnswers:
-        return _priced(model, plan, args, kwargs, trace_factors(model, args, kwargs).answers)
+        answers = trace_factors(model, args, kwargs, reached).answers
+        if answers is None:
+            raise LayoutError(
+                f"a step of {type(model).__name__} cannot be priced, as its forward pass needs data: lay it out by "
+                "parallelize with the name of a strategy, which prices nothing"
+            ) from None
+        return _priced(model, plan, (args, kwargs), reached, answers)
 
 
 def _priced(
-    model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], answers: Sequence[object] | None
+    model: nn.Module, plan: Plan, example: Any, reached: ReachableState, answers: Sequence[object] | None
 ) -> Cost:
     """The cost of a step in which the forward pass reads `answers` as host values."""
     state = _state(model, plan, plan.mesh)
-    args, kwargs = _meta(args), dict(zip(kwargs, _meta(kwargs.values()), strict=True))
-    allocations = Allocations(
-        [*(own._local_tensor for own in state.values()), *_tensors((args, list(kwargs.values())))]
-    )
+    stand_ins = {id(x): stand_in_for(x) for x in reached.tensors}
+    stand_ins |= {id(x): state[name] for name, x in (*model.named_parameters(), *model.named_buffers())}
+    args, kwargs = map_tensors(example, without_data)
+    allocations = Allocations([*(own._local_tensor for own in state.values()), *nested_tensors((args, kwargs))])
     work = _Work(allocations, planning_context().topology_of(plan.mesh))
 
     def forward() -> Any:
@@ -78,33 +93,16 @@ def _priced(
             _backward(out)
         return activations
 
-    with applied(model, plan):
-        sent, in_forward = _with_state(model, state, traced)
-        for own in state.values():
-            own.grad = None
-        activations = _with_state(model, state, measured)
+    with reached.replaced(stand_ins), applied(model, plan):
+        sent, in_forward = traced()
+    for own in state.values():
+        own.grad = None
+    with reached.replaced(stand_ins), applied(model, plan):
+        activations = measured()
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
     memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(allocations.most, nbytes))
     return Cost(_moves(sent, in_forward), memory, work.seconds, work.hidden)
-
-
-class _Within(nn.Module):
-    """A module whose forward pass is any function of its `model`, so that backward passes may recompute as well."""
-
-    def __init__(self, model: nn.Module, function: Callable[[], object]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self) -> object:
-        return self.function()
-
-
-def _with_state(model: nn.Module, state: Mapping[str, Any], function: Callable[[], T]) -> T:
-    """Call the function while the model has the parameters and buffers of `state`."""
-    within = {f"model.{name}": tensor for name, tensor in state.items()}
-    out: T = functional_call(_Within(model, function), within, ())
-    return out
 
 
 def _tensors(out: object) -> list[Tensor]:
@@ -118,19 +116,16 @@ def _backward(out: object) -> None:
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     replicated = (Replicate(),) * mesh.ndim
-    state: dict[str, object] = {}
+    state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        empty = nn.Parameter(without_data(parameter), parameter.requires_grad)
-        state[name] = distribute_tensor(empty, mesh, plan.parameters.get(name, replicated))
+        stand_in = stand_in_for(parameter)
+        state[name] = distribute_tensor(stand_in, mesh, plan.parameters.get(name, replicated))
+        vars(state[name]).update(vars(stand_in))
     if plan.precision is not None:
         plan.precision.reduce(state.values())
     for name, buffer in model.named_buffers():
         state[name] = distribute_tensor(without_data(buffer), mesh, replicated)
     return state
-
-
-def _meta(args: Any) -> list[Any]:
-    return [without_data(x) if isinstance(x, Tensor) else x for x in args]
 
 
 def _values(out: object) -> Any:
