@@ -52,15 +52,17 @@ def price(
     """
     reached = reached or ReachableState(model, args, kwargs)
     try:
-        return _priced(model, plan, (args, kwargs), reached, None)
-    except NoAnswers:
-        answers = trace_factors(model, args, kwargs, reached).answers
-        if answers is None:
-            raise LayoutError(
-                f"a step of {type(model).__name__} cannot be priced, as its forward pass needs data: lay it out by "
-                "parallelize with the name of a strategy, which prices nothing"
-            ) from None
-        return _priced(model, plan, (args, kwargs), reached, answers)
+        try:
+            return _priced(model, plan, (args, kwargs), reached, None)
+        except NoAnswers:
+            answers = trace_factors(model, args, kwargs, reached).answers
+            return _priced(model, plan, (args, kwargs), reached, answers)
+    except (NoAnswers, NotImplementedError) as error:
+        reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
+        raise LayoutError(
+            f"a step of {type(model).__name__} does not run without data{reason}, and is not priced: lay it out by "
+            "parallelize, with data and the name of a strategy, or give the placements of its parameters by name"
+        ) from error
 
 
 def _priced(
