@@ -5,7 +5,6 @@ docs/design/0021-nothing-stays-of-planning.md has the reasons.
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
 import itertools
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from operator import is_not
 from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -34,7 +33,6 @@ _LEFT_ALONE: tuple[type, ...] = (ModuleType, CodeType, FrameType, logging.Logger
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _DESCRIPTIONS = frozenset({"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__doc__", "__module__"})
 _METHODS = (FunctionType, property, staticmethod, classmethod)
-_CACHE: type = type(functools.lru_cache(len))
 _ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
 _ABSENT = object()
 
@@ -116,9 +114,8 @@ class ReachableState:
             return () if self._is_library(x.__module__) else self._enter_class(x)
         if isinstance(x, _ITERATORS):
             self._copies[id(x)] = copy(x)
-        elif isinstance(x, _CACHE):
-            cache: Any = x
-            self._restorers.append(partial(_forget_new, cache, cache.cache_info()))
+        elif isinstance(x, _lru_cache_wrapper):
+            self._restorers.append(partial(_forget_new, x, x.cache_info()))
         return self._enter_instance(x)
 
     def _enter_function(self, x: FunctionType) -> Iterable[Any]:
