@@ -1,6 +1,6 @@
 """The Python state that a module leads to: replaced while its forward pass is planned, and put back after it.
 
-docs/design/0021-nothing-stays-of-planning.md has the reasons.
+docs/design/0023-nothing-stays-of-planning.md has the reasons.
 """
 
 from __future__ import annotations
