@@ -43,7 +43,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.experimental": "local_map register_sharding TensorLike",
     },
     "Plans and explanations": {
-        "dshard": "explain trace strict cache_info CacheInfo clear_caches",
+        "dshard": "explain trace strict compare cache_info CacheInfo clear_caches",
+        "dshard.compare": "Comparison ModuleComparison Deviation",
         "dshard.explain": "Report Candidate Explanation explain_matmul",
         "dshard.redistribute": "plan Plan Step AllGather ReduceScatter AllReduce AllToAll Slice Exchange "
         "ReduceExchange MakePartial Panel",

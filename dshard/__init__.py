@@ -77,6 +77,7 @@ __all__ = [
     "accumulate",
     "cache_info",
     "clear_caches",
+    "compare",
     "data_ranks",
     "distribute_batch",
     "distribute_module",
@@ -115,6 +116,7 @@ __all__ = [
 
 if _TYPE_CHECKING:
     from dshard.autograd.accumulation import accumulate
+    from dshard.compare import compare
     from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.core.torch_placements import Partial, Replicate, Shard
     from dshard.dispatch.registry import register_rule, rules
@@ -143,6 +145,7 @@ if _TYPE_CHECKING:
 _LATE = {
     "dshard.autograd.accumulation": ("accumulate",),
     "dshard.calibrate": ("calibrate",),
+    "dshard.compare": ("compare",),
     "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
     "dshard.core.torch_placements": ("Partial", "Replicate", "Shard"),
     "dshard.dispatch.registry": ("register_rule", "rules"),

@@ -13,6 +13,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from dshard.compare import Comparison
+from dshard.compare.comparison import HEADINGS as COMPARED
 from dshard.demo import Predicted, Row, Settings
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
@@ -47,7 +49,9 @@ from dshard.tables import human_bytes
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 
-Exported: TypeAlias = Report | Explanation | Trace | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
+Exported: TypeAlias = (
+    Report | Explanation | Trace | Comparison | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
+)
 """Values that have a table."""
 MOST_CHAINS = 64
 """Chains of a plan between meshes that a table has."""
@@ -63,7 +67,7 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
     """
     file = Path(path)
     form = form or file.suffix.removeprefix(".")
-    if form == "json" and isinstance(value, Report | Explanation | Trace):
+    if form == "json" and isinstance(value, Report | Explanation | Trace | Comparison):
         file.write_text(value.to_json(), encoding="utf-8")
         return
     console = Console(record=True, file=StringIO(), width=WIDE)
@@ -88,6 +92,8 @@ def drawing_of(value: Exported | Drawing) -> Drawing:
             return explanation_table(value)
         case Trace():
             return trace_table(value)
+        case Comparison():
+            return comparison_table(value)
         case ModelPlan():
             return model_table(value)
         case Topology():
@@ -264,6 +270,14 @@ def trace_table(trace: Trace) -> Group:
     heads = [f">{head}" if head in numbers else head for head in HEADINGS]
     received = f"{count(len(trace.events), 'collective')}, {human_bytes(trace.nbytes)} received"
     return Group(title(received), table(heads, trace.rows()))
+
+
+def comparison_table(comparison: Comparison) -> Group:
+    """The modules of a comparison: the first that differs in red, others that differ in yellow."""
+    rows = comparison.rows()
+    heads = [*COMPARED[:3], *(f">{head}" for head in COMPARED[3:])]
+    styles = [{"*": "bold red", "!": "yellow"}.get(row[0], "") for row in rows]
+    return Group(title(comparison.head()), table(heads, rows, styles=styles))
 
 
 def model_table(model_plan: ModelPlan) -> Group:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dshard import Layout, Mesh, Replicate, Shard, Topology, distribute_tensor, explain, plan_model, trace
+from dshard.compare import Comparison, Deviation, ModuleComparison
 from dshard.pipeline import StageCost, chain, rank_schedules, uniform
 from dshard.redistribute import plan
 from dshard.reshard import plan_reshard
@@ -20,6 +21,13 @@ MESH = Mesh((2, 4), ("dp", "tp"))
 THERE = Mesh((4,), ("tp",), ranks=(8, 9, 10, 11))
 SMALL = Model(layers=2, hidden=64, heads=4, sequence=32, vocabulary=100)
 ROWS = Layout(MESH, (Shard(0), Replicate()))
+
+
+def comparison() -> Comparison:
+    wrong = Deviation("fc", 0, "output", "", 0.5, 0.01)
+    right = Deviation("", 0, "output", "", 1e-7, 1e-6)
+    rows = (ModuleComparison("", "Net", 1, (right,)), ModuleComparison("fc", "Linear", 2, (wrong,)))
+    return Comparison("Net", "data", rows, wrong)
 
 
 @cache
@@ -40,6 +48,7 @@ def values() -> dict[str, Any]:
         "report": explain(torch.matmul, x, w),
         "explanation": explain(torch.matmul, x, w).operators[0],
         "trace": traced,
+        "comparison": comparison(),
         "topology": topology,
         "choice": choice,
         "timeline": choice.timeline,
@@ -57,6 +66,7 @@ SAYS = {
     "report": "the cheapest of",
     "explanation": "the cheapest of",
     "trace": "all_gather",
+    "comparison": "differs first in fc",
     "topology": "group GB/s",
     "choice": "2 stages, 4 microbatches",
     "timeline": "in flight",

@@ -1,0 +1,215 @@
+"""`compare` names the module in which a fault was planted, and none in models that are right."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from helpers.compared_models import CASES, MESHES, features, made
+from helpers.planted_faults import FAULTS, model_with
+from torch import Tensor, nn
+
+import dshard
+from dshard.compare import Comparison
+from dshard.errors import ArgumentError, LayoutError, MeshError, StrategyError
+from dshard.report import drawing_of
+from dshard.testing import RankPool
+
+OFTEN = (
+    *("a mean without its reduction", "statistics of the rank", "dropout drawn twice"),
+    *("a gradient scaled beside others", "a weight's gradient of the rank"),
+)
+"""The faults of the default suite: a value, a buffer, a draw, a gradient of an input, a gradient of a parameter."""
+
+
+def mesh_of(*shape: int) -> Any:
+    return dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def findings(names: list[str], dtype: torch.dtype) -> list[tuple[str | None, str | None, str]]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    mesh, x = mesh_of(4), features().to(dtype)
+    found = [dshard.compare(model_with(name).to(dtype), mesh, "data", x) for name in names]
+    return [(each.first, each.direction, each.to_json()) for each in found]
+
+
+def assert_found(ranks: RankPool, names: list[str], dtype: torch.dtype) -> None:
+    results = ranks.run(findings, names, dtype, timeout=600.0)
+    assert all(of_rank == results[0] for of_rank in results)  # every rank has the same report
+    found = {name: (first, direction) for name, (first, direction, _) in zip(names, results[0], strict=True)}
+    assert found == {name: ("planted", FAULTS[name][2]) for name in names}
+
+
+@pytest.mark.ranks
+def test_a_fault_is_found_where_it_was_planted(ranks: RankPool) -> None:
+    assert_found(ranks, list(OFTEN), torch.float64)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_each_fault_is_found_where_it_was_planted(ranks: RankPool, dtype: torch.dtype) -> None:
+    assert_found(ranks, list(FAULTS), dtype)
+
+
+def differing(names: list[str], strategies: list[str], dtype: torch.dtype) -> list[str]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    out = []
+    for name in names:
+        for strategy in strategies:
+            model, args, kwargs = made(name, dtype)
+            found = dshard.compare(model, mesh_of(*MESHES[strategy]), strategy, *args, **kwargs)
+            if found.deviation is not None:
+                out.append(found.head())
+    return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "strategy"), [("twice", "megatron"), ("convolutions", "data"), ("attending", "fsdp")])
+def test_none_is_found_in_a_model_that_is_right(ranks: RankPool, name: str, strategy: str) -> None:
+    assert ranks.run(differing, [name], [strategy], torch.bfloat16, timeout=600.0)[0] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_none_is_found_in_any_model_that_is_right(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    assert ranks.run(differing, [name], list(MESHES), dtype, timeout=600.0)[0] == []
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.fc(x)))  # type: ignore[no-any-return]
+
+
+class Undetermined(Net):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).count += 1
+        return super().forward(x) * self.count
+
+
+class Uncopied(Net):
+    def __deepcopy__(self, memo: object) -> Net:
+        raise TypeError("it holds a socket")
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    return [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+
+
+def unchanged_and_refused() -> list[str]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    mesh, x = mesh_of(4), torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = Net().eval()
+    calls: list[object] = []
+    model.register_forward_hook(lambda *given: calls.append(given[0]))
+    model.fc.weight.grad = torch.ones(16, 16)
+    before, copied = state_of(model), deepcopy(x)
+    generators = torch.get_rng_state(), dshard.get_rng_state(), random.getstate()
+
+    found = dshard.compare(model, mesh, "fsdp", x, precision=dshard.parallel.Precision(torch.bfloat16, torch.float32))
+    assert found.deviation is None, found.head()
+    assert dshard.compare(model, mesh, "data", x, inputs="per-data-rank").deviation is None
+    assert dshard.compare(Net, mesh, "data", x, loss=lambda out: out.square().mean()).deviation is None
+
+    assert all(map(torch.equal, before, state_of(model)))
+    assert torch.equal(model.fc.weight.grad, torch.ones(16, 16))
+    assert torch.equal(x, copied)
+    assert not model.training
+    assert model not in calls  # copies ran
+    assert len(model._forward_hooks) == 1
+    assert not model.fc._forward_hooks
+    now = torch.get_rng_state(), dshard.get_rng_state(), random.getstate()
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(generators, now, strict=True))
+
+    lost = dshard.compare(model, mesh, lost_weights, x)
+    assert (lost.first, lost.direction, lost.strategy) == ("fc", "output", "lost_weights")
+    assert "value before weight" in lost.head()
+    scaled = dshard.compare(model, mesh, "data", x, loss=scaled_loss)
+    assert (scaled.first, scaled.direction) == ("(loss)", "output")
+
+    refused: list[tuple[type[Exception], Any]] = [
+        (MeshError, lambda: dshard.compare(model, dshard.Mesh((4,), ("a",)), "data", x)),
+        (MeshError, lambda: dshard.compare(model, "mesh", "data", x)),
+        (StrategyError, lambda: dshard.compare(model, mesh, "no such", x)),
+        (LayoutError, lambda: dshard.compare(model, mesh, "data")),
+        (ArgumentError, lambda: dshard.compare(3, mesh, "data", x)),
+        (ArgumentError, lambda: dshard.compare(Uncopied(), mesh, "data", x)),
+        (ArgumentError, lambda: dshard.compare(Net().to("meta"), mesh, "data", x)),
+        (ArgumentError, lambda: dshard.compare(model, mesh, "data", x, loss=3)),
+        (ArgumentError, lambda: dshard.compare(model, mesh, "data", x, loss=lambda out: out)),
+        (ArgumentError, lambda: dshard.compare(nn.Flatten(), mesh, "data", torch.ones(8, 4, dtype=torch.int64))),
+        (ArgumentError, lambda: dshard.compare(Undetermined(), mesh, "data", x)),
+    ]
+    messages = []
+    for kind, call in refused:
+        with pytest.raises(kind) as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+def lost_weights(model: nn.Module, mesh: Any) -> nn.Module:
+    model = dshard.parallelize(model, mesh, "fsdp", torch.ones(8, 16))
+    with torch.no_grad():
+        model.fc.weight.normal_()  # type: ignore[operator, union-attr]
+    return model
+
+
+def scaled_loss(out: Tensor) -> Tensor:
+    return out.square().mean() * (4 if isinstance(out, dshard.DTensor) else 1)
+
+
+@pytest.mark.ranks
+def test_the_model_is_unchanged_and_wrong_calls_are_refused(ranks: RankPool) -> None:
+    messages = ranks.run(unchanged_and_refused, timeout=300.0)[0]
+    assert "which has no process here: call it on the ranks" in messages[0]
+    for message, part in zip(
+        messages[-7:],
+        (
+            "give an nn.Module, or a function that makes it",
+            "Uncopied cannot be copied (it holds a socket): give an nn.Module, or a function that makes it",
+            "without data",
+            "give a function of the model's output",
+            "return a tensor without dims",
+            "without a floating-point tensor",
+            "two passes of Undetermined alone differ from each other",
+        ),
+        strict=True,
+    ):
+        assert part in message
+
+
+def one_difference() -> tuple[str, str, str]:
+    torch.set_num_threads(1)
+    found = dshard.compare(model_with("a bias in each term"), mesh_of(4), "data", features())
+    assert isinstance(found, Comparison)
+    assert drawing_of(found) is not None
+    return str(found), found.json(), found._repr_html_()
+
+
+@pytest.mark.ranks
+def test_the_table_names_it_and_shows_all_modules(ranks: RankPool) -> None:
+    text, data, html = ranks.run(one_difference, timeout=120.0)[0]
+    values = json.loads(data)
+    assert text.startswith("Model laid out by data differs first in planted (Planted), output: off by ")
+    assert {line.split()[1] for line in text.splitlines()[4:] if line[0] == "*"} == {"planted"}
+    assert (values["first"]["module"], values["direction"]) == ("planted", "output")
+    assert [each["module"] for each in values["modules"]][:3] == ["", "before", "before.norm"]
+    assert "planted" in html
