@@ -11,7 +11,7 @@ from dshard.comm import DeviceMesh, as_mesh, is_outside, runtime_of
 from dshard.compare.comparison import Comparison, Deviation, ModuleComparison
 from dshard.compare.copies import Passes
 from dshard.compare.observed_pass import OF_INPUT
-from dshard.errors import ArgumentError, MeshError
+from dshard.errors import MeshError
 from dshard.parallel.model_plan import PlanArgument
 from dshard.validate import check_type
 
@@ -60,14 +60,9 @@ def compare(
     options = {"inputs": inputs, "outputs": "distributed", "precision": precision, "group": group}
     passes = Passes(model, mesh, plan, (args, kwargs), loss, options)
     found = passes.compared(FEW)
+    passes.check_determined()
     if found.deviation is None:
         return found
-    alike = passes.compared(FEW, again=True)
-    if alike.deviation is not None:
-        raise ArgumentError(
-            f"two passes of {alike.model} alone differ from each other, first in {alike.first or 'the model itself'}, "
-            f"{alike.deviation}; make it draw by torch's operators without a generator of its own, and keep no state"
-        )
     if found.deviation.what == OF_INPUT:  # whose gradient several modules may have a share in
         isolated = passes.compared(MANY, isolated=True)
         if isolated.deviation is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dshard.comm import DeviceMesh, as_mesh, device_of, gather_objects, runtime_of
 from dshard.compare.alike_draws import draws_of_dshard, same_generators
 from dshard.compare.comparison import Comparison, Deviation, comparison_of, deviations, distances
-from dshard.compare.observed_pass import AFTER, BEFORE, OF_PARAMETER, ObservedPass, Place, Rounding
+from dshard.compare.observed_pass import AFTER, BEFORE, OF_PARAMETER, OUTPUT, ObservedPass, Place, Rounding
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import ArgumentError
@@ -64,7 +64,7 @@ class Passes:
     """Passes of copies of a model, alone and laid out."""
 
     def __init__(
-        self, model: object, mesh: DeviceMesh, plan: object, batch: tuple[Args, Kwargs], loss: Any, options: Kwargs
+        self, model: Any, mesh: DeviceMesh, plan: Any, batch: tuple[Args, Kwargs], loss: Any, options: Kwargs
     ) -> None:
         self.model, self.mesh, self.plan, self.batch, self.loss, self.options = model, mesh, plan, batch, loss, options
         self.pure = as_mesh(mesh)
@@ -76,18 +76,37 @@ class Passes:
         if any(isinstance(x, TorchDTensor) for x in nested_tensors(batch)):
             raise ArgumentError("compare was given a batch of distributed tensors: give the whole batch, plain")
 
-    def compared(self, roundings: int, *, isolated: bool = False, again: bool = False) -> Comparison:
-        """Compare a pass alone with one laid out, or `again` alone; others, rounded at random, tell what may differ."""
-        laid_out = None if again else self._laid_out()
+    def check_determined(self) -> None:
+        """Refuse a model that alone, with one batch and one seed, does not return what it returned before.
+
+        Raises:
+            ArgumentError: naming a module whose output differs.
+        """
+        alone = self._alone()
+        found = self._of_all_ranks(deviations(alone, self._alone(), [{}], 0.0))
+        other = next((x for x in found if x.what == OUTPUT and x.error > x.allowed**0.5), None)
+        if other is not None:
+            raise ArgumentError(
+                f"two passes of {alone.kinds['']} alone differ in {other.module or 'the model itself'} by "
+                f"{other.error:.1e} of its {other.what}: keep no state between calls, and draw by torch's operators"
+            )
+
+    def compared(self, roundings: int, *, isolated: bool = False) -> Comparison:
+        """Compare a pass alone with one laid out; others, rounded at random, tell by how much they may differ."""
+        laid_out = self._laid_out()
         alone = self._alone(isolated=isolated)
         changed = [distances(alone, self._alone(i, isolated=isolated)) for i in range(roundings)]
-        other = self._alone() if laid_out is None else self._observed(*laid_out, ObservedPass(isolated=isolated))
+        other = self._observed(*laid_out, ObservedPass(isolated=isolated))
         reduced = self.precision.reduce_dtype or self.precision.param_dtype
         mine = deviations(alone, other, changed, torch.finfo(reduced).eps if reduced else 0.0)
+        return comparison_of(alone, self.strategy, self._of_all_ranks(mine))
+
+    def _of_all_ranks(self, mine: dict[Place, Deviation]) -> list[Deviation]:
+        """The worst deviation of any rank at each place."""
         found: dict[Place, Deviation] = {}
         for of_rank in gather_objects(mine, runtime_of(self.pure).group(self.pure.names).process_group):  # type: ignore[union-attr]
             found |= {at: max(found.get(at, x), x, key=lambda each: each.excess) for at, x in of_rank.items()}
-        return comparison_of(alone, self.strategy, list(found.values()))
+        return list(found.values())
 
     def _laid_out(self) -> tuple[nn.Module, tuple[Args, Kwargs]]:
         """A copy that is laid out, and its batch: the whole one, or the rows of this data rank."""
@@ -148,7 +167,7 @@ class Passes:
         if not isinstance(self.model, nn.Module):
             check_callable(self.model, "the model", way_out)
             with same_generators(self.device):
-                model = self.model()
+                model: nn.Module = self.model()
             check_type(model, nn.Module, "what the function of the model returned", way_out)
         else:
             try:

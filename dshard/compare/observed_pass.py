@@ -129,7 +129,7 @@ class ObservedPass:
             if x.requires_grad and torch.is_grad_enabled():
                 at = Place(call, gradient, name)
                 self._hooked.append((at, x.detach(), x._version))
-                x.register_hook(partial(self._keep_gradient, at))  # type: ignore[no-untyped-call]
+                x.register_hook(partial(self._keep_gradient, at))
 
     def _keep_gradient(self, at: Place, gradient: Tensor) -> Tensor | None:
         self._keep(at, gradient)
