@@ -44,8 +44,7 @@ from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
 from dshard.topology import Topology
 from dshard.topology.network import MEASURERS as _MEASURERS
-
-__version__ = "0.1.0"
+from dshard.version import __version__ as __version__
 
 __all__ = [
     "ArgumentError",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dshard import __version__, report
+from dshard import report
 from dshard.cli.arguments import Help
 from dshard.cli.completion import add_completion
 from dshard.cli.demo_command import add_demo
@@ -20,6 +20,7 @@ from dshard.cli.selftest_command import add_selftest
 from dshard.cli.simulate_commands import add_simulate
 from dshard.cli.topology_commands import add_topology
 from dshard.errors import DShardError
+from dshard.version import __version__
 
 
 def script() -> int:

@@ -17,13 +17,13 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from dshard import __version__
 from dshard.comm import gather_rows, leave_word, own_coordinate, simulated_ranks, warn_user
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
 from dshard.parallel.batch_rows import data_coordinate
 from dshard.parallel.plan_values import Plan
 from dshard.torch_private import disable_modes
+from dshard.version import __version__
 
 RowsOfRanks: TypeAlias = Mapping[Coordinate, tuple[int, ...]]
 """The numbers of each rank, by its coordinate."""

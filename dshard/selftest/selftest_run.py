@@ -12,13 +12,14 @@ from typing import TypeAlias
 
 import torch
 
-from dshard import __version__, launch
+from dshard import launch
 from dshard.errors import DShardError, RankError
 from dshard.launch.group import RANKS
 from dshard.notebook import Drawn
 from dshard.selftest.selftest_checks import CHECKS, Place
 from dshard.testing.nccl_contract import BACKEND
 from dshard.testing.pool import RankPool
+from dshard.version import __version__
 
 Progress: TypeAlias = Callable[[tuple[float, str]], None]
 """Called with the part that is done, and what is checked now."""
