@@ -133,6 +133,8 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
         group = runtime.group(mesh.names)
         if group.backend.carries_data:
             own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
+            if traced(own):  # by FakeTensorMode, which has no values
+                return dict.fromkeys(mesh.coordinates(), tuple(row))
             gathered = transport.all_gather(own, [len(row)] * mesh.size, group, None if is_check else mesh).view(
                 mesh.size, -1
             )

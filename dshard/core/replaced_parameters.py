@@ -15,7 +15,7 @@ from weakref import getweakrefcount
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import plain
+from dshard.comm import plain, traced
 from dshard.core.moves import replace_leaves
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
@@ -78,6 +78,8 @@ def succeed(name: str, old: nn.Parameter, new: Wrapper, grad: Wrapper | None) ->
 
     It gets the attributes and hooks of `old`; the hooks get global gradients. The memory of `old` is freed.
     """
+    if traced(old):  # a fake tensor keeps in its attributes what it is
+        return
     if getweakrefcount(old):  # somebody expects `old` to live as long as the parameter
         new._replaced = old
     vars(new).update(vars(old))

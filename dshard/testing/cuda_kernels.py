@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf, nan, prod
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -120,24 +120,18 @@ def _flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cum_q: Tensor | None,
-    cum_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    seed: Tensor,
-    offset: Tensor,
-    *,
+    *rest: Any,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
+    cum_q, _, _, _, dropout, causal, *_ = rest
     _check_flash(q, k, v, dropout or cum_q is not None)
     _check_gradient(grad, q, v, out, lse)
     lse = _memory(lse, tuple(q.shape[:3]))
     seen = _seen(q, k, k.shape[-2] - q.shape[-2]) if causal else None
     heads, key_heads = q.shape[1], k.shape[1]
     all_k, all_v = _with_heads(heads, k, v)
-    of_q, of_k, of_v, _ = _backward(grad, q, all_k, all_v, None, seen, _scale(q, scale), out, lse)
+    scores = _scores(q, all_k, None, seen, _scale(q, scale))
+    of_q, of_k, of_v, _ = _backward(grad, q, all_k, all_v, scores, _scale(q, scale), out, lse)
     of_k, of_v = (x.unflatten(1, (key_heads, heads // key_heads)).sum(2) for x in (of_k, of_v))
     return tuple(_rows_of_all_heads(x.to(q.dtype)) for x in (of_q, of_k, of_v))
 
@@ -169,14 +163,10 @@ def _efficient_backward(
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout: float,
-    needed: list[bool],
-    causal: bool = False,
-    *,
+    *rest: Any,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
+    _, _, dropout, needed, *causal = rest
     _check_efficient(q, k, v, bias, dropout)
     _check_gradient(grad, q, v, out, lse)
     batch, heads, queries = q.shape[:3]
@@ -191,8 +181,9 @@ def _efficient_backward(
     grad, of_rows, out = (F.pad(x, longer) for x in (grad, q, out))
     if bias is not None:
         bias = F.pad(bias, longer)
-    seen = _seen(of_rows, k, 0) if causal else None
-    found = _backward(grad, of_rows, k, v, bias, seen, _scale(q, scale), out, lse)
+    seen = _seen(of_rows, k, 0) if any(causal) else None
+    scores = _scores(of_rows, k, bias, seen, _scale(q, scale))
+    found = _backward(grad, of_rows, k, v, scores, _scale(q, scale), out, lse)
     *gradients, of_bias = found[0][:, :, :queries], found[1], found[2], found[3][:, :, :queries]
     results = (*map(_rows_of_all_heads, gradients), of_bias)
     return tuple(x.to(q.dtype) if is_needed else None for x, is_needed in zip(results, needed, strict=True))
@@ -215,18 +206,10 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    seen: Tensor | None,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, scale: float, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and scores in single precision."""
-    weights = (_scores(q, k, bias, seen, scale) - lse.unsqueeze(-1)).exp()
+    weights = (scores - lse.unsqueeze(-1)).exp()
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
     of_scores = weights * (grad.float() @ v.float().mT - delta)
     of_v = _rounded(weights, q).mT @ grad.float()

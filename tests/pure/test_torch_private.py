@@ -21,7 +21,7 @@ from dshard.torch_private import NAMES, PROTOCOLS, PrivateName, late
 PACKAGE = Path(dshard.__file__).parent
 TABLE = PACKAGE / "torch_private.py"
 TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != TABLE}
-PYTHONS = {"sys", "os", "argparse"}
+PYTHONS = {"sys", "_sys", "os", "argparse"}
 """Modules of Python whose private names are no concern of the table."""
 RECORDS = {"_replace"}  # of named tuples
 OPERATORS = (torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional)
