@@ -97,7 +97,7 @@ class ModuleComparison:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Tabled):
-    """What `compare` found: the `deviation` of the first module that differs, or None, and all modules as called."""
+    """The result of `compare`: the `deviation` of the first module that differs, or None, and all modules as called."""
 
     model: str
     strategy: str
