@@ -56,12 +56,12 @@ def plan_model(
 ) -> Plan:
     """The plan by which `parallelize` would lay out `model`, with the cost of a training step; `model` is unchanged.
 
-    `args` and `kwargs` are an example batch: only shapes and dtypes matter. Parameters may be without data. The mesh
-    may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`.
+    `args` and `kwargs` are an example batch, with data where the forward pass asks for values. Parameters may have no
+    data. The mesh may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
-        LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
+        LayoutError: a forward pass that asks for values that have no data; a pattern that matches no parameter.
     """
     pure = as_mesh(mesh)
     checked = _checked_argument(model, plan, pure, kwargs)
@@ -116,7 +116,7 @@ def parallelize(
     Raises:
         ArgumentError: a `precision` or a `group` that is none.
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
-        LayoutError: a forward pass that depends on the values of tensors; a pattern that matches no parameter.
+        LayoutError: a forward pass that asks for values that have no data; a pattern that matches no parameter.
     """
     if isinstance(inputs, Tensor):
         inputs, kwargs = "global", {**kwargs, "inputs": inputs}
