@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def load(
     for name, leaf in by_name.items():
         if name in flat and not isinstance(leaf.value, Tensor):
             leaf.container[leaf.key] = flat[name]
-    absent = [place for prefix, place in optional.items() if not any(name.startswith(prefix) for name in flat)]
+    absent = [optional[prefix] for prefix in absent_prefixes(optional, flat)]
     for key, i in absent:
         del nested[key]["state"][i]
     if absent:
@@ -234,6 +234,12 @@ def _warn_of_absent_states(state: Mapping[str, Any], absent: Sequence[tuple[str,
     )
 
 
+def absent_prefixes(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The `prefixes`, which end with dots, with which none of `names` begins."""
+    present = {name[: i + 1] for name in names for i, letter in enumerate(name) if letter == "."}
+    return [prefix for prefix in prefixes if prefix not in present]
+
+
 def _problems(reader: Reader, by_name: dict[str, Leaf], optional: Sequence[str]) -> tuple[list[str], Mapping[str, Any]]:
     """Messages about leaves that do not match the checkpoint, and its entries by name."""
     try:
@@ -244,7 +250,7 @@ def _problems(reader: Reader, by_name: dict[str, Leaf], optional: Sequence[str])
     except (CheckpointError, OSError) as error:
         return [str(error)], {}
     problems = []
-    absent = tuple(prefix for prefix in optional if not any(name.startswith(prefix) for name in saved))
+    absent = tuple(absent_prefixes(optional, saved))
     for name, leaf in by_name.items():
         if name.startswith(absent):
             continue
