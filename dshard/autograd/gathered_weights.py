@@ -95,10 +95,10 @@ class StoredPart:
     It stands among the origins of views of the copy's memory, where a call gives the origin.
     """
 
-    __slots__ = ("copy", "i", "known", "spec", "version", "weights", "x")
+    __slots__ = ("copy", "i", "spec", "version", "versions", "x")
 
     def __init__(self, x: Wrapper, copy: Wrapper, i: int, weights: GatheredWeights) -> None:
-        self.x, self.i, self.weights = x, i, ref(weights)
+        self.x, self.i, self.versions = x, i, weights.versions
         self.attach(copy)
 
     def __call__(self) -> StoredPart:
@@ -107,14 +107,8 @@ class StoredPart:
     def attach(self, copy: Wrapper) -> None:
         """Take `copy` as the gathered weight; its memory, not the tensor, which holds this part."""
         self.copy, self.spec = copy._local_tensor.detach(), copy._spec
-        self.version = _count_of(self.copy)
         shown_of(copy._local_tensor).append(self)
-        self._count()
-
-    def _count(self) -> None:
-        self.known, weights = _version(self.x), self.weights()
-        if weights is not None:
-            weights.versions[self.i] = self.known
+        self.version = _count_of(self.copy)
 
     def refresh(self, op: object) -> None:
         """Write this rank's part of the copy, which `op` wrote, to the stored weight.
@@ -125,7 +119,7 @@ class StoredPart:
         Raises:
             LayoutError: the stored weight itself was written to, which the copy does not know.
         """
-        if self.known != _version(self.x):
+        if self.versions[self.i] != _version(self.x):
             raise LayoutError(
                 f"a weight of shape {self.x._spec.shape} was written to by a reference from outside, while a module "
                 "has a gathered copy of it: write to it by the attribute of the module, or outside of a forward pass"
@@ -140,20 +134,21 @@ class StoredPart:
                 part = torch.where(part == stored.to(part.dtype), stored, part.to(stored.dtype))
             write_local(stored, part)
         propagate_write(self.x, op)
-        self.version = _count_of(self.copy)
-        self._count()
+        self.version, self.versions[self.i] = _count_of(self.copy), _version(self.x)
 
     def write_back(self) -> None:
         """Write what was written to the local tensor, of which no operator on the copy told."""
-        if _count_of(self.copy) != self.version or self.known != _version(self.x):
+        if _count_of(self.copy) != self.version or self.versions[self.i] != _version(self.x):
             self.refresh("write")
 
-    def assigned(self, value: Wrapper) -> Wrapper:
-        """The value for the stored weight where `value` was assigned to `data` of the copy."""
+    def assign(self, value: Wrapper) -> None:
+        """Assign to `data` of the stored weight what was assigned to that of the copy, now `value`."""
         spec: Spec = self.x._spec
         dtype = value._spec.dtype if self.spec.dtype == spec.dtype else spec.dtype
         part = redistribute_local(value._local_tensor, value._spec, spec.layout, "data")
-        return wrap(part.to(dtype, copy=True), value._spec.with_layout(spec.layout).with_dtype(dtype))
+        self.x.data = wrap(part.to(dtype, copy=True), value._spec.with_layout(spec.layout).with_dtype(dtype))
+        self.versions[self.i] = _version(self.x)
+        self.attach(value)
 
 
 def stored_part(x: Wrapper) -> StoredPart | None:
@@ -302,10 +297,8 @@ class GatheredUse:
                 f"weight of shape {self.stored[packed.i]._spec.shape}, gathered for the forward pass; write to it "
                 "before the forward pass uses it, or after the backward pass"
             )
-        if (
-            self.gathered is not None and self.gathered.versions[packed.i] != version
-        ):  # by a hook, since it was gathered
-            self.gathered = None
+        if self.gathered is not None and self.gathered.versions[packed.i] != version:
+            self.gathered = None  # a hook has written to it since it was gathered
         is_first = self.gathered is None or not self.has_begun_before
         if self.gathered is None:
             after = None if self.after is None else self.after()

@@ -141,8 +141,7 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
     if x._gradient_leaf is not None:
         x._gradient_leaf.layout = interned(x._spec.layout.cotangent())
     if stored is not None:
-        set_data(func, (stored.x, stored.assigned(x)), kwargs)
-        stored.attach(x)
+        stored.assign(x)
 
 
 def grad_fn(func: Function, args: Args, kwargs: Kwargs) -> Any:
