@@ -23,7 +23,6 @@ from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
-from dshard.core.replaced_parameters import are_replaced
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
@@ -250,11 +249,8 @@ class DTensor(Wrapper):
     def __torch_function__(
         cls, func: Function, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if len(types) > 1:
-            if are_replaced(types):
-                return NotImplemented
-            if (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
-                return out
+        if len(types) > 1 and (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
+            return out
         of_graph = QUERIES.get(func)
         if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
             with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor

@@ -64,11 +64,6 @@ def successor(x: Any) -> Any:
     return x
 
 
-def are_replaced(types: Any) -> bool:
-    """Whether one of the types of operands is that of parameters that were replaced."""
-    return any(issubclass(each, Replaced) for each in types)
-
-
 _CLASSES: dict[type, Any] = {}
 """The classes of parameters that were replaced, by the classes that they had."""
 
