@@ -50,6 +50,8 @@ PLANS: dict[str, tuple[str, ...]] = {
 """The plans of training steps, and the axes of their meshes."""
 CAPTURED = ("fsdp", "megatron")
 """The plans of steps that are captured in a CUDA graph."""
+ATTENDED = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes of attention."""
 LOOPS = ("ring", "balanced ring", "context", "ulysses", "split-keys")
 """The loops of attention, of sequences that are split."""
 _WARM = 3
@@ -119,15 +121,10 @@ def reductions(place: Place) -> str:
     return f"{count} from partial layouts"
 
 
-def products(place: Place) -> str:
-    """Check a matmul and its gradients under every named strategy that a mesh of these ranks has."""
-    return multiplied_under(place, *strategies())
-
-
-def multiplied_under(place: Place, *names: str) -> str:
-    """Check a matmul and its gradients under each of these strategies, where a mesh of these ranks has it."""
+def products(place: Place, *names: str) -> str:
+    """Check a matmul and its gradients under these strategies, by default all, where a mesh of these ranks has them."""
     done = []
-    for name in names:
+    for name in names or strategies():
         for mesh in (place.mesh("x"), place.mesh("x", "y"), place.mesh("x", "y", "z")):
             try:
                 _product(place, mesh, name)
@@ -184,16 +181,11 @@ def _product(
         _same(_global(result), right, f"{name}: {what}", 1e-3)
 
 
-def attention(place: Place) -> str:
-    """Check attention and its gradients by every loop, causal and not, in three dtypes."""
-    return attended_in(place, torch.bfloat16, torch.float16, torch.float32)
-
-
-def attended_in(place: Place, *dtypes: torch.dtype) -> str:
-    """Check attention by every loop in these dtypes: its errors are at most four times those of one device."""
+def attention(place: Place, *dtypes: torch.dtype) -> str:
+    """Check attention by every loop, in these dtypes: its errors are at most four times those of one device."""
     if place.ranks == 1:
         return "one rank has no loops"
-    mesh, n = place.mesh("x"), 16 * place.ranks + 1
+    mesh, n, dtypes = place.mesh("x"), 16 * place.ranks + 1, dtypes or ATTENDED
     for dtype in dtypes:
         given = [
             place.randn(2, heads, n, 40 + i).narrow(-1, i, 40).div(8).to(dtype)
@@ -228,42 +220,23 @@ def model_of(place: Place, width: int, blocks: int = 2) -> nn.Sequential:
         return nn.Sequential(*(Block(width, causal=True) for _ in range(blocks))).to(place.device)
 
 
-def training_steps(place: Place) -> str:
-    """Check the losses and parameters of two training steps of a small model under every plan."""
-    return trained_under(place, *PLANS)
-
-
-def trained_under(place: Place, *plans: str) -> str:
-    """Check the losses and parameters of two training steps under each of these plans."""
-    x = place.randn(4 * place.ranks, 6, 32).div(8)
-    expected, right = _train(model_of(place, 32), x)
+def training_steps(place: Place, *plans: str) -> str:
+    """Check the losses and parameters of two training steps of a small model under these plans, by default all."""
+    x, right = place.randn(4 * place.ranks, 6, 32).div(8), model_of(place, 32)
+    step, plans = _step_of(right), plans or tuple(PLANS)
+    expected = [step(x) for _ in range(2)]
     for name in plans:
         model = parallelize(model_of(place, 32), place.mesh(*PLANS[name]), name, x)
-        losses, parameters = _train(model, x)
-        _same(losses, expected, f"{name}: the losses", 1e-4)
-        for key, value in right.items():
-            _same(parameters[key], value, f"{name}: {key} after two steps", 1e-4)
+        step = _step_of(model)
+        for loss in expected:
+            _same(_global(step(x)), loss, f"{name}: the loss", 1e-4)
+        _same_parameters(model, right, f"{name}, after two steps")
     return ", ".join(plans)
 
 
-def _train(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(_global(loss.detach()))
-    return torch.stack(losses), {name: _global(p.detach()) for name, p in model.named_parameters()}
-
-
-def captured_steps(place: Place) -> str:
-    """Check a training step captured in a CUDA graph and replayed on new numbers, under some of the plans."""
-    return captured_under(place, *CAPTURED)
-
-
-def captured_under(place: Place, *plans: str) -> str:
-    """Check the parameters after a captured and replayed training step under each of these plans."""
+def captured_steps(place: Place, *plans: str) -> str:
+    """Check the parameters after a step captured in a CUDA graph and replayed on new numbers, under these plans."""
+    plans = plans or CAPTURED
     x, y = (place.randn(4 * place.ranks, tokens, 32)[:, :6].div(8) for tokens in (6, 7))
     right = model_of(place, 32, blocks=1)
     run = partial(_step_of(right), batch := x.clone())
@@ -277,8 +250,7 @@ def captured_under(place: Place, *plans: str) -> str:
         _step_of(other)(x)  # whose buffers must not be those of the graph
         batch.copy_(y)
         replay()
-        for (key, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
-            _same(_global(value.detach()), expected.detach(), f"{name}: {key} after a captured step", 1e-4)
+        _same_parameters(model, right, f"{name}, after a captured step")
     how = "captured and replayed" if place.device == "cuda" else "not captured without CUDA, but the host never waits"
     return f"{', '.join(plans)}: {how}"
 
@@ -298,25 +270,26 @@ def replayed_steps(place: Place) -> str:
         step = replay(run)
         for batch in batches:
             step(batch)
-        for (key, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
-            _same(_global(value.detach()), expected.detach(), f"{name}: {key} after replayed steps", 1e-4)
+        _same_parameters(model, right, f"{name}, after replayed steps")
         replays.append(f"{name}: {step.replays} of {len(batches)} {step.why_not or 'replayed'}")
     return "; ".join(replays)
 
 
-def _step_of(model: nn.Module) -> Callable[[Tensor], None]:
-    """Return a training step of the model on a batch."""
+def _step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a training step of the model on a batch, which returns the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(batch: Tensor) -> None:
+    def step(batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return step
 
 
-def captured(device: str, step: Callable[[], None], warm: int) -> Callable[[], None]:
+def captured(device: str, step: Callable[[], object], warm: int) -> Callable[[], object]:
     """Run `step` `warm` times, capture it in a CUDA graph, and return the function that replays the graph.
 
     Without CUDA it is the step itself, once the last of these times has shown that the host does not wait in it.
@@ -456,6 +429,11 @@ def _global(x: Tensor) -> Tensor:
     full = getattr(x, "full_tensor", None)
     out: Tensor = x if full is None else full()
     return out
+
+
+def _same_parameters(model: nn.Module, right: nn.Module, what: str) -> None:
+    for (name, value), expected in zip(model.named_parameters(), right.parameters(), strict=True):
+        _same(_global(value.detach()), expected.detach(), f"{what}: {name}", 1e-4)
 
 
 def _same(result: Tensor, expected: Tensor, what: str, tolerance: float = 0.0) -> None:

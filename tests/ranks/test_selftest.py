@@ -27,11 +27,11 @@ from dshard.selftest.selftest_checks import (
     PLANS,
     Differs,
     Place,
-    attended_in,
+    attention,
     captured,
-    captured_under,
-    multiplied_under,
-    trained_under,
+    captured_steps,
+    products,
+    training_steps,
 )
 from dshard.testing import HostSyncError, RankPool, cuda_contract, nccl_contract, rank_pool
 from dshard.testing.nccl_contract.process_state import CURRENT
@@ -43,9 +43,9 @@ def cut() -> int:
     """Some of the checks; returns the waits that they needed."""
     for name in ("reductions", "other meshes", "random numbers"):
         CHECKS[name](PLACE)
-    multiplied_under(PLACE, "column-sequence", "row", "summa", "cannon", "tesseract")
-    trained_under(PLACE, "fsdp")
-    captured_under(PLACE, "megatron")
+    products(PLACE, "column-sequence", "row", "summa", "cannon", "tesseract")
+    training_steps(PLACE, "fsdp")
+    captured_steps(PLACE, "megatron")
     return nccl_contract.usage().stream_waits
 
 
@@ -80,8 +80,8 @@ def attended_and_replayed() -> tuple[str, str]:
 @pytest.mark.thorough
 def test_attention_and_replayed_steps_are_checked() -> None:
     with RankPool(2, "gloo") as pool:
-        for attention, replayed in pool.run(attended_and_replayed):
-            assert attention == f"{', '.join(LOOPS)}; 3 dtypes, causal and not, with gradients"
+        for said, replayed in pool.run(attended_and_replayed):
+            assert said == f"{', '.join(LOOPS)}; 3 dtypes, causal and not, with gradients"
             assert re.fullmatch(r"fsdp: [3-6] of 6 replayed; megatron: [3-6] of 6 replayed", replayed)
 
 
@@ -99,7 +99,7 @@ def attended(wrong: int | None = None) -> str:
     with pytest.MonkeyPatch.context() as patch, cuda_contract():
         patch.setattr(selftest_checks, "_attended", counted)
         try:
-            return attended_in(PLACE, torch.bfloat16)
+            return attention(PLACE, torch.bfloat16)
         except Differs as error:
             return str(error)
 
