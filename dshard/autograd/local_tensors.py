@@ -79,14 +79,12 @@ def from_local(
         local = _of_first_ranks(local, spec)
     if comm.is_outside(mesh):
         local = WithoutData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
+    own, axes = wrap_counting(local, local.detach(), spec), grad_layout.partial_axes()
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return wrap_counting(local, local.detach(), spec)
-    own = [wrap_counting(local, local.detach(), spec)]
-    axes = grad_layout.partial_axes()
-    if not axes:
-        return OperandFromLocal.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
-    out = FromLocalOfTerms.apply(local, spec, grad_layout, own)  # type: ignore[no-untyped-call]
-    out._leaf = axes
+        return own
+    node = FromLocalOfTerms if axes else OperandFromLocal
+    out = node.apply(local, spec, grad_layout, [own])  # type: ignore[no-untyped-call]
+    out._leaf = axes or None
     return out
 
 

@@ -325,7 +325,7 @@ COMPOSITES |= {
     F.cross_entropy: or_reduce_partials_first(cross_entropy),
     F.rms_norm: or_reduce_partials_first(rms_norm),
     F.dropout: dropout,
-    **dict.fromkeys((F.batch_norm, torch.batch_norm), batch_norm),
+    F.batch_norm: batch_norm,
 }
 """Functions that run as one composite operator, by handlers; called with `__torch_function__` disabled.
 

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
@@ -31,15 +30,12 @@ from dshard.ops.custom import accept_call
 from dshard.ops.small_reductions import partial_along, replicated_along
 from dshard.placements import Placement, Replicate, Shard
 
-_OPERATOR = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
-_FUNCTION = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Batch norm of batches with sharded rows, in training; any other call is left to torch's decomposition."""
-    names = _FUNCTION if func is F.batch_norm else _OPERATOR
-    given = dict(zip(names, bind_arguments(names, args, kwargs), strict=True))
-    x, weight, bias, running_mean, running_var, training, momentum, eps = (given[name] for name in _OPERATOR[:-1])
+    x, running_mean, running_var, weight, bias, training, momentum, eps = bind_arguments(_ARGUMENTS, args, kwargs)
     momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
     tensors = [t for t in (weight, bias) if t is not None]
     if not training or not all(isinstance(t, Wrapper) for t in (x, *tensors)):

@@ -32,7 +32,7 @@ def bin_counts(call: Call) -> Rule:
 
 
 def _has_no_bounds(args: Args) -> bool:
-    low, high = (*args[2:], 0, 0)[:2] if len(args) != 3 else (args[2], 0)
+    low, high = (*args[2:], 0, 0)[:2]
     return bool(low == high)
 
 
