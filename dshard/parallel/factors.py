@@ -343,7 +343,7 @@ def without_data(x: Tensor) -> Tensor:
 
 def stand_in_for(x: Tensor, stand_in: Callable[[Tensor], Tensor] = without_data) -> Tensor:
     """`stand_in(x)` for a tensor that a model holds: a parameter if `x` is one, with its attributes."""
-    if x.layout != torch.strided:
+    if not isinstance(x, Wrapper) and x.layout != torch.strided:  # that of a distributed one is a Layout
         return x
     out = stand_in(x.detach())
     out = nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else out.requires_grad_(x.requires_grad)
