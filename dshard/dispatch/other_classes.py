@@ -29,7 +29,7 @@ def by_other_class(func: Function, types: Iterable[Any], args: Args, kwargs: Kwa
         return func(*args, **kwargs)
     refuse_own_rules(getattr(func, "__name__", str(func)), others)
     for kind in others:
-        if kind.__torch_function__.__func__ is not _DEFAULT:
+        if getattr(kind.__torch_function__, "__func__", _DEFAULT) is not _DEFAULT:
             out = kind.__torch_function__(func, types, args, kwargs)
             if out is not NotImplemented:
                 return out

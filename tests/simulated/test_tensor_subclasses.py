@@ -235,3 +235,15 @@ def test_causal_biases_are_planned_without_data_and_follow_each_other() -> None:
     x = distribute_tensor(torch.empty(1, 2, 8, 4, device="meta"), MESH, [Shard(2)])
     report = explain(lambda: F.scaled_dot_product_attention(x[:, :, :3], x, x, BIASES[0]))
     assert report.candidates
+
+
+class Answers:
+    """No tensor; it answers functions of torch by a method of the instance, as was once usual."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "an answer"
+
+
+def test_an_operand_that_is_no_tensor_is_refused_in_torch_s_words() -> None:
+    with simulated(MESH), pytest.raises(TypeError, match="must be Tensor, not Answers"):
+        torch.add(distribute(torch.ones(4), Layout(MESH, [Shard(0)])), Answers())  # type: ignore[call-overload]
