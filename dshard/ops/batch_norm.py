@@ -27,8 +27,8 @@ from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.composite import Local, run_chosen
 from dshard.ops.custom import accept_call
-from dshard.ops.small_reductions import partial_along, replicated_along
-from dshard.placements import Placement, Replicate, Shard
+from dshard.ops.small_reductions import partial_along
+from dshard.placements import Replicate, Shard
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -45,24 +45,26 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape or traced(x._local_tensor):
         return NotImplemented
     ranks, n = prod(spec.layout.mesh.shape[axis] for axis in axes), prod(spec.shape) // spec.shape[1]
-    by_rank = _of_channels(spec, axes, (ranks, 3, spec.shape[1]), Shard(0))
+    everywhere = _of_channels(spec, (ranks, 3, spec.shape[1]), sum_dtype(spec.dtype))
 
     def choose_statistics() -> Executable:
         accept_call(func, args, kwargs)
-        return _executable("batch_norm statistics", [spec], [spec.layout.cotangent()], by_rank, partial(_part, n))
+        by_rank = everywhere.layout
+        for axis in axes:
+            by_rank = by_rank.replace(axis, Shard(0))
+        out, gradients = everywhere.with_layout(by_rank), [spec.layout.cotangent()]
+        return _executable("batch_norm statistics", [spec], [spec.layout], gradients, out, partial(_part, n))
 
     stats = run_chosen(("batch_norm statistics", n, *(t._spec for t in tensors)), choose_statistics, [x])
-    stats = redistribute(stats, replicated_along(by_rank.layout, axes), "batch_norm")
+    stats = redistribute(stats, everywhere.layout, "batch_norm")
     affine = weight is not None, bias is not None
 
     def choose() -> Executable:
-        by_channel = [_of_channels(spec, axes, (spec.shape[1],), Replicate(), t.dtype) for t in tensors]
-        layouts = [each.layout for each in (stats._spec, *by_channel)]
+        by_channel = [_of_channels(spec, (spec.shape[1],), t.dtype) for t in tensors]
+        layouts = [each.layout for each in (everywhere, *by_channel)]
         gradients = [spec.layout.cotangent(), *(partial_along(layout, axes, "sum") for layout in layouts)]
-        operands = [spec, stats._spec, *(t._spec for t in tensors)]
-        return _executable(
-            "batch_norm", operands, gradients, spec, partial(_normalized, eps, *affine), [spec.layout, *layouts]
-        )
+        operands, local = [t._spec for t in (x, stats, *tensors)], partial(_normalized, eps, *affine)
+        return _executable("batch_norm", operands, [spec.layout, *layouts], gradients, spec, local)
 
     out = run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
     if running_mean is not None:
@@ -79,32 +81,20 @@ def _axes_of_rows(spec: Spec) -> tuple[int, ...]:
     return tuple(i for i, (p, n) in enumerate(placements) if n > 1 and isinstance(p, Shard) and p.dim != 1)
 
 
-def _of_channels(
-    x: Spec, axes: Sequence[int], shape: tuple[int, ...], rows: Placement, dtype: torch.dtype | None = None
-) -> Spec:
-    """The spec of numbers for each channel of `x`, the last dim, with the placement `rows` along `axes`."""
-    channels = Shard(len(shape) - 1)
-    placements: list[Placement] = [channels if p == Shard(1) else Replicate() for p in x.layout.placements]
-    for axis in axes:
-        placements[axis] = rows
-    layout = Layout(x.layout.mesh, tuple(placements))
-    return contiguous_spec(layout, shape, sum_dtype(x.dtype) if dtype is None else dtype, x.device)
+def _of_channels(x: Spec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    """The spec of numbers for each channel of `x`, the last dim, which are the same for all rows."""
+    placements = [Shard(len(shape) - 1) if p == Shard(1) else Replicate() for p in x.layout.placements]
+    return contiguous_spec(Layout(x.layout.mesh, tuple(placements)), shape, dtype, x.device)
 
 
 def _executable(
-    op: str,
-    operands: Sequence[Spec],
-    gradients: Sequence[Layout],
-    out: Spec,
-    local: Local,
-    layouts: Sequence[Layout] | None = None,
+    op: str, operands: Sequence[Spec], layouts: Sequence[Layout], gradients: Sequence[Layout], out: Spec, local: Local
 ) -> Executable:
-    """The executable of a local operator on operands in `layouts`, by default their own."""
-    plans = plans_to(operands, [x.layout for x in operands] if layouts is None else layouts)
+    """The executable of a local operator on operands in `layouts`."""
     topology, shapes = planning_context().topology_of(out.layout.mesh), ((out.shape, out.itemsize),)
+    plans = plans_to(operands, layouts)
     decision = Decision(op, tuple(map(operand_of, operands)), shapes, None, None, plans, topology)
-    places = range(len(operands))
-    return Executable(decision, lambda at: local, [out], places, wrap_as(out), gradients=gradients)
+    return Executable(decision, lambda at: local, [out], range(len(operands)), wrap_as(out), gradients=gradients)
 
 
 def _part(n: int, x: Tensor) -> Tensor:
