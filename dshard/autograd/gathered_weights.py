@@ -29,7 +29,7 @@ from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError
 from dshard.layout import Layout, interned
 from dshard.placements import Replicate, Shard
-from dshard.torch_private import autograd_engine, saved_tensor_hooks
+from dshard.torch_private import autograd_engine, no_torch_function, saved_tensor_hooks
 
 
 def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
@@ -78,7 +78,9 @@ def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int, int]]:
 
 def _version(x: Wrapper) -> tuple[int, int, int, int]:
     local = x._local_tensor
-    return id(local), _count_of(local), _count_of(x), getattr(getattr(local, "_view_syncs", None), "writes", 0)
+    writes: int = getattr(getattr(local, "_view_syncs", None), "writes", 0)
+    with no_torch_function():  # which would take longer than all else here
+        return id(local), _count_of(local), _count_of(x), writes
 
 
 def _count_of(x: Tensor) -> int:

@@ -12,11 +12,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from dshard import DShardError, DTensor, Mesh, init_device_mesh, parallelize, plan_model, trace
-from dshard.autograd.gathered_weights import GatheredWeights
+from dshard import DShardError, DTensor, Layout, Mesh, Shard, init_device_mesh, parallelize, plan_model, trace
+from dshard.autograd.gathered_weights import GatheredWeights, versions_of
+from dshard.dispatch import fast_path
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
-from dshard.testing import RankPool, simulated, whole
+from dshard.testing import RankPool, distribute, simulated, whole
 
 
 class Block(nn.Module):
@@ -209,6 +210,17 @@ def raised() -> None:
 
 def test_a_model_that_raises_has_its_stored_weights_back(ranks: RankPool):
     ranks.run(raised)
+
+
+def test_versions_are_read_without_dispatch() -> None:
+    """They are read several times for each weight and step, and by dispatch take longer than an operator."""
+    mesh = Mesh((4,), ("x",))
+    with simulated(mesh):
+        x = distribute(torch.ones(4), Layout(mesh, [Shard(0)]))
+        x.mul_(2)
+        with patch.object(fast_path, "call", side_effect=AssertionError):
+            ((_, _, version, _),) = versions_of([x])
+    assert version == x._version > 0
 
 
 def test_blocks_are_the_entries_of_the_outermost_lists():
