@@ -163,6 +163,8 @@ else:
     FunctionalTensor = _needed("torch._subclasses.functional_tensor.FunctionalTensor", "collectives in graphs")
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", "modes that see each operator")
 
+STAND_INS = ("torch._subclasses.", "torch.distributed._local_tensor", "torch.distributed._functional_collectives")
+"""Modules whose classes stand for plain tensors: of traces, of simulated ranks, of results in flight."""
 no_torch_function: Callable[[], AbstractContextManager[None, None]] = _needed(
     "torch._C.DisableTorchFunctionSubclass", "calling torch's own function from the handler of a function"
 )

@@ -14,9 +14,8 @@ from dshard.core.replaced_parameters import Replaced
 from dshard.core.wrapper import Wrapper
 from dshard.errors import DShardError, MixedError
 from dshard.torch_dtensor import TorchDTensor
+from dshard.torch_private import STAND_INS
 
-_OF_TORCH = ("torch._subclasses.", "torch.distributed._local_tensor", "torch.distributed._functional_collectives")
-"""Modules whose classes stand for plain tensors: of traces, of simulated ranks, of results in flight."""
 _OURS = (Wrapper, TorchDTensor, Replaced)
 
 
@@ -29,7 +28,7 @@ def kind_of(kind: Any) -> Literal["", "data", "rules"]:
     """
     if kind in (Tensor, Parameter) or not issubclass(kind, Tensor) or issubclass(kind, _OURS):
         return ""
-    if kind.__module__.startswith(_OF_TORCH):
+    if kind.__module__.startswith(STAND_INS):
         return ""
     return "rules" if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_causal_bias(kind) else "data"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -48,8 +49,10 @@ def _without_bias(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     refuse_own_rules("scaled_dot_product_attention", map(type, (q, k, v)))
     if causal:
         raise ValueError("CausalBias should not be used with causal=True")
-    is_upper_left, mask = bias.seq_len_q == bias.seq_len_kv or bias.variant == type(bias.variant).UPPER_LEFT, None
+    n, m, mask = bias.seq_len_q, bias.seq_len_kv, None
+    is_upper_left = n == m or bias.variant == type(bias.variant).UPPER_LEFT
     if not is_upper_left:  # of which kernels of different devices have different ideas
         operand = next(x for x in (q, k, v) if isinstance(x, Wrapper))
-        mask = replicated_tensor(bias._materialize(operand.device), operand._spec.layout.mesh)
+        lower_right = torch.ones(n, m, dtype=torch.bool, device=operand.device).tril(m - n)
+        mask = replicated_tensor(lower_right, operand._spec.layout.mesh)
     return (q, k, v, mask, dropout or 0.0, is_upper_left), {"scale": scale, "enable_gqa": bool(gqa)}

@@ -200,7 +200,7 @@ def work_of(steps: Sequence[Sequence[Block]], rows: int, backend: str, narrow: b
     """The work of the blocks of each step, which join one result of `rows` rows, `narrow` in half precision.
 
     >>> work_of([visible_blocks([range(4, 8)], [range(6)], True)], 4, "nccl", False)
-    (Work(pairs=23, operators=10, rows=12.0, blocks=3, queries=8, keys=8),)
+    (Work(pairs=23, operators=13, rows=12.0, blocks=3, queries=8, keys=8),)
     """
     reached: list[range] = []
     works: list[Work] = []
