@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.signature import Args
@@ -21,10 +19,8 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.random import get_rng_state, is_random, manual_seed, set_rng_state
-from dshard.ops.random.operators import seeded
+from dshard.parallel.reachable_state import ReachableState
 from dshard.torch_private import OpOverload, TorchDispatchMode
-
-SEED = 0
 
 
 @contextmanager
@@ -32,9 +28,9 @@ def draws_of_dshard(mesh: Mesh, roots: Iterable[Tensor]) -> Iterator[None]:
     """Within the block random operators on what follows from `roots` draw what they draw on distributed tensors.
 
     Those are the tensors that a laid-out model has distributed. What a model makes from nothing is plain there, too,
-    and draws from torch's generator. All other operators run as they are.
+    and draws from torch's generator. All other operators run as they are, attention as several, of which one draws.
     """
-    with _AttentionByOperators(), _DrawsOfDShard(mesh, roots):
+    with sdpa_kernel(SDPBackend.MATH), _DrawsOfDShard(mesh, roots):
         yield
 
 
@@ -49,7 +45,7 @@ class _DrawsOfDShard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         follows = any(hasattr(x, "_dshard_follows") for x in tensors_in((args, kwargs)))
-        if follows and isinstance(func, OpOverload) and is_random(func) and "attention" not in func.name():
+        if follows and isinstance(func, OpOverload) and is_random(func):
             operands: dict[int, Tensor] = {}
             wrapped_args, wrapped_kwargs = replace_tensors((args, kwargs), lambda x: self._wrapped(x, operands))
             out = func(*wrapped_args, **wrapped_kwargs)
@@ -66,38 +62,21 @@ class _DrawsOfDShard(TorchDispatchMode):
         return wrapped
 
 
-class _AttentionByOperators(TorchFunctionMode):
-    """Attention with dropout draws its mask by an operator of its own, not within a kernel."""
-
-    def __torch_function__(self, func: Any, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        drops = func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5]))
-        with sdpa_kernel(SDPBackend.MATH) if drops else nullcontext():
-            return func(*args, **kwargs)
-
-
 def _mark(tensors: Iterable[Tensor]) -> None:
     for x in tensors:
         x._dshard_follows = True  # type: ignore[attr-defined]
 
 
 @contextmanager
-def same_generators(device: torch.device) -> Iterator[None]:
-    """Within the block the generators of torch, dshard, Python and numpy begin with one seed, the same on all ranks.
-
-    Afterwards they are as before.
-    """
-    numpy = sys.modules.get("numpy")
-    python, draws, of_numpy = random.getstate(), get_rng_state(), numpy and numpy.random.get_state()
-    with seeded(SEED, device):  # restores dshard's mark in torch's generator, too, and last
-        random.seed(SEED)
-        manual_seed(SEED)
-        if numpy:
-            numpy.random.seed(SEED)
+def same_generators() -> Iterator[None]:
+    """Within the block the generators of torch, dshard, Python and numpy begin alike; afterwards they are as before."""
+    draws = get_rng_state()
+    with ReachableState().replaced({}):  # restores dshard's mark in torch's generator, too, and last
+        for seed in torch.manual_seed, random.seed, manual_seed:
+            seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
         try:
             yield
         finally:
-            random.setstate(python)
             set_rng_state(draws)
-            if numpy:
-                numpy.random.set_state(of_numpy)
