@@ -21,10 +21,8 @@ from dshard.errors import ShapeError
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "kv_heads", "ffn", "head_size")
 _FLAGS = ("gated", "tied", "fused", "biases")
 _KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-_KV_HEADS, _FFN = (
-    ("num_key_value_heads", "num_kv_heads"),
-    ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
-)
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_FFN = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 def own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,12 +53,10 @@ def config_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     if any(key.endswith("experts") and size for key, size in values.items()):
         raise _refused(values, "for a simulated model has no experts")
     config, module = _made_by_transformers(values)
-    found = [_sizes_at(config, key) for key in _KEYS]
-    if not all(found):
-        raise _refused(
-            values, f"for it has no number at {', '.join(key for key in _KEYS if not _sizes_at(config, key))}"
-        )
-    layers, hidden, heads, vocabulary = (sizes[0] for sizes in found)
+    found = {key: _sizes_at(config, key) for key in _KEYS}
+    if missing := [key for key, sizes in found.items() if not sizes]:
+        raise _refused(values, f"for it has no number at {', '.join(missing)}")
+    layers, hidden, heads, vocabulary = (sizes[0] for sizes in found.values())
     head = (_sizes_at(config, "head_dim") or [hidden // heads])[0]
     widths, tables, vectors = _count(values, module, layers, (vocabulary, hidden))
     of_block = {  # of keys some types have a flag for one head, and of the gate none has any
