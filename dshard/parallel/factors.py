@@ -343,11 +343,12 @@ def without_data(x: Tensor) -> Tensor:
 
 def stand_in_for(x: Tensor, stand_in: Callable[[Tensor], Tensor] = without_data) -> Tensor:
     """`stand_in(x)` for a tensor that a model holds: a parameter if `x` is one, with its attributes."""
-    if not isinstance(x, Wrapper) and x.layout != torch.strided:  # that of a distributed one is a Layout
+    is_own = isinstance(x, Wrapper)  # whose layout is dshard's
+    if not is_own and (x.layout != torch.strided or x.is_nested or x.is_quantized):
         return x
     out = stand_in(x.detach())
     out = nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else out.requires_grad_(x.requires_grad)
-    if not isinstance(x, Wrapper):
+    if not is_own:
         vars(out).update(vars(x))
     return out
 

@@ -12,15 +12,16 @@ import logging
 import random
 import sys
 import threading
+from array import array
+from ast import literal_eval
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
 from operator import is_not
 from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +38,11 @@ _ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())),
 _ABSENT = object()
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A mutable object with its contents as they were, and the functions that read and write them."""
+class _Access(NamedTuple):
+    """Functions that read and write the contents of a mutable object."""
 
-    owner: Any
     read: Callable[[Any], list[Any]]
     write: Callable[[Any, list[Any]], object]
-    contents: list[Any]
-
-    def put(self, contents: list[Any]) -> None:
-        """Write these contents, unless the owner has them."""
-        now = self.read(self.owner)
-        if len(now) != len(contents) or any(map(is_not, now, contents)):
-            self.write(self.owner, contents)
 
 
 class ReachableState:
@@ -62,61 +54,75 @@ class ReachableState:
 
     def __init__(self, *roots: object) -> None:
         self.tensors: list[Tensor] = []
-        self._holders: list[_Holder] = []
-        self._restorers = [*_global_generators()]
+        self._holders: list[tuple[Any, _Access, list[Any]]] = []
+        self._in_place = _written_in_place()
+        self._restorers: list[Callable[[], object]] = []
         self._copies: dict[int, object] = {}
+        self._tuples: list[tuple[Any, ...]] = []
         self._variables: defaultdict[str, set[str]] = defaultdict(set)
         self._mentioned: set[str] = set()
         self._unmentioned: defaultdict[str, list[Any]] = defaultdict(list)
-        self._seen: dict[int, object] = {}  # which keeps them, so that their ids stay their own
-        stack: list[Any] = list(roots)
         modules = [x for root in roots if isinstance(root, nn.Module) for x in root.modules()]
         self._packages = {cls.__module__.partition(".")[0] for cls in {*map(type, modules)}} - _LIBRARIES
+        enter: dict[type, Callable[[Any], Iterable[Any]]] = {}
+        seen: dict[int, object] = {}  # which keeps them, so that their ids stay their own
+        stack = [*roots, *_global_generators()]
         while stack:
             x = stack.pop()
-            if type(x) not in _ATOMS and id(x) not in self._seen and not isinstance(x, _LEFT_ALONE):
-                self._seen[id(x)] = x
-                stack += self._enter(x)
+            kind = type(x)  # whatever its `__class__` answers
+            if kind not in _ATOMS and id(x) not in seen:
+                seen[id(x)] = x
+                if kind not in enter:
+                    enter[kind] = self._entering(kind)
+                stack += enter[kind](x)
+        self._seen = seen
 
     @contextmanager
     def replaced(self, stand_ins: Mapping[int, object]) -> Iterator[None]:
         """Within the block objects are replaced, by their ids, wherever they are held; after it all is as it was."""
         replacements = {**self._copies, **stand_ins}
-        replacements |= {id(x): _replaced(x, replacements) for x in self._seen.values() if isinstance(x, tuple)}
+        replacements |= {id(x): _replaced(x, replacements) for x in self._tuples}
         try:
-            for holder in self._holders:
-                if not replacements.keys().isdisjoint(map(id, holder.contents)):
-                    holder.put([replacements.get(id(x), x) for x in holder.contents])
+            for owner, access, contents in self._holders:
+                if not replacements.keys().isdisjoint(map(id, contents)):
+                    access.write(owner, [replacements.get(id(x), x) for x in contents])
             yield
         finally:
-            for holder in self._holders:
-                holder.put(holder.contents)
+            for owner, access, contents in self._holders:
+                now = access.read(owner)
+                if len(now) != len(contents) or any(map(is_not, now, contents)):
+                    access.write(owner, contents)
             for restore in self._restorers:
                 restore()
 
-    def _hold(self, owner: Any, read: Callable[..., list[Any]], write: Callable[..., object]) -> list[Any]:
-        contents = read(owner)
-        self._holders.append(_Holder(owner, read, write, contents))
+    def _hold(self, owner: Any, access: _Access) -> list[Any]:
+        contents = access.read(owner)
+        self._holders.append((owner, access, contents))
         return contents
 
-    def _hold_names(self, owner: Any, names: Iterable[str], get: Any, put: Any, remove: Any) -> list[Any]:
-        names = [*names]
-        return self._hold(owner, partial(_values_of, names, get), partial(_set_values, names, put, remove, get))
+    def _entering(self, kind: type) -> Callable[[Any], Iterable[Any]]:
+        """The function that notes the state of an object of this class, and returns the objects that it leads to."""
+        if issubclass(kind, Tensor):
+            return self._enter_tensor
+        is_own = kind.__module__.partition(".")[0] == "dshard" and not issubclass(kind, nn.Module)
+        if is_own or issubclass(kind, _LEFT_ALONE):
+            return lambda x: ()
+        if issubclass(kind, FunctionType):
+            return self._enter_function
+        if issubclass(kind, type):
+            return lambda x: () if self._is_library(x.__module__) else self._enter_class(x)
+        accesses = [access for base, access in _CONTAINERS if issubclass(kind, base)][:1]
+        classes = [cls for cls in kind.__mro__ if not self._is_library(cls.__module__)]
+        names = [name for cls in classes for name, d in vars(cls).items() if isinstance(d, MemberDescriptorType)]
+        names += ["__class__"] * issubclass(kind, nn.Module)  # that of a lazy module changes when it runs
+        if names:
+            accesses.append(_named(names, _own_value, object.__setattr__, object.__delattr__))
+        in_place = [restorer for base, restorer in self._in_place if issubclass(kind, base)]
+        return partial(self._enter_instance, accesses, in_place)
 
-    def _enter(self, x: Any) -> Iterable[Any]:
-        """Note the state of one object, and return the objects that it leads to."""
-        if isinstance(x, Tensor):
-            self.tensors.append(x)
-            return [vars(x)] if type(x) in (Tensor, nn.Parameter) else []
-        if isinstance(x, FunctionType):
-            return self._enter_function(x)
-        if isinstance(x, type):
-            return () if self._is_library(x.__module__) else self._enter_class(x)
-        if isinstance(x, _ITERATORS):
-            self._copies[id(x)] = copy(x)
-        elif isinstance(x, _lru_cache_wrapper):
-            self._restorers.append(partial(_forget_new, x, x.cache_info()))
-        return self._enter_instance(x)
+    def _enter_tensor(self, x: Tensor) -> Iterable[Any]:
+        self.tensors.append(x)
+        return [vars(x)] if type(x) in (Tensor, nn.Parameter) else []
 
     def _enter_function(self, x: FunctionType) -> Iterable[Any]:
         package = str(x.__globals__.get("__name__"))
@@ -127,7 +133,7 @@ class ReachableState:
             mentioned = _names(x.__code__)
             names = mentioned - self._variables[package]
             self._variables[package] |= names
-            inner += self._hold_names(x.__globals__, names, dict.get, dict.__setitem__, dict.__delitem__)
+            inner += self._hold(x.__globals__, _named(names, dict.get, dict.__setitem__, dict.__delitem__))
             inner += [method for name in mentioned - self._mentioned for method in self._unmentioned.pop(name, ())]
             self._mentioned |= mentioned
         return inner
@@ -137,7 +143,7 @@ class ReachableState:
         libraries = [base for base in x.__mro__ if self._is_library(base.__module__)]
         codes = [f.__code__ for f in vars(x).values() if isinstance(f, FunctionType)]
         names = {name for name in {*vars(x)}.union(*map(_names, codes)) if not name.startswith("__")}
-        self._hold_names(x, names, _class_value, type.__setattr__, type.__delattr__)
+        self._hold(x, _named(names, _class_value, type.__setattr__, type.__delattr__))
         inner: list[Any] = list(x.__mro__)
         for name, value in vars(x).items():
             is_named = any(hasattr(base, name) for base in libraries) or name in self._mentioned
@@ -147,25 +153,20 @@ class ReachableState:
                 inner.append(value)
         return inner
 
-    def _enter_instance(self, x: Any) -> Iterable[Any]:
-        kind, attributes = type(x), _attributes(x)
-        if not isinstance(x, nn.Module):
-            is_shared = any(isinstance(value, _LOCKS) for value in (attributes or {}).values())
-            if is_shared or kind.__module__.partition(".")[0] == "dshard":
-                return ()
-        elif isinstance(x, torch.jit.ScriptModule):  # whose parameters are C++'s
+    def _enter_instance(self, accesses: list[_Access], in_place: list[Any], x: Any) -> Iterable[Any]:
+        attributes = _own_value(x, "__dict__", None)
+        if issubclass(type(x), torch.jit.ScriptModule):  # whose parameters are C++'s
             for own in (x._parameters, x._buffers):
-                self.tensors += self._hold_names(own, own.keys(), _script_value, type(own).__setitem__, None)
-        self._restorers += _written_in_place(x)
-        for base, add in _CONTAINERS:
-            if isinstance(x, base):
-                self._hold(x, partial(_contents_of, base), partial(_refill, base, add))
-                break
-        classes = [cls for cls in kind.__mro__ if not self._is_library(cls.__module__)]
-        names = [name for cls in classes for name, d in vars(cls).items() if isinstance(d, MemberDescriptorType)]
-        names += ["__class__"] * isinstance(x, nn.Module)  # that of a lazy module changes when it runs
-        if names:
-            self._hold_names(x, names, getattr, object.__setattr__, object.__delattr__)
+                self.tensors += self._hold(own, _named([*own.keys()], _item, type(own).__setitem__, None))
+        elif type(attributes) is dict and not issubclass(type(x), nn.Module) and _has_lock(attributes):
+            return ()
+        for access in accesses:
+            self._hold(x, access)
+        self._restorers += [restorer(x) for restorer in in_place]
+        if issubclass(type(x), tuple):
+            self._tuples.append(x)
+        elif type(x) in _ITERATORS:
+            self._copies[id(x)] = _copy(x)
         return [attributes, *gc.get_referents(x)]
 
     def _is_library(self, module: str) -> bool:
@@ -175,38 +176,60 @@ class ReachableState:
         return "-packages" in (getattr(sys.modules.get(module), "__file__", None) or "")
 
 
-def _attributes(x: object) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes itself, whatever its class answers."""
+def _own_value(x: object, name: str, default: object) -> Any:
+    """An attribute itself, whatever the class of `x` answers for it."""
     try:
-        attributes = object.__getattribute__(x, "__dict__")
+        return object.__getattribute__(x, name)
     except AttributeError:
-        return None
-    return attributes if type(attributes) is dict else None
+        return default
+
+
+def _has_lock(attributes: dict[str, Any]) -> bool:
+    return any(issubclass(kind, _LOCKS) for kind in {*map(type, attributes.values())})
 
 
 def _replaced(x: Any, replacements: Mapping[int, object]) -> Any:
+    """A tuple with its items replaced; attributes of its own are kept."""
     if id(x) in replacements:
         return replacements[id(x)]
-    if isinstance(x, tuple):
+    if issubclass(type(x), tuple):
         items = [_replaced(item, replacements) for item in x]
         if any(map(is_not, items, x)):
-            return x._make(items) if hasattr(x, "_make") else type(x)(items)
+            if hasattr(type(x), "n_sequence_fields"):  # a result of torch, such as that of `max`
+                return type(x)(items)
+            out: Any = tuple.__new__(type(x), items)
+            if _own_value(x, "__dict__", None):
+                vars(out).update(vars(x))
+            return out
     return x
+
+
+def _copy(iterator: Any) -> object:
+    """A copy of an iterator, which is not advanced."""
+    if type(iterator) is itertools.count:  # which new versions of Python do not copy
+        return itertools.count(*literal_eval(f"[{repr(iterator)[6:-1]}]"))
+    return copy(iterator)
 
 
 # -- containers, by the methods of their own class, past those of a subclass
 
 
-def _contents_of(base: Any, x: Any) -> list[Any]:
-    if issubclass(base, dict):
-        return [each for item in base.items(x) for each in item]
-    return gc.get_referents(x) if base is CellType else [*base.__iter__(x)]
-
-
-def _refill(base: Any, add: Callable[[Any, list[Any]], object], x: Any, contents: list[Any]) -> None:
-    if base is not CellType:
+def _of_mapping(base: Any) -> _Access:
+    def write(x: Any, contents: list[Any]) -> None:
         base.clear(x)
-    add(x, contents)
+        half = len(contents) // 2
+        for key, value in zip(contents[:half], contents[half:], strict=True):
+            base.__setitem__(x, key, value)
+
+    return _Access(lambda x: [*base.keys(x), *base.values(x)], write)
+
+
+def _of_collection(base: Any, extend: Callable[[Any, list[Any]], object]) -> _Access:
+    def write(x: Any, contents: list[Any]) -> None:
+        base.clear(x)
+        extend(x, contents)
+
+    return _Access(lambda x: [*base.__iter__(x)], write)
 
 
 def _set_cell(x: CellType, contents: list[Any]) -> None:
@@ -216,15 +239,10 @@ def _set_cell(x: CellType, contents: list[Any]) -> None:
         del x.cell_contents
 
 
-def _add_items(x: Any, contents: list[Any]) -> None:
-    base: Any = OrderedDict if isinstance(x, OrderedDict) else dict
-    for key, value in zip(contents[::2], contents[1::2], strict=True):
-        base.__setitem__(x, key, value)
-
-
-_CONTAINERS: tuple[tuple[type, Any], ...] = (
-    *((OrderedDict, _add_items), (dict, _add_items), (list, list.extend), (set, set.update)),
-    *((deque, deque.extend), (bytearray, bytearray.extend), (CellType, _set_cell)),
+_CONTAINERS: tuple[tuple[type, _Access], ...] = (
+    *((base, _of_mapping(base)) for base in (OrderedDict, dict)),
+    *((base, _of_collection(base, base.extend)) for base in (list, deque)),
+    *((set, _of_collection(set, set.update)), (CellType, _Access(gc.get_referents, _set_cell))),
 )
 
 
@@ -241,52 +259,61 @@ def _class_value(cls: type, name: str, default: object) -> object:
     return vars(cls).get(name, default)
 
 
-def _script_value(own: Any, name: str, default: object) -> object:
+def _item(own: Any, name: str, default: object) -> object:
     return own[name]
 
 
-def _values_of(names: list[str], get: Callable[..., Any], owner: Any) -> list[Any]:
-    return [get(owner, name, _ABSENT) for name in names]
+def _named(names: Iterable[str], get: Any, put: Any, remove: Any) -> _Access:
+    """The values of these names, as `get` reads them; those that are absent are removed."""
 
+    def read(owner: Any) -> list[Any]:
+        return [get(owner, name, _ABSENT) for name in names]
 
-def _set_values(names: list[str], put: Any, remove: Any, get: Any, owner: Any, contents: list[Any]) -> None:
-    for name, value in zip(names, contents, strict=True):
-        if get(owner, name, _ABSENT) is value:
-            continue
-        if value is _ABSENT:
-            remove(owner, name)
-        else:
-            put(owner, name, value)
+    def write(owner: Any, contents: list[Any]) -> None:
+        for name, now, value in zip(names, read(owner), contents, strict=True):
+            if value is _ABSENT and now is not _ABSENT:
+                remove(owner, name)
+            elif value is not now:
+                put(owner, name, value)
+
+    return _Access(read, write)
 
 
 # -- what is written in place: generators, arrays and caches
 
+_Restorer: TypeAlias = Callable[[Any], Callable[[], object]]
 
-def _global_generators() -> Iterator[Callable[[], object]]:
-    on_devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    for generator in (torch.default_generator, *on_devices):
-        yield from _written_in_place(generator)
-    yield partial(random.setstate, random.getstate())
+
+def _written_in_place() -> list[tuple[type, _Restorer]]:
+    """Classes of objects that are written in place; each with what returns the function that puts one back."""
+    kinds: list[tuple[type, _Restorer]] = [
+        *((kind, lambda x: partial(x.__setitem__, slice(None), x[:])) for kind in (bytearray, array)),
+        (_lru_cache_wrapper, lambda x: partial(_forget_new, x, x.cache_info())),
+        (torch.Generator, lambda x: partial(x.set_state, x.get_state())),
+        (random.Random, lambda x: partial(x.setstate, x.getstate())),
+    ]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        yield partial(numpy.random.set_state, numpy.random.get_state())
+        kinds += [
+            (numpy.ndarray, _array_restorer),
+            (numpy.random.RandomState, lambda x: partial(x.set_state, x.get_state())),
+            (numpy.random.Generator, lambda x: partial(setattr, x.bit_generator, "state", x.bit_generator.state)),
+        ]
+    return kinds
 
 
-def _written_in_place(x: Any) -> Iterator[Callable[[], object]]:
-    """What puts a generator or an array back."""
+def _array_restorer(x: Any) -> Callable[[], object]:
+    """What puts an array of numpy back: if it can be written, and is no file."""
+    numpy = sys.modules["numpy"]
+    is_kept = x.flags.writeable and not isinstance(x, numpy.memmap)
+    return partial(numpy.copyto, x, x.copy()) if is_kept else lambda: None
+
+
+def _global_generators() -> list[Any]:
+    on_devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(x, torch.Generator):
-        yield partial(x.set_state, x.get_state())
-    elif isinstance(x, random.Random):
-        yield partial(x.setstate, x.getstate())
-    elif numpy is None:
-        return
-    elif isinstance(x, numpy.ndarray) and x.flags.writeable:
-        yield partial(numpy.copyto, x, x.copy())
-    elif isinstance(x, numpy.random.RandomState):
-        yield partial(x.set_state, x.get_state())
-    elif isinstance(x, numpy.random.Generator):
-        yield partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+    methods: list[Any] = [random.getstate] if numpy is None else [random.getstate, numpy.random.get_state]
+    return [torch.default_generator, *on_devices, *(method.__self__ for method in methods)]
 
 
 def _forget_new(cache: Any, before: Any) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+import weakref
+from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -365,3 +369,71 @@ def test_a_lazy_module_that_never_ran_is_named() -> None:
         model(X)
 
     assert plan_model(model, MESH, "data", X).cost is not None
+
+
+# -- what a model may refer to
+
+
+class OfTwo(tuple[Any, ...]):
+    """A tuple that is made of two values."""
+
+    def __new__(cls, first: Any, second: Any) -> OfTwo:
+        return tuple.__new__(cls, (first, second))
+
+
+class Answering:
+    """An object that answers by errors, for its class and for what it lacks."""
+
+    __slots__ = ("given",)
+    __class__ = property(lambda self: 1 / 0)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*[nN]ested tensors|.*quantize")
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(dead_proxy, Answering, lambda: OfTwo(torch.randn(3), 2), lambda: torch.max(torch.randn(3, 3), 0)),
+        lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+        lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+    ],
+    ids=["dead proxy", "errors", "tuple", "result", "nested", "quantized"],
+)
+def test_a_model_may_refer_to_what_takes_no_stand_in(make: Callable[[], Any]) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8)))
+    held = model.__dict__["held"] = make()
+
+    assert plan_model(model, MESH, "data", X).cost is not None
+    assert model.__dict__["held"] is held
+
+
+class Buffered(nn.Module):
+    """A model that writes to arrays of bytes and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bytes, self.numbers = nn.Linear(8, 8), bytearray(b"ab"), array("d", [1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bytes.append(1)
+        self.numbers.append(2.0)
+        return self.linear(x)
+
+
+def test_arrays_are_put_back_and_files_are_not_read(tmp_path: Path) -> None:
+    model = seeded(Buffered)
+    size = 1 << 28
+    model.__dict__["file"] = np.memmap(tmp_path / "data", np.uint8, "w+", shape=(size,))
+    tracemalloc.start()
+
+    plan_model(model, MESH, "data", X)
+
+    assert (model.bytes, model.numbers) == (bytearray(b"ab"), array("d", [1.0]))
+    assert tracemalloc.get_traced_memory()[1] < size
+    tracemalloc.stop()
