@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from dshard.dispatch.composite_table import REWRITTEN
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
+from dshard.parallel.input_modes import argument_names
 from dshard.parallel.nested_tensors import nested_tensors
 from dshard.torch_private import disable_modes
 
@@ -318,7 +318,5 @@ def _has_no_data(x: Tensor) -> bool:
 
 def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> list[tuple[Tensor, str]]:
     """The tensors among the inputs of a model, in order, each with the name of its parameter of `forward`."""
-    names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    names += [f"argument {i}" for i in range(len(names), len(args))]  # of `*args`
-    arguments = (*zip(names, args, strict=False), *kwargs.items())
+    arguments = (*zip(argument_names(model, len(args)), args, strict=False), *kwargs.items())
     return [(x, name) for name, arg in arguments for x in nested_tensors(arg)]

@@ -26,7 +26,7 @@ from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_b
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.huggingface import adopt
-from dshard.parallel.input_modes import input_modes
+from dshard.parallel.input_modes import Mode, input_modes
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
@@ -40,7 +40,6 @@ from dshard.validate import check_type, shown
 AUTO = "auto"
 Checked: TypeAlias = StrategyName | str | Auto | Mapping[str, Sequence[Placement]] | Plan
 PlanArgument: TypeAlias = Checked | Path
-InputMode: TypeAlias = Literal["global", "per-data-rank"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -80,7 +79,7 @@ def parallelize(
     plan: PlanArgument = AUTO,
     /,
     *args: object,
-    inputs: InputMode | Mapping[str, InputMode] | Tensor = "global",
+    inputs: Mode | Mapping[str, Mode] | Tensor = "global",
     outputs: Literal["distributed", "plain"] | Sequence[Placement] | Tensor | None = None,
     precision: object = None,
     group: object = None,

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm import Event, listen, plain, planning
@@ -107,12 +107,8 @@ def _priced(
     return Cost(_moves(sent, in_forward), memory, work.seconds, work.hidden)
 
 
-def _tensors(out: object) -> list[Tensor]:
-    return tensors_in(_values(out))
-
-
 def _backward(out: object) -> None:
-    ends = [t for t in _tensors(out) if t.requires_grad]
+    ends = [t for t in tensors_in(list(out.values()) if isinstance(out, Mapping) else out) if t.requires_grad]
     torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
 
 
@@ -128,10 +124,6 @@ def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     for name, buffer in model.named_buffers():
         state[name] = distribute_tensor(without_data(buffer), mesh, replicated)
     return state
-
-
-def _values(out: object) -> Any:
-    return list(out.values()) if isinstance(out, Mapping) else out
 
 
 def _local_bytes(x: Any) -> int:
