@@ -15,7 +15,7 @@ _LINES = {name: line for names, line in _ANSWERS.items() for name in names.split
 
 
 def line_for(name: str) -> str:
-    """What to write here for a name of other libraries, "" if it is none.
+    """The line to write here for a name of other libraries, "" if it is none.
 
     >>> line_for("ZeRO-3"), line_for("FullyShardedDataParallel"), line_for("megatorn")
     ('parallelize(model, mesh, "fsdp", batch)', 'parallelize(model, mesh, "fsdp", batch)', '')

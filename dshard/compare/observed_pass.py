@@ -39,7 +39,7 @@ Place: TypeAlias = tuple[str, int, str, str]
 
 
 class ObservedPass:
-    """What the modules of a model do in a pass: their `calls` as they began, those that `ended`, and all `values`.
+    """A pass of a model, module by module: their `calls` as they began, those that `ended`, and all `values`.
 
     With a `generator` what modules return, and its gradients, are rounded by it at random. Each call has its inputs for
     itself, so that their gradients are those of this call alone.

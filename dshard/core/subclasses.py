@@ -21,7 +21,7 @@ _OURS = (Wrapper, TorchDTensor, Replaced)
 
 @cached("classes of tensors", 256)
 def kind_of(kind: Any) -> Literal["", "data", "rules"]:
-    """What a class of tensors is: "" one of torch's or ours, else plain "data", or such with `__torch_dispatch__`.
+    """The kind of a class of tensors: "" for torch's and ours, plain "data", or "rules" of its `__torch_dispatch__`.
 
     The memory of the latter, as of quantised tensors, means something to their own "rules" alone; so does that of a
     CausalBias, which is never filled.

@@ -46,7 +46,7 @@ class _Access(NamedTuple):
 
 
 class ReachableState:
-    """What can be written and `roots` lead to: attributes, containers, hooks, closures, class and global variables.
+    """All mutable objects that `roots` lead to: attributes, containers, hooks, closures, class and global variables.
 
     `tensors` are those met. Left out are objects with a lock, which other threads may write, and what they alone lead
     to; and classes and global variables of installed packages that define none of the modules.
@@ -303,7 +303,7 @@ def _written_in_place() -> list[tuple[type, _Restorer]]:
 
 
 def _array_restorer(x: Any) -> Callable[[], object]:
-    """What puts an array of numpy back: if it can be written, and is no file."""
+    """The function that puts an array of numpy back: if it can be written, and is no file."""
     numpy = sys.modules["numpy"]
     is_kept = x.flags.writeable and not isinstance(x, numpy.memmap)
     return partial(numpy.copyto, x, x.copy()) if is_kept else lambda: None

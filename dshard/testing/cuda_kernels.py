@@ -250,7 +250,7 @@ def _rows_of_all_heads(x: Tensor) -> Tensor:
 
 
 def _memory(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Tensor:
-    """What a kernel reads from the data pointer of `x` by these strides, NaN beyond its memory."""
+    """The elements that a kernel reads from the data pointer of `x` by these strides, NaN beyond its memory."""
     strides = stride or tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     here = int(x.untyped_storage().nbytes()) // x.itemsize - int(x.storage_offset())
