@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
+from dshard.core.plain_modes import declare_model
 from dshard.errors import ArgumentError
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import data_axes, data_coordinate
@@ -29,6 +30,7 @@ class Boundary:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
         differ = compare_programs(plan, modes.per_data_rank, seed_alike)
         self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank))
+        declare_model(self, plan.mesh, modes.per_data_rank)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
