@@ -15,6 +15,7 @@ from dshard.comm import DeviceMesh, as_mesh, warn_user
 from dshard.core.call import Call, Operator
 from dshard.core.local_checks import gathered_shape
 from dshard.core.moves import leaves
+from dshard.core.plain_tensors import refusing_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.dispatch.registry import register
@@ -108,7 +109,8 @@ class _LocalPlacements:
         varying = _varying(self.outputs) if self.gradients is None else frozenset()
         redistributed = _in_all_placements(flat, self.inputs, self.redistribute_inputs)
         local = _local_arguments(redistributed, self.gradients, varying, mesh)
-        out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
+        with refusing_plain(in_forward=True):
+            out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
         _check_count("out_placements", self.outputs, len(out), "outputs")
         uneven = any(_is_uneven(arg._spec) for arg in redistributed if isinstance(arg, DTensor))
         wrapped = [

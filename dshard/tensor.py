@@ -23,6 +23,7 @@ from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
+from dshard.core.plain_tensors import is_part
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
@@ -38,7 +39,7 @@ from dshard.mesh import Mesh
 from dshard.ops.foreach import support
 from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
-from dshard.placements import Placement
+from dshard.placements import Placement, Replicate
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
@@ -165,13 +166,21 @@ class DTensor(Wrapper):
         if self._local_tensor.is_meta and comm.is_outside(self._spec.layout.mesh):
             return self._emptied()
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._local_tensor.detach()
+            return self._part(self._local_tensor.detach())
         layout = self._spec.layout.cotangent() if layout is None else layout
         local: Tensor = ToLocal.apply(self, self._spec.with_layout(layout))  # type: ignore[no-untyped-call]
         if not is_dynamo_compiling():
             comm.watch_backward(local, layout.mesh.ranks)
             if checked(self._spec.layout, self._spec.dtype)[1]:
                 local.register_hook(partial(compare_gradients, layout))
+        return self._part(local)
+
+    def _part(self, local: Tensor) -> Tensor:
+        """A local tensor, which is known as such if others differ: no plain tensor that is alike on all ranks."""
+        layout = self._spec.layout
+        differs = any(n > 1 and p != Replicate() for n, p in zip(layout.mesh.shape, layout.placements, strict=True))
+        if differs and not is_dynamo_compiling():
+            is_part(local)
         return local
 
     def _emptied(self) -> Tensor:

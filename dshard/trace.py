@@ -15,6 +15,7 @@ from dshard.comm import Event, collectives_of, listen, runtime_of
 from dshard.comm.user_code import user_line
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
+from dshard.core.plain_tensors import refusing_plain
 from dshard.core.provenance import Modules
 from dshard.cost import predicted_seconds
 from dshard.errors import LayoutError
@@ -213,7 +214,7 @@ def strict() -> Iterator[None]:
         if not running[0].explicit:
             _refuse_collectives(running[0].op, decision)
 
-    with observing(refuse) as running:
+    with observing(refuse) as running, refusing_plain():
         yield
 
 

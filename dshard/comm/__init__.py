@@ -23,12 +23,14 @@ the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `grap
 
 from dshard.comm.agreement import (
     COLLECTIVES_OF_TORCH,
+    begin_gather_rows,
     checked_shape,
     even_shape,
     gather_objects,
     gather_rows,
     global_shape,
     group_rank,
+    group_with_data,
     ranks_in,
     ranks_of_group,
     same_replicas,
@@ -55,7 +57,7 @@ from dshard.comm.peer_failure import (
     watch_backward,
 )
 from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
-from dshard.comm.rank_checks import checksum, compare_calls, compare_draws, compare_replicas
+from dshard.comm.rank_checks import are_alike, checksum, compare_calls, compare_draws, compare_replicas, digest
 from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.recorded_calls import (
     ENDS,
@@ -97,7 +99,7 @@ from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, un
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
-from dshard.comm.user_code import user_line
+from dshard.comm.user_code import user_frame, user_line
 from dshard.comm.user_warning import warn_user
 from dshard.comm.workspace import WORKSPACE, Session
 
@@ -130,9 +132,11 @@ __all__ = [
     "Steps",
     "Stream",
     "Transfer",
+    "are_alike",
     "as_mesh",
     "async_start",
     "begin",
+    "begin_gather_rows",
     "begin_joined",
     "begin_reshard",
     "bind",
@@ -152,6 +156,7 @@ __all__ = [
     "device_mesh_of",
     "device_of",
     "device_of_result",
+    "digest",
     "even_shape",
     "fetch",
     "finish",
@@ -163,6 +168,7 @@ __all__ = [
     "global_shape",
     "group_of",
     "group_rank",
+    "group_with_data",
     "init_device_mesh",
     "is_first_rank",
     "is_from_peer",
@@ -221,6 +227,7 @@ __all__ = [
     "swap",
     "traced",
     "unstack",
+    "user_frame",
     "user_line",
     "wait_in_graphs_as_in_eager",
     "warn_user",

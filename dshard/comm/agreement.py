@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from ctypes import string_at
 from typing import Any
@@ -128,18 +128,34 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
     Listeners are told, unless `is_check`. On simulated ranks, or without processes, all rows are equal, and nothing is
     sent.
     """
-    runtime = runtime_of(mesh)
-    if simulated_ranks() is None and runtime is not None and runtime.coordinate is not None and mesh.size > 1:
-        group = runtime.group(mesh.names)
-        if group.backend.carries_data:
-            own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
-            if traced(own):  # by FakeTensorMode, which has no values
-                return dict.fromkeys(mesh.coordinates(), tuple(row))
-            gathered = transport.all_gather(own, [len(row)] * mesh.size, group, None if is_check else mesh).view(
-                mesh.size, -1
-            )
-            return {at: tuple(each) for at, each in zip(mesh.coordinates(), gathered.tolist(), strict=True)}
+    group = group_with_data(mesh)
+    if group is not None:
+        own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
+        if not traced(own):  # by FakeTensorMode, which has no values
+            return begin_gather_rows(own, mesh, group, None if is_check else mesh)()
     return dict.fromkeys(mesh.coordinates(), tuple(row))
+
+
+def begin_gather_rows(
+    own: Tensor, mesh: Mesh, group: Group, listened: Mesh | None = None
+) -> Callable[[], dict[Coordinate, tuple[int, ...]]]:
+    """Begin an all_gather of rows of integers; the function that waits for it, and returns those of all ranks."""
+    wait = transport.begin_all_gather(own, [len(own)] * mesh.size, group, listened)
+
+    def rows() -> dict[Coordinate, tuple[int, ...]]:
+        every = wait().view(mesh.size, -1).tolist()
+        return {at: tuple(each) for at, each in zip(mesh.coordinates(), every, strict=True)}
+
+    return rows
+
+
+def group_with_data(mesh: Mesh) -> Group | None:
+    """The group of all ranks of the mesh, if this rank is one of several that can send each other values."""
+    runtime = runtime_of(mesh)
+    if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
+        return None
+    group = runtime.group(mesh.names)
+    return group if group.backend.carries_data else None
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from math import isfinite
+from math import isqrt
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
@@ -102,12 +104,46 @@ def checksum(x: Tensor) -> int:
     >>> checksum(torch.zeros(3)) == checksum(torch.zeros(3)), checksum(torch.ones(3)) == checksum(torch.zeros(3))
     (True, False)
     """
+    return int(_sum_of_bits(x).item()) % 2**64
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
     flat = bytes_of(x.detach().resolve_neg().reshape(-1))
     words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
     places = torch.arange(1, len(words) + 1, device=x.device) * _ODD
     mixed = (words ^ places) * _ODD
     mixed = (mixed ^ (mixed >> 29)) * (places | 1)
-    return int(mixed.sum().item()) % 2**64
+    return mixed.sum()
+
+
+def digest(x: Tensor) -> Tensor:
+    """Two integers on the device of `x`: of its bits, or of floats a norm and a projection, which hardly round.
+
+    The projection adds sums along rows and columns of a square, so that it takes little memory.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        total = _sum_of_bits(x)
+        return torch.stack([total, torch.zeros_like(total)])
+    flat = (torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()).reshape(-1)
+    flat = (flat if x.itemsize > 1 else flat.float()).nan_to_num(2.0, 1.0, -1.0)
+    square = flat[: len(flat) - len(flat) % (width := isqrt(len(flat)) or 1)].view(-1, width)
+    sums = torch.cat([square.sum(dim, dtype=torch.float64) for dim in (0, 1)] + [flat[square.numel() :].double()])
+    weights = torch.arange(1, len(sums) + 1, device=x.device, dtype=torch.float64).mul(_TURN).cos()
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.stack([norm, (sums * weights).sum()]).view(torch.int64)
+
+
+def are_alike(digests: Iterable[Sequence[int]], dtype: torch.dtype) -> bool:
+    """Whether digests of tensors of this dtype are equal, but for rounding."""
+    first, *others = digests
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return all(tuple(each) == tuple(first) for each in others)
+    limit = torch.finfo(dtype).eps ** 0.5
+    norm, projection = unpack("2d", pack("2q", *first))
+    return all(
+        max(abs(a - norm), abs(b - projection)) <= limit * max(a, norm)
+        for a, b in (unpack("2d", pack("2q", *each)) for each in others)
+    )
 
 
 def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None:
@@ -123,43 +159,25 @@ def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None
     if not enabled() or not axes or mesh.size == 1 or traced(x) or x.is_meta:
         return
     digests = _digests(x.detach(), mesh)
-    limit = torch.finfo(x.dtype).eps ** 0.5 if x.dtype.is_floating_point or x.dtype.is_complex else 0.0
     for first, rank in ((mesh.group(axes, at)[0], mesh.rank(at)) for at in mesh.coordinates() if digests):
-        if not _are_close(digests[first], digests[rank], limit):
+        if not are_alike([digests[first], digests[rank]], x.dtype):
             raise LayoutError(
                 f"{what}, [{layout}], is not the same on rank {first} and rank {rank}, though it is replicated along "
                 f"{', '.join(axes)} ({user_line()}): {way_out}"
             )
 
 
-def _digests(x: Tensor, mesh: Mesh) -> dict[int, tuple[float, float]]:
-    """The norm and a projection of each rank's tensor, by coordinate; empty if the ranks cannot compare them."""
+def _digests(x: Tensor, mesh: Mesh) -> dict[int, list[int]]:
+    """The digest of each rank's tensor; empty if the ranks cannot compare them."""
     if type(x) is LocalTensor:
         with plain():
-            return {rank: _digest(local) for rank, local in unstack(x).items()}
+            return {rank: digest(local).tolist() for rank, local in unstack(x).items()}
     runtime = runtime_of(mesh)
     group = None if runtime is None or runtime.coordinate is None else runtime.group(mesh.names)
     if group is None or not group.backend.carries_data:
         return {}
-    texts = _gather_texts("{} {}".format(*_digest(x)), group, device_of(mesh))
-    return {rank: _pair(text) for text, ranks in texts.items() for rank in ranks}
-
-
-def _digest(x: Tensor) -> tuple[float, float]:
-    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1).double()
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype).mul(_TURN).cos()
-    return float(flat.norm()), float(flat @ weights)
-
-
-def _pair(text: str) -> tuple[float, float]:
-    norm, projection = map(float, text.split())
-    return norm, projection
-
-
-def _are_close(a: tuple[float, float], b: tuple[float, float], limit: float) -> bool:
-    if not (isfinite(a[0]) and isfinite(b[0])):
-        return isfinite(a[0]) == isfinite(b[0])
-    return max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= limit * max(a[0], b[0])
+    texts = _gather_texts("{} {}".format(*digest(x).tolist()), group, device_of(mesh))
+    return {rank: [*map(int, text.split())] for text, ranks in texts.items() for rank in ranks}
 
 
 _TURN = 2.399963229728653

@@ -184,8 +184,13 @@ def run_now(c: Collective, x: Tensor, group: Group) -> Tensor:
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group, mesh: Mesh | None = None) -> Tensor:
     """Flat chunk -> the flat chunks of all ranks, rank `i` giving `sizes[i]` elements; nothing is padded."""
+    return begin_all_gather(x, sizes, group, mesh)()
+
+
+def begin_all_gather(x: Tensor, sizes: Sequence[int], group: Group, mesh: Mesh | None = None) -> Wait:
+    """Begin an `all_gather`; the function that waits for it."""
     received = sum(sizes) - sizes[group.index]
-    return run_now(_collective("all_gather", [sizes[group.index]], sizes, group, mesh, received), x, group)
+    return launch(_collective("all_gather", [sizes[group.index]], sizes, group, mesh, received), x, group)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether plain tensors among distributed ones are alike on all ranks: what models on their mesh were told of inputs."""
+"""What plain tensors among distributed ones are, by what models on their mesh were told of inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from typing import Literal, TypeAlias
 from weakref import WeakSet
 
+from dshard.core.comparisons import comparisons_on
 from dshard.mesh import Mesh
 
 PlainMode: TypeAlias = Literal["global", "per-data-rank", "both"]
@@ -16,6 +17,7 @@ _MODELS: dict[tuple[Mesh, bool], WeakSet[object]] = {}
 def declare_model(model: object, mesh: Mesh, per_data_rank: bool) -> None:
     """Declare that a model on `mesh` is given whole batches, alike on all ranks, or the rows of each data rank."""
     _MODELS.setdefault((mesh, per_data_rank), WeakSet()).add(model)
+    comparisons_on(mesh).restart()
 
 
 def plain_mode(mesh: Mesh) -> PlainMode | None:

@@ -1,7 +1,8 @@
-"""Plain tensors among distributed ones: a user's are refused, torch's own count as replicated.
+"""Plain tensors among distributed ones: they count as replicated where the program has said that they are alike.
 
-Within `implicit_replication` tensors that a module makes count as replicated, too: its inputs are distributed, and
-every rank runs the same program, so positions and masks computed from shapes alone are the same on all ranks.
+It has where a module on the mesh is laid out with whole batches, where they are compared between ranks; within the
+forward pass of any module that is laid out, since every rank runs the same program on inputs that are distributed; and
+within `implicit_replication`. Elsewhere a user's are refused, torch's own are not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from threading import local
 from types import FrameType
 from typing import Any, TypeGuard
@@ -33,9 +36,12 @@ from dshard.comm import (
     plain,
     simulated_ranks,
     traced,
+    user_frame,
 )
+from dshard.core.comparisons import Comparisons, comparisons_on
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
 from dshard.core.operands import plain_value
+from dshard.core.plain_modes import plain_mode
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
@@ -113,9 +119,32 @@ def from_torch(x: TorchDTensor) -> Any:
 
 class _CountedAsReplicated(local):
     depth = 0
+    refused = False
 
 
 _COUNTED_AS_REPLICATED = _CountedAsReplicated()
+_PARTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""The local tensors that `to_local` gave of tensors that are not replicated, by their ids."""
+
+
+def is_part(x: Tensor) -> None:
+    """Declare that a plain tensor is this rank's part of a distributed one."""
+    _PARTS[id(x)] = x
+
+
+@contextmanager
+def refusing_plain(in_forward: bool = False) -> Iterator[None]:
+    """Refuse plain tensors among distributed ones within the block, though models are given whole batches.
+
+    With `in_forward` those are refused, too, that count as replicated within a forward pass.
+    """
+    counted = _COUNTED_AS_REPLICATED
+    before, counted.refused = (counted.depth, counted.refused), True
+    counted.depth *= not in_forward
+    try:
+        yield
+    finally:
+        counted.depth, counted.refused = before
 
 
 @contextmanager
@@ -161,19 +190,23 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         return replace_leaves(  # type: ignore[no-any-return]
             (args, kwargs), lambda x: plain_value(func, x) if isinstance(x, Wrapper) else x
         )
-    if not takes_all:
-        refused = _refused(func, args, flat)
-        takes_all = refused is not None and _is_in_step()
-        if refused is not None and not takes_all:
-            raise _mixed(func, refused)
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
+    compared = None
+    if not takes_all:
+        refused = _refused(func, args, flat)
+        if refused is not None and _are_alike(tensors, meshes):
+            takes_all, compared = True, comparisons_on(meshes[0])
+        elif refused is not None:
+            takes_all = _is_in_step()
+            if not takes_all:
+                raise _mixed(func, refused, meshes)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
     meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
     if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
         return args, kwargs
-    written = _written(func, args)
+    written, places = _written(func, args), count()
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
@@ -184,7 +217,9 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             return leaf.to("meta") if meta and leaf.dim() and leaf is not written else leaf
         if not takes_all:
             return leaf
-        if isinstance(leaf, Parameter) and not (meta or is_copied):
+        if compared is not None:
+            _put_down(compared, func, leaf, next(places))
+        elif isinstance(leaf, Parameter) and not (meta or is_copied):
             compare_parameter(leaf, meshes[0])
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
@@ -193,6 +228,21 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
+
+
+def _are_alike(tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> bool:
+    """Whether plain tensors beside distributed ones are alike on all ranks, as models on their mesh were told."""
+    if not meshes or _COUNTED_AS_REPLICATED.refused or plain_mode(meshes[0]) != "global":
+        return False
+    return not any(type(x) is LocalTensor or id(x) in _PARTS or id(x._base) in _PARTS for x in tensors)
+
+
+def _put_down(compared: Comparisons, func: Function, x: Tensor, i: int) -> None:
+    """Put down a plain operand of the user's line for comparison, the `i`th of its call."""
+    frame = user_frame()
+    name = getattr(func, "__name__", str(func))
+    line = ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    compared.put_down(x, (name, i, line), lambda: f"plain operand {i + 1} of {name} at {Path(line[0]).name}:{line[1]}")
 
 
 def _is_recorded_number(x: object) -> TypeGuard[Tensor]:
@@ -315,14 +365,32 @@ def _refused(func: Function, args: Args, flat: Sequence[object]) -> Tensor | Non
     return None
 
 
-def _mixed(func: Function, plain: Tensor) -> MixedError:
-    return MixedError(
-        f"{getattr(func, '__name__', func)}: a plain torch.Tensor of shape {tuple(plain.shape)} among distributed "
-        "tensors; wrap it with distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; "
-        "beside a parallelized model take dshard.distribute_batch(model, batch); or run this "
-        "`with dshard.implicit_replication():` if it is the same on all ranks; "
-        "0-d tensors, and others of one element, are taken as they are"
+def _mixed(func: Function, plain: Tensor, meshes: Sequence[Mesh] = ()) -> MixedError:
+    name = getattr(func, "__name__", str(func))
+    what = f"{name}: a plain torch.Tensor of shape {tuple(plain.shape)} among distributed tensors"
+    by_hand = (
+        "wrap it with distribute_tensor(x, mesh, placements), or DTensor.from_local if each rank has a part; or run "
+        "this `with dshard.implicit_replication():` if it is the same on all ranks"
     )
+    if not meshes or _COUNTED_AS_REPLICATED.refused or plain_mode(meshes[0]) is None:
+        why = (
+            f"; {by_hand}; beside a parallelized model with whole batches it counts as such; 0-d tensors, and others "
+            "of one element, are taken as they are"
+        )
+    elif plain_mode(meshes[0]) == "per-data-rank":
+        why = (
+            ", where a model is given the rows of each data rank (inputs='per-data-rank'), so it may be rows or whole: "
+            "take dshard.distribute_batch(model, batch), or have plain outputs by parallelize(..., outputs='plain'); "
+            + by_hand
+        )
+    elif plain_mode(meshes[0]) == "both":
+        why = (
+            ", where models on one mesh are given whole batches and rows of each data rank (inputs=), so it may be "
+            f"either: take dshard.distribute_batch(model, batch), or give them alike; {by_hand}"
+        )
+    else:
+        why = f": it is what to_local gave, one rank's part; {by_hand}"
+    return MixedError(what + why)
 
 
 def _are_apart(lists: Args) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.backends import mkldnn
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients, set_data
 from dshard.comm import COLLECTIVES_OF_TORCH, of_first_rank, ranks_of_group
+from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
 from dshard.core.plain_tensors import calling_module, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
@@ -336,9 +338,11 @@ AUTOGRAD_FUNCTIONS: dict[object, Function] = {
     **GRAPH_FUNCTIONS,
     _DATA.__set__: set_data,
     has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
-    Tensor.backward: backward,
-    torch.autograd.backward: lambda func, args, kwargs: accumulating(_backward, args, kwargs),
-    torch.autograd.grad: lambda func, args, kwargs: gradients(_grad, args, kwargs),
+    Tensor.backward: partial(with_comparisons, backward),
+    torch.autograd.backward: partial(
+        with_comparisons, lambda func, args, kwargs: accumulating(_backward, args, kwargs)
+    ),
+    torch.autograd.grad: partial(with_comparisons, lambda func, args, kwargs: gradients(_grad, args, kwargs)),
 }
 """Functions of autograd with their handlers, which disable `__torch_function__` themselves."""
 

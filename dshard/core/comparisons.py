@@ -1,0 +1,196 @@
+"""Comparisons between ranks of what must be alike on all of them, beside backward passes, and almost free.
+
+docs/design/0024-the-loop-as-it-stands.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from dshard.comm import (
+    RECORDERS,
+    are_alike,
+    begin_gather_rows,
+    device_of,
+    digest,
+    group_with_data,
+    runtime_of,
+    simulated_ranks,
+    traced,
+)
+from dshard.errors import LayoutError
+from dshard.mesh import Coordinate, Mesh
+
+T = TypeVar("T")
+EVERY = 50
+"""One backward pass of so many compares all; of those before, the first, second, fourth, eighth and so on."""
+MAX_ENTRIES, _WIDTH = 32, 4
+"""The most tensors that are compared at once, and the numbers of each: its place, shape and dtype, and digest."""
+MAX_PLACES = 4096
+
+ALIKE = (
+    "each is given the whole batch, so load and seed alike on all ranks; where each loads rows of its own, "
+    "parallelize(..., inputs='per-data-rank') takes them"
+)
+"""The way out where ranks that are given whole batches differ."""
+
+
+class _Entry(NamedTuple):
+    """A tensor that was put down: what it is, at which place, of which kind, and its digest."""
+
+    what: str
+    place: int
+    kind: int
+    dtype: torch.dtype
+    digest: Tensor
+
+
+class Comparisons:
+    """The tensors on a mesh that must be alike on all ranks, put down until the ranks meet.
+
+    They meet in backward passes that send something, which all ranks run: `passes` counts those, so that all know alike
+    in which they meet. What a rank alone has put down is dropped there. A backward pass that meets rarely does not wait
+    for the answer, which the next one reads.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all; when a model is laid out, which all ranks do at once."""
+        self.passes = 0
+        self._known: set[Hashable] = set()
+        self._entries: list[_Entry] = []
+        self._unread: Callable[[], None] | None = None
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the ranks meet in the next backward pass."""
+        n = self.passes + 1
+        return n % EVERY == 0 or (n < EVERY and n & (n - 1) == 0)
+
+    def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
+        """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
+        is_new = (place, x.shape, x.dtype) not in self._known
+        if not (is_new or self.are_due) or len(self._entries) == MAX_ENTRIES or _has_no_value(x):
+            return
+        if len(self._known) < MAX_PLACES:
+            self._known.add((place, x.shape, x.dtype))
+        text = what()
+        numbers = crc32(f"{text} {self.passes}".encode()), crc32(f"{tuple(x.shape)} {x.dtype}".encode())
+        self._entries.append(_Entry(f"{text} of shape {tuple(x.shape)}", *numbers, x.dtype, digest(x)))
+
+    def sent(self) -> int:
+        """The number of collectives that this rank has begun on the groups of the mesh."""
+        runtime = runtime_of(self.mesh)
+        if group_with_data(self.mesh) is None or runtime is None:
+            return 0
+        groups: dict[int, Any] = {id(group.process_group): group.process_group for group in runtime.groups.values()}
+        return sum(group._get_sequence_number_for_group() for group in groups.values())
+
+    def has_passed(self, sent_before: int) -> None:
+        """A backward pass has ended: if it has sent anything, compare what is due.
+
+        Raises:
+            LayoutError: on all ranks: some were given other values.
+        """
+        group = group_with_data(self.mesh)
+        if group is None or self.sent() == sent_before:
+            return
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            unread()
+        is_due = self.are_due
+        self.passes += 1
+        if not is_due:
+            return
+        entries, self._entries = self._entries, []
+        numbers = [[len(entries), 0, 0, 0], *([each.place, each.kind, 0, 0] for each in entries)]
+        row = torch.tensor(numbers + [[0] * _WIDTH] * (MAX_ENTRIES - len(entries)), device=device_of(self.mesh))
+        for i, each in enumerate(entries):
+            row[1 + i, 2:] = each.digest
+        compare = partial(self._compare, begin_gather_rows(row.view(-1), self.mesh, group), entries)
+        if self.passes < EVERY:
+            compare()
+        else:
+            self._unread = partial(compare, f"in backward pass {self.passes} since the last model was laid out: ")
+
+    def _compare(
+        self, rows: Callable[[], Mapping[Coordinate, Sequence[int]]], entries: Sequence[_Entry], when: str = ""
+    ) -> None:
+        of_rank = {at: _by_place(row) for at, row in rows().items()}
+        own: defaultdict[int, list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            own[entry.place].append(entry)
+        for place, mine in own.items():
+            theirs = {at: places.get(place, []) for at, places in of_rank.items()}
+            if any(len(each) != len(mine) for each in theirs.values()):
+                continue  # a line that not all ranks run
+            for i, entry in enumerate(mine):
+                numbers = {at: each[i] for at, each in theirs.items()}
+                kinds = {kind for kind, *_ in numbers.values()}
+                if len(kinds) > 1 or not are_alike([rest for _, *rest in numbers.values()], entry.dtype):
+                    raise LayoutError(
+                        f"{when}a parallelized module is given different data, {entry.what}, on "
+                        f"{self._ranks(numbers, entry.dtype)}: {ALIKE}"
+                    )
+
+    def _ranks(self, numbers: Mapping[Coordinate, Sequence[int]], dtype: torch.dtype) -> str:
+        """The ranks, by what they have: "ranks [0, 2] and ranks [1]"."""
+        alike: list[tuple[Sequence[int], list[int]]] = []
+        for at, own in numbers.items():
+            known = next(
+                (ranks for each, ranks in alike if each[0] == own[0] and are_alike([each[1:], own[1:]], dtype)), None
+            )
+            if known is None:
+                alike.append((own, known := []))
+            known.append(self.mesh.rank(at))
+        return " and ".join(f"ranks {ranks}" for _, ranks in alike)
+
+
+def _by_place(row: Sequence[int]) -> dict[int, list[Sequence[int]]]:
+    """The kind and digest of each tensor that a rank has put down, in order, by places."""
+    out: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+    for i in range(_WIDTH, _WIDTH * (1 + row[0]), _WIDTH):
+        out[row[i]].append(row[i + 1 : i + _WIDTH])
+    return out
+
+
+def _has_no_value(x: Tensor) -> bool:
+    """Whether nothing can be computed of the values: in graphs and recordings, on simulated ranks, and without data."""
+    return bool(
+        x.is_meta
+        or traced(x)
+        or simulated_ranks() is not None
+        or RECORDERS
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+_ALL: dict[Mesh, Comparisons] = {}
+
+
+def comparisons_on(mesh: Mesh) -> Comparisons:
+    """The comparisons between the ranks of a mesh."""
+    if mesh not in _ALL:
+        _ALL[mesh] = Comparisons(mesh)
+    return _ALL[mesh]
+
+
+def with_comparisons(backward: Callable[..., T], *args: Any) -> T:
+    """Run a backward pass, and compare what is due after it."""
+    if not _ALL or RECORDERS or simulated_ranks() is not None or torch.compiler.is_compiling():
+        return backward(*args)
+    before = [(each, each.sent()) for each in _ALL.values()]
+    out = backward(*args)
+    for each, sent in before:
+        each.has_passed(sent)
+    return out
