@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dshard.comm import (
     RECORDERS,
@@ -25,6 +26,9 @@ from dshard.comm import (
     simulated_ranks,
     traced,
 )
+from dshard.core.moves import tensors_in
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
 
@@ -185,12 +189,13 @@ def comparisons_on(mesh: Mesh) -> Comparisons:
     return _ALL[mesh]
 
 
-def with_comparisons(backward: Callable[..., T], *args: Any) -> T:
-    """Run a backward pass, and compare what is due after it."""
-    if not _ALL or RECORDERS or simulated_ranks() is not None or torch.compiler.is_compiling():
-        return backward(*args)
-    before = [(each, each.sent()) for each in _ALL.values()]
-    out = backward(*args)
+def with_comparisons(backward: Callable[..., T], func: Function, args: Args, kwargs: Kwargs) -> T:
+    """Run a backward pass by its handler, and compare what is due on the meshes of the tensors where it begins."""
+    if not _ALL or RECORDERS or simulated_ranks() is not None or is_compiling():
+        return backward(func, args, kwargs)
+    meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)}
+    before = [(_ALL[mesh], _ALL[mesh].sent()) for mesh in meshes if mesh in _ALL]
+    out = backward(func, args, kwargs)
     for each, sent in before:
         each.has_passed(sent)
     return out

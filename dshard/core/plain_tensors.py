@@ -41,7 +41,7 @@ from dshard.comm import (
 from dshard.core.comparisons import Comparisons, comparisons_on
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
 from dshard.core.operands import plain_value
-from dshard.core.plain_modes import plain_mode
+from dshard.core.plain_modes import layout_of_rows, plain_mode
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
@@ -217,14 +217,15 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             return leaf.to("meta") if meta and leaf.dim() and leaf is not written else leaf
         if not takes_all:
             return leaf
-        if compared is not None:
+        if compared is not None and leaf is not kwargs.get("out"):
             _put_down(compared, func, leaf, next(places))
-        elif isinstance(leaf, Parameter) and not (meta or is_copied):
+        elif compared is None and isinstance(leaf, Parameter) and not (meta or is_copied):
             compare_parameter(leaf, meshes[0])
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
             compare_calls(f"{what}, {tuple(leaf.shape)}, {leaf.dtype}", meshes[0], contents=leaf)
-        return replicated_tensor(leaf, meshes[0], meta)
+        whole = replicated_tensor(leaf, meshes[0], meta)
+        return _in_rows(func, whole) if compared is not None and args and leaf is args[0] else whole
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
@@ -235,6 +236,25 @@ def _are_alike(tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> bool:
     if not meshes or _COUNTED_AS_REPLICATED.refused or plain_mode(meshes[0]) != "global":
         return False
     return not any(type(x) is LocalTensor or id(x) in _PARTS or id(x._base) in _PARTS for x in tensors)
+
+
+_OWN_DIMS = {
+    **{f"conv{transpose}{n}d": n + 1 for n in (1, 2, 3) for transpose in ("", "_transpose")},
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm"), 1),
+    "embedding": 0,
+}
+"""Functions of layers, with the number of last dims that are no batch in their first operand."""
+
+
+def _in_rows(func: Function, x: Wrapper) -> Any:
+    """A batch that enters a layer by itself, with its rows split as those of the model's inputs; nothing is sent.
+
+    The result is right in any layout: this spares ranks what others compute.
+    """
+    layout = layout_of_rows(x._spec.layout.mesh)
+    if layout is None or x.dim() <= _OWN_DIMS.get(getattr(func, "__name__", ""), x.dim()):
+        return x
+    return x.redistribute(placements=layout.placements)  # type: ignore[arg-type]
 
 
 def _put_down(compared: Comparisons, func: Function, x: Tensor, i: int) -> None:

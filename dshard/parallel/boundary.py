@@ -11,8 +11,9 @@ from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_modes import declare_model
 from dshard.errors import ArgumentError
+from dshard.layout import Layout
 from dshard.parallel.apply_plan import distribute_inputs
-from dshard.parallel.batch_rows import data_axes, data_coordinate
+from dshard.parallel.batch_rows import data_axes, data_coordinate, rows_alone
 from dshard.parallel.input_modes import InputModes, argument_names
 from dshard.parallel.inputs import Inputs
 from dshard.parallel.outputs import Outputs, checked_outputs
@@ -29,8 +30,8 @@ class Boundary:
     def __init__(self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
         differ = compare_programs(plan, modes.per_data_rank, seed_alike)
-        self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank))
-        declare_model(self, plan.mesh, modes.per_data_rank)
+        self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank, plan.mesh))
+        declare_model(self, Layout(plan.mesh, rows_alone(plan)), modes.per_data_rank)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
@@ -56,7 +57,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module, len(args)))
-        if boundary.inputs.draws.differ:
+        if boundary.inputs.draws.differ or boundary.inputs.comparisons.are_due:
             boundary.inputs.draws.enter(module)
         return laid_out
 

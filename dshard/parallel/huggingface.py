@@ -182,7 +182,7 @@ def _ranks_per_batch(boundary: Boundary) -> int:
 def global_batches(boundary: Boundary) -> Iterator[None]:
     """Within the block the model takes whole batches and returns plain tensors."""
     before, plan = (boundary.inputs, boundary.outputs), boundary.plan
-    boundary.inputs = Inputs(plan, InputModes({}, "global"), Draws({}, False))
+    boundary.inputs = Inputs(plan, InputModes({}, "global"), Draws({}, False, plan.mesh))
     boundary.outputs = Outputs(plan, "plain")
     try:
         yield

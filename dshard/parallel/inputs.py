@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced, warn_user
+from dshard.core.comparisons import ALIKE, EVERY, comparisons_on
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.parallel.batch_rows import Rows
@@ -39,14 +41,15 @@ class _Input(NamedTuple):
 class Inputs:
     """Lays out plain inputs of a model by its plan: global batches, or as `modes` say the rows of each data rank.
 
-    The ranks compare their inputs at the first call, and at all calls in debug mode. `rows` are those of the last call,
-    None for global batches; `draws` looks at the generators of random numbers that differed between ranks.
+    The ranks compare their inputs at the first call, then at one of 50, and at all calls in debug mode. `rows` are
+    those of the last call, None for global batches; `draws` looks at generators that differed between ranks.
     """
 
     def __init__(self, plan: Plan, modes: InputModes, draws: Draws) -> None:
         self.plan, self.modes, self.draws = plan, modes, draws
         self.per_data_rank = modes.per_data_rank
-        self.compared = False
+        self.compared, self.comparisons = False, comparisons_on(plan.mesh)
+        self.calls = 0
         self.rows: Rows | None = None
 
     def __call__(self, inputs: object, names: Callable[[], Sequence[str]] | None = None) -> Any:
@@ -62,13 +65,20 @@ class Inputs:
                 "the rows of each data rank within a compiled region: ranks cannot ask each other how many there are "
                 "there; lay the batch out before, model(distribute_batch(model, x)), or compile the blocks of the model"
             )
-        compares = (not self.compared or comparing()) and _have_values(plain)
+        self.calls += 1
+        is_turn = not self.compared or comparing() or (self.per_data_rank and self.calls % EVERY == 0)
+        compares = is_turn and _have_values(plain)
         if self.per_data_rank or (compares and not self.compared):
             rows, of_rows = self._exchange(inputs, names, compares)
             self.compared |= compares
             if self.per_data_rank:
                 self.rows = rows
                 return map_tensors(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
+        elif self.comparisons.are_due and _have_values(plain):
+            for each in self._named(inputs, names):
+                self.comparisons.put_down(each.x, (id(self), each.path), partial("the input {}".format, each.name))
+        if next((x.dim() for x in plain if x.dim()), 1) < self.modes.n_dims:  # which the plan would split as rows
+            return map_tensors(inputs, lambda x: _replicated(x, self.plan) if _is_plain(x) else x)
         if is_recorded(plain):
             return map_tensors(inputs, self._differentiable)
         return inputs
@@ -163,10 +173,7 @@ class Inputs:
                 "load by dshard.data_ranks(model), and seed alike"
             )
         else:
-            way_out = (
-                "each is given the whole batch, so load and seed alike on all ranks; where each loads rows of its own, "
-                "parallelize(..., inputs='per-data-rank') takes them"
-            )
+            way_out = ALIKE
         ranks = ranks_by_value(of_rank, columns, self.plan.mesh)
         return f"a parallelized module is given different data, {what}, on {ranks}: {way_out}"
 

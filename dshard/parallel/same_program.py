@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
+from functools import partial
 from typing import TypeAlias
 from zlib import crc32
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from dshard.comm import gather_rows, leave_word, own_coordinate, simulated_ranks, warn_user
+from dshard.core.comparisons import EVERY, comparisons_on
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
 from dshard.parallel.batch_rows import data_coordinate
@@ -118,7 +120,7 @@ def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool) -> dict[
     return differ
 
 
-_FIRST_CALLS, _EVERY = 3, 50
+_FIRST_CALLS = 3
 
 
 class Draws:
@@ -128,16 +130,19 @@ class Draws:
     of a model in training, and in inference, are looked at, and then one of 50.
     """
 
-    def __init__(self, differ: Mapping[str, str], per_data_rank: bool) -> None:
-        self.differ, self.per_data_rank = differ, per_data_rank
+    def __init__(self, differ: Mapping[str, str], per_data_rank: bool, mesh: Mesh) -> None:
+        self.differ, self.per_data_rank, self.comparisons = differ, per_data_rank, comparisons_on(mesh)
         self.calls = {True: 0, False: 0}
         self.before: dict[str, int] = {}
 
     def enter(self, module: nn.Module) -> None:
         """Note the states before a forward pass of `module`."""
         calls = self.calls[module.training] = self.calls[module.training] + 1
-        is_looked_at = calls <= _FIRST_CALLS or calls % _EVERY == 0
-        self.before = {name: GENERATORS[name][0]() for name in self.differ} if is_looked_at else {}
+        is_looked_at = calls <= _FIRST_CALLS or calls % EVERY == 0
+        names = (
+            GENERATORS if self.comparisons.are_due and not self.per_data_rank else self.differ if is_looked_at else ()
+        )
+        self.before = {name: GENERATORS[name][0]() for name in names}
 
     def leave(self, module: nn.Module) -> None:
         """Compare the states after it.
@@ -147,7 +152,10 @@ class Draws:
         """
         before, self.before = self.before, {}
         for name, state in before.items():
-            if GENERATORS[name][0]() != state:
+            if GENERATORS[name][0]() != state and name not in self.differ:
+                text = f"the state of {name}, from which {type(module).__name__} draws"
+                self.comparisons.put_down(torch.tensor([state]), (id(self), name), partial(str, text))
+            elif GENERATORS[name][0]() != state:
                 who = "ranks of one data rank" if self.per_data_rank else "ranks that are given whole batches"
                 line = GENERATORS[name][1]
                 error = LayoutError(
