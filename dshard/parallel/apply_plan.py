@@ -246,10 +246,11 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 def _output_hook(plan: Plan, name: str) -> Any:
     placements = plan.outputs[name]
+    ndim = max((placement.dim + 1 for placement in placements if isinstance(placement, Shard)), default=0)
 
     @skip_frame
     def place(module: nn.Module, args: object, out: object) -> Any:
-        if not isinstance(out, DTensor) or out.placements == placements:
+        if not isinstance(out, DTensor) or out.placements == placements or out.ndim < ndim:  # of one row, not a batch
             return out
         return out.redistribute(placements=placements)
 

@@ -90,8 +90,10 @@ def strategy_named(name: str) -> NamedStrategy:
 def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allowed, ...]:
     """The alternative assignments of rows that this strategy allows a matmul. Axes without a role may have any row.
 
+    Where the matmul lacks the loop of a schedule, as that of a vector lacks rows, the axis shards nothing.
+
     Raises:
-        StrategyError: an unknown name, a mesh on which the strategy is impossible, or a matmul that lacks a loop.
+        StrategyError: an unknown name, or a mesh on which the strategy is impossible.
     """
     rows = factors_of(rule)
     if isinstance(strategy, Schedule):
@@ -100,7 +102,7 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
                 f"the schedule [{strategy}] is for {len(strategy.loops)} mesh axes, but the mesh ({mesh}) has "
                 f"{mesh.ndim}: give one loop for each axis"
             )
-        return (tuple(rows[loop] for loop in strategy.loops),)
+        return (tuple(rows[loop] or frozenset({None}) for loop in strategy.loops),)
     named = strategy_named(strategy)
     loops = named.schedule.loops
     if len(loops) > mesh.ndim:
@@ -125,11 +127,7 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
 
 
 def factors_of(rule: Rule) -> dict[Loop, frozenset[Row]]:
-    """The factors of a matmul that each loop may shard: batch factors, which all tensors have, count as m.
-
-    Raises:
-        StrategyError: the matmul has no factor for a loop.
-    """
+    """The factors of a matmul that each loop may shard: batch factors, which all tensors have, count as m."""
     a, b = ({name for dim in term for name in dim} for term in rule.inputs[:2])
     out = {name for dim in rule.outputs[0] for name in dim}
     return {"m": frozenset(a & out), "n": frozenset((b & out) - a), "k": frozenset((a & b) - out)}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.single_device import rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard import Layout, Mesh
+from dshard import Layout, Mesh, matmul
 from dshard.core.call import Call
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
@@ -23,6 +25,7 @@ from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.attention_loops import attention_rule
 from dshard.rules.expand import Operand, merges
+from dshard.rules.matmul_loops import STORAGES, Loop, Schedule
 from dshard.rules.rule import MOVES, PassThrough, Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
@@ -267,3 +270,18 @@ def test_where_nothing_costs_anything_a_choice_ends() -> None:
     found = choose(rule, [Operand(Layout(mesh, (Shard(0),) * 3), (0, 0), 8)], [((0, 0), 8)], BYTES)
 
     assert found.seconds == 0
+
+
+@pytest.mark.parametrize("layout", ["dp:R tp:R", "dp:S(0) tp:R"])
+@pytest.mark.parametrize("loops", [loops for loops in product(STORAGES, repeat=2) if "m" in loops], ids="".join)
+def test_a_vector_under_any_schedule_is_multiplied_as_on_one_device(loops: tuple[Loop, Loop], layout: str) -> None:
+    """It has no rows, so an axis whose loop shards them shards nothing."""
+    x, w = rows(5), rows(5, 3)
+    for stored in product(*(STORAGES[loop] for loop in loops)):
+        with simulated(GRID):
+            out = matmul(
+                distribute(x, parse_layout(layout, GRID)),
+                distribute(w, parse_layout("dp:R tp:S(1)", GRID)),
+                strategy=Schedule(loops, stored),
+            )
+            torch.testing.assert_close(whole(out), x @ w)
