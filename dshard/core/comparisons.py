@@ -59,9 +59,9 @@ class _Entry(NamedTuple):
 class Comparisons:
     """The tensors on a mesh that must be alike on all ranks, put down until the ranks meet.
 
-    They meet in backward passes that send something, which all ranks run: `passes` counts those, so that all know alike
-    in which they meet. What a rank alone has put down is dropped there. A backward pass that meets rarely does not wait
-    for the answer, which the next one reads.
+    They meet in backward passes that all ranks run, as those do that send something, or follow a forward pass that has,
+    `has_sent`: `passes` counts them, so that all know alike in which they meet. What a rank alone has put down is
+    dropped there. Later passes do not wait for the answer, which the next one reads.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -70,7 +70,7 @@ class Comparisons:
 
     def restart(self) -> None:
         """Forget all; when a model is laid out, which all ranks do at once."""
-        self.passes = 0
+        self.passes, self.has_sent = 0, False
         self._known: set[Hashable] = set()
         self._entries: list[_Entry] = []
         self._unread: Callable[[], None] | None = None
@@ -107,7 +107,8 @@ class Comparisons:
             LayoutError: on all ranks: some were given other values.
         """
         group = group_with_data(self.mesh)
-        if group is None or self.sent() == sent_before:
+        has_sent, self.has_sent = self.has_sent, False
+        if group is None or not (has_sent or self.sent() != sent_before):
             return
         if self._unread is not None:
             unread, self._unread = self._unread, None

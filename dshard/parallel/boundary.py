@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
+from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_modes import declare_model
 from dshard.errors import ArgumentError
 from dshard.layout import Layout
@@ -31,6 +33,7 @@ class Boundary:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
         differ = compare_programs(plan, modes.per_data_rank, seed_alike)
         self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank, plan.mesh))
+        self.comparisons, self.sent = comparisons_on(plan.mesh), 0
         declare_model(self, Layout(plan.mesh, rows_alone(plan)), modes.per_data_rank)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
@@ -57,7 +60,8 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module, len(args)))
-        if boundary.inputs.draws.differ or boundary.inputs.comparisons.are_due:
+        boundary.sent = boundary.comparisons.sent()
+        if boundary.inputs.draws.differ or boundary.comparisons.are_due:
             boundary.inputs.draws.enter(module)
         return laid_out
 
@@ -72,6 +76,8 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
     def leave(module: nn.Module, args: object, out: object) -> Any:
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
+        if torch.is_grad_enabled() and not is_dynamo_compiling():
+            boundary.comparisons.has_sent |= boundary.comparisons.sent() != boundary.sent
         return boundary.outputs(out, boundary.inputs.rows)
 
     model.register_forward_hook(leave)
