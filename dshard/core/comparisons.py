@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -38,6 +39,7 @@ EVERY = 50
 MAX_ENTRIES, _WIDTH = 32, 4
 """The most tensors that are compared at once, and the numbers of each: its place, shape and dtype, and digest."""
 MAX_PLACES = 4096
+_SEQUENCE_NUMBER: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
 
 ALIKE = (
     "each is given the whole batch, so load and seed alike on all ranks; where each loads rows of its own, "
@@ -61,7 +63,8 @@ class Comparisons:
 
     They meet in backward passes that all ranks run, as those do that send something, or follow a forward pass that has,
     `has_sent`: `passes` counts them, so that all know alike in which they meet. What a rank alone has put down is
-    dropped there. Later passes do not wait for the answer, which the next one reads.
+    dropped there. Later passes do not wait for the answer, which the next one reads. `are_due` says that they meet in
+    the next pass.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -70,16 +73,12 @@ class Comparisons:
 
     def restart(self) -> None:
         """Forget all; when a model is laid out, which all ranks do at once."""
-        self.passes, self.has_sent = 0, False
+        self.passes, self.has_sent, self.are_due = 0, False, True
+        self.group, self._runtime = group_with_data(self.mesh), runtime_of(self.mesh)
+        self._groups: list[Any] = []
         self._known: set[Hashable] = set()
         self._entries: list[_Entry] = []
         self._unread: Callable[[], None] | None = None
-
-    @property
-    def are_due(self) -> bool:
-        """Whether the ranks meet in the next backward pass."""
-        n = self.passes + 1
-        return n % EVERY == 0 or (n < EVERY and n & (n - 1) == 0)
 
     def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
         """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
@@ -94,11 +93,11 @@ class Comparisons:
 
     def sent(self) -> int:
         """The number of collectives that this rank has begun on the groups of the mesh."""
-        runtime = runtime_of(self.mesh)
-        if group_with_data(self.mesh) is None or runtime is None:
+        if self.group is None or self._runtime is None:
             return 0
-        groups: dict[int, Any] = {id(group.process_group): group.process_group for group in runtime.groups.values()}
-        return sum(group._get_sequence_number_for_group() for group in groups.values())
+        if len(self._groups) != len(self._runtime.groups):  # which are made at their first use
+            self._groups = [group.process_group for group in self._runtime.groups.values()]
+        return sum(map(_SEQUENCE_NUMBER, self._groups))
 
     def has_passed(self, sent_before: int) -> None:
         """A backward pass has ended: if it has sent anything, compare what is due.
@@ -106,15 +105,15 @@ class Comparisons:
         Raises:
             LayoutError: on all ranks: some were given other values.
         """
-        group = group_with_data(self.mesh)
         has_sent, self.has_sent = self.has_sent, False
-        if group is None or not (has_sent or self.sent() != sent_before):
+        if self.group is None or not (has_sent or self.sent() != sent_before):
             return
         if self._unread is not None:
             unread, self._unread = self._unread, None
             unread()
-        is_due = self.are_due
         self.passes += 1
+        is_due, n = self.are_due, self.passes + 1
+        self.are_due = n % EVERY == 0 or (n < EVERY and n & (n - 1) == 0)
         if not is_due:
             return
         entries, self._entries = self._entries, []
@@ -122,7 +121,7 @@ class Comparisons:
         row = torch.tensor(numbers + [[0] * _WIDTH] * (MAX_ENTRIES - len(entries)), device=device_of(self.mesh))
         for i, each in enumerate(entries):
             row[1 + i, 2:] = each.digest
-        compare = partial(self._compare, begin_gather_rows(row.view(-1), self.mesh, group), entries)
+        compare = partial(self._compare, begin_gather_rows(row.view(-1), self.mesh, self.group), entries)
         if self.passes < EVERY:
             compare()
         else:

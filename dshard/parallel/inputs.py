@@ -74,7 +74,7 @@ class Inputs:
             if self.per_data_rank:
                 self.rows = rows
                 return map_tensors(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
-        elif self.comparisons.are_due and _have_values(plain):
+        elif self.comparisons.are_due and not comparing() and _have_values(plain):
             for each in self._named(inputs, names):
                 self.comparisons.put_down(each.x, (id(self), each.path), partial("the input {}".format, each.name))
         if next((x.dim() for x in plain if x.dim()), 1) < self.modes.n_dims:  # which the plan would split as rows

@@ -168,7 +168,7 @@ def test_plain_tensors_are_refused_with_the_way_out() -> None:
         x = placed(X, Shard(0), Replicate())
         for call in (lambda: x + X, lambda: X @ x.t(), lambda: torch.cat([x, X]), lambda: F.linear(x, X)):
             with pytest.raises(
-                MixedError, match=r"a plain torch.Tensor of shape \(5, 3\) .* wrap it with .*distribute_batch"
+                MixedError, match=r"a plain torch.Tensor of shape \(5, 3\) .* wrap it with .*whole batches"
             ):
                 call()
 
