@@ -6,7 +6,7 @@ docs/design/0024-the-loop-as-it-stands.md has the reasons.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
+from dshard.torch_private import autograd_engine, graph_task_id
 
 T = TypeVar("T")
 EVERY = 50
@@ -76,6 +77,7 @@ class Comparisons:
         self.passes, self.has_sent, self.are_due = 0, False, True
         self.group, self._runtime = group_with_data(self.mesh), runtime_of(self.mesh)
         self._groups: list[Any] = []
+        self._task = -1
         self._known: set[Hashable] = set()
         self._entries: list[_Entry] = []
         self._unread: Callable[[], None] | None = None
@@ -98,6 +100,17 @@ class Comparisons:
         if len(self._groups) != len(self._runtime.groups):  # which are made at their first use
             self._groups = [group.process_group for group in self._runtime.groups.values()]
         return sum(map(_SEQUENCE_NUMBER, self._groups))
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Count backward passes through plain outputs, which begin at plain tensors, too."""
+        for x in outputs:
+            if x.grad_fn is not None and not isinstance(x, Wrapper):
+                x.grad_fn.register_prehook(self._begin)
+
+    def _begin(self, grads: object) -> None:
+        if self._task != graph_task_id():
+            self._task = graph_task_id()
+            autograd_engine.queue_callback(partial(self.has_passed, self.sent()))
 
     def has_passed(self, sent_before: int) -> None:
         """A backward pass has ended: if it has sent anything, compare what is due.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import local
@@ -186,12 +187,15 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)
-    if _writes_to_plain(func, args, kwargs):
-        return replace_leaves(  # type: ignore[no-any-return]
-            (args, kwargs), lambda x: plain_value(func, x) if isinstance(x, Wrapper) else x
-        )
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
+    if _writes_to_plain(func, args, kwargs):
+        is_recorded = is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Wrapper))
+        if not is_recorded or takes_all or _are_alike(tensors, meshes):
+            value = Wrapper.public.full_tensor if is_recorded else partial(plain_value, func)
+            return replace_leaves(  # type: ignore[no-any-return]
+                (args, kwargs), lambda x: value(x) if isinstance(x, Wrapper) else x
+            )
     compared = None
     if not takes_all:
         refused = _refused(func, args, flat)
@@ -351,8 +355,7 @@ def _writes_to_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
     written = args[0] if name.startswith("_foreach_") else args[:1]
     if not written or any(type(x) not in PLAIN or isinstance(x, Sequence) for x in written):
         return False
-    values = [x for x in tensors_in((args[1:], kwargs)) if isinstance(x, Wrapper)]
-    return bool(values) and not (is_grad_enabled() and any(x.requires_grad for x in values))
+    return any(isinstance(x, Wrapper) for x in tensors_in((args[1:], kwargs)))
 
 
 _BY_INDICES = ("index_", "gather", "scatter", "take")

@@ -18,6 +18,7 @@ from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import data_axes, data_coordinate, rows_alone
 from dshard.parallel.input_modes import InputModes, argument_names
 from dshard.parallel.inputs import Inputs
+from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.outputs import Outputs, checked_outputs
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs
@@ -78,7 +79,10 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
             boundary.inputs.draws.leave(module)
         if torch.is_grad_enabled() and not is_dynamo_compiling():
             boundary.comparisons.has_sent |= boundary.comparisons.sent() != boundary.sent
-        return boundary.outputs(out, boundary.inputs.rows)
+        converted = boundary.outputs(out, boundary.inputs.rows)
+        if converted is not out and not is_dynamo_compiling():
+            boundary.comparisons.watch(nested_tensors(converted))
+        return converted
 
     model.register_forward_hook(leave)
 

@@ -288,3 +288,46 @@ def test_comparisons_are_one_message_in_the_passes_that_meet(ranks: RankPool) ->
     assert all(each == first for each in others)
     in_step = first[-1]
     assert [n - in_step for n in first[1:]] == [1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def written_with_gradients() -> list[float]:
+    """The loss of outputs collected in a plain tensor, and its gradients, less those of one device."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
+    out = list[float]()
+    for strategy in ("data", "megatron"):
+        values = []
+        for model in (alone, net(strategy)):
+            collected = torch.zeros(2, 8, 5)
+            collected[0] = model(X)
+            collected[1, :4] = model(X)[:4]
+            loss = F.cross_entropy(collected.flatten(0, 1), torch.arange(16) % 5)
+            model.zero_grad()
+            loss.backward()
+            values.append([loss.detach(), *(p.grad for p in model.parameters())])
+        pairs = ((getattr(y, "full_tensor", lambda y=y: y)(), x) for x, y in zip(*values, strict=True))
+        out += [float((y - x).abs().max()) for y, x in pairs]
+    return out
+
+
+@pytest.mark.ranks
+def test_outputs_written_to_a_plain_tensor_keep_their_gradients(ranks: RankPool) -> None:
+    for differences in ranks.run(written_with_gradients):
+        assert max(differences) < 1e-6
+
+
+def inputs_of_plain_outputs() -> tuple[int, str]:
+    rank, model = torch.distributed.get_rank(), net(outputs="plain")
+    for n in range(1, EVERY):
+        x = X.roll(int(n > 5 and rank == 1), 0)
+        error = error_of(lambda x: F.cross_entropy(model(x), TARGETS).backward(), x)
+        if error:
+            return n, error
+    return 0, ""
+
+
+@pytest.mark.ranks
+def test_inputs_of_a_model_with_plain_outputs_are_compared_again(ranks: RankPool) -> None:
+    for n, error in ranks.run(inputs_of_plain_outputs):
+        assert n == 8
+        assert "given different data, the input input" in error
