@@ -77,11 +77,11 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
     def leave(module: nn.Module, args: object, out: object) -> Any:
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
+        converted = boundary.outputs(out, boundary.inputs.rows)
         if torch.is_grad_enabled() and not is_dynamo_compiling():
             boundary.comparisons.has_sent |= boundary.comparisons.sent() != boundary.sent
-        converted = boundary.outputs(out, boundary.inputs.rows)
-        if converted is not out and not is_dynamo_compiling():
-            boundary.comparisons.watch(nested_tensors(converted))
+            if converted is not out:
+                boundary.comparisons.watch(nested_tensors(converted))
         return converted
 
     model.register_forward_hook(leave)
