@@ -98,6 +98,10 @@ class Layout(Drawn):
         assert self._axes is not None
         return tuple(sorted(self._axes))
 
+    def is_replicated(self) -> bool:
+        """Whether each rank holds the global tensor: it is replicated on every mesh axis of more than one rank."""
+        return all(isinstance(p, Replicate) or n == 1 for p, n in zip(self.placements, self.mesh.shape, strict=True))
+
     def partial_axes(self) -> tuple[int, ...]:
         """The indices of the mesh axes on which the tensor is partial."""
         return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))

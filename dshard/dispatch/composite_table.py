@@ -160,21 +160,20 @@ def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
         mkldnn.set_flags(enabled, _fp32_precision=None)
 
 
-def value_of_replicated(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`numpy`: the memory of a replicated tensor; of one element, its number.
+def memory_of_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`numpy` and DLPack of the global tensor: the memory of a replicated one, else a copy, which numpy may not write.
 
-    Raises:
-        LayoutError: the tensor is sharded or partial, and has not one element.
+    A write to the memory of a replicated tensor is one on this rank, and seen by it, as in torch.
     """
     x, *rest = args
-    is_replicated = x._spec.layout == replicated(x._spec.layout.mesh)
-    if not is_replicated and x.numel() != 1:
-        raise LayoutError(
-            f"{func.__name__}() of a tensor laid out [{x._spec.layout}], of which this rank has a part: "
-            f"x.full_tensor().{func.__name__}() gathers it, x.to_local().{func.__name__}() gives this rank's part"
-        )
-    local = of_first_rank(x._local_tensor if is_replicated else x.detach().full_tensor())
-    return func(local.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
+    is_shared = x._spec.layout.is_replicated()
+    if not is_shared:  # torch refuses what it would refuse of the global tensor, before anything is sent
+        func(torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad), *rest, **kwargs)
+    value = of_first_rank(x._local_tensor if is_shared else x.detach().full_tensor())
+    out = func(value.detach().requires_grad_(x.requires_grad), *rest, **kwargs)
+    if not is_shared and func is not Tensor.__dlpack__:
+        out.flags.writeable = out.flags.owndata  # which an array of another dtype does
+    return out
 
 
 def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -299,7 +298,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.tolist: tolist,
     **{getattr(Tensor, f"__{kind}__"): number for kind in ("float", "int", "index", "bool", "complex")},
     **dict.fromkeys((Tensor.new_tensor, Tensor.new), new_of_numbers),
-    **dict.fromkeys((Tensor.numpy, Tensor.__array__), value_of_replicated),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), memory_of_value),
     Tensor.share_memory_: share_memory,
     Tensor.data_ptr: data_ptr,
     Tensor.__setitem__: getitem,

@@ -36,7 +36,7 @@ QUESTIONS = frozenset(
     {
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
         *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, Tensor.equal, Tensor.allclose),
-        *(torch.is_nonzero, torch.equal, torch.allclose, Tensor.numpy, Tensor.__array__),
+        *(torch.is_nonzero, torch.equal, torch.allclose, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
     }
 )
 """Functions whose results are values on the host."""
