@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.autograd.crossing import redistribute
 from dshard.autograd.joined_gradients import add_later
 from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
@@ -58,7 +59,7 @@ from dshard.core.view_sync import (
     register_if_copy,
     register_view,
 )
-from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight, wrap_inference_view
+from dshard.core.wrapper import Wrapper, is_recorded, wrap, wrap_in_flight, wrap_inference_view
 from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate, replicated_executable
 from dshard.dispatch.registry import FACTS, known
@@ -166,6 +167,11 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
 
 
 def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    if func is torch.ops.aten.copy_.default and not is_recorded(args[:2]):  # as in load_state_dict
+        x, source, *rest = args
+        meshes = [t._spec.layout.mesh for t in (x, source)]
+        if x.shape == source.shape and {*meshes[0].ranks} == {*meshes[1].ranks}:
+            args = (x, redistribute(source, x._spec.layout), *rest)
     return dispatch(func, (), *on_one_mesh(func, args, kwargs))
 
 

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dshard.autograd.crossing import redistribute
 from dshard.core.moves import replace_leaves
+from dshard.core.operands import plain_value
 from dshard.core.plain_tensors import from_torch, is_torchs
 from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
-from dshard.core.wrapper import Wrapper
-from dshard.torch_dtensor import TorchDTensor
+from dshard.core.wrapper import DISTRIBUTED, Wrapper
+from dshard.layout import replicated
 from dshard.torch_private import state_like_parameter
 
 
@@ -55,16 +57,19 @@ def _distributed_as_the_parameter(process: Function) -> Function:
 
 
 def _like(param: object, value: object) -> object:
-    """`value`, a state of `param`, as a tensor of the same class; a plain global tensor is sharded."""
+    """`value`, a state of `param`, as a tensor of the same class, laid out as `param` where it has its shape."""
     if not isinstance(value, Tensor):
         return value
     if is_torchs(param):
         to_torch: Any = Wrapper.public.to_torch  # type: ignore[attr-defined]  # of the class above this module
         return to_torch(value) if isinstance(value, Wrapper) else value
-    if not isinstance(param, Wrapper) or isinstance(value, Wrapper):
-        return value
-    if isinstance(value, TorchDTensor):
-        return from_torch(value)
+    if not isinstance(param, Wrapper):
+        return plain_value("load_state_dict", value) if isinstance(value, Wrapper) else value
+    if isinstance(value, DISTRIBUTED):
+        x: Wrapper = from_torch(value) if is_torchs(value) else value  # type: ignore[assignment]
+        layout, own = param._spec.layout, x._spec.layout
+        target = layout if x.shape == param.shape else own if own.mesh == layout.mesh else replicated(layout.mesh)
+        return x if own == target else redistribute(x.detach(), target)
     if not value.dim():
         return value
     if value.shape == param.shape:
