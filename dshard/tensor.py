@@ -24,6 +24,7 @@ from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
 from dshard.core.plain_tensors import is_part
+from dshard.core.saved_files import check_part, plain_in_file, torch_save_caller, warn_of_part
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
@@ -361,10 +362,16 @@ class DTensor(Wrapper):
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
         local = self._local_tensor.detach()  # without the references to its views, which are of this process
+        state = self.requires_grad, isinstance(self, torch.nn.Parameter), _attributes(self)
+        writer, saver = None, torch_save_caller()
+        if saver is not None:
+            value = plain_in_file(local, spec, *state)
+            if value is not None:
+                return value.__reduce_ex__(protocol)
+            warn_of_part(saver, local, spec)
+            writer = None if comm.runtime_of(spec.layout.mesh) is None else comm.group_rank()
         device = None if local.device == spec.device else spec.device
-        described = spec.shape, spec.stride, spec.dtype, device
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return _unpickle, (local, spec.layout, described, self.requires_grad, is_parameter, _attributes(self))
+        return _unpickle, (local, spec.layout, (spec.shape, spec.stride, spec.dtype, device), *state, writer)
 
 
 support()
@@ -397,9 +404,15 @@ def _unpickle(
     requires_grad: bool,
     is_parameter: bool,
     attributes: dict[str, Any],
+    writer: int | None = None,
 ) -> DTensor:
-    """A tensor from its pickle; without a device, on that of `local`, which `torch.load` may map to another."""
+    """A tensor from its pickle, or of a part from that of rank `writer`, which alone can read it.
+
+    Without a device it is on that of `local`, which `torch.load` may map to another.
+    """
     shape, stride, dtype, device = described
+    if writer is not None:
+        check_part(writer, layout, shape, local)
     x = DTensor._wrap(local, spec_of(layout, shape, stride, dtype, local.device if device is None else device))
     x = _restore(x, requires_grad, is_parameter, None, None)
     x.__dict__.update(attributes)

@@ -100,7 +100,7 @@ from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line
-from dshard.comm.user_warning import warn_user
+from dshard.comm.user_warning import warn_here, warn_user
 from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
@@ -230,6 +230,7 @@ __all__ = [
     "user_frame",
     "user_line",
     "wait_in_graphs_as_in_eager",
+    "warn_here",
     "warn_user",
     "watch_backward",
 ]

@@ -17,10 +17,11 @@ def warn_user(message: str, mesh: Mesh) -> None:
     would leave them waiting.
     """
     with nullcontext() if is_first_rank(mesh) else warnings.catch_warnings(record=True):
-        _warn(message)
+        warn_here(message)
 
 
-def _warn(message: str) -> None:
+def warn_here(message: str) -> None:
+    """Warn at the user's line, on this rank."""
     frame = user_frame()
     if frame is None:  # a thread of torch's, and a main thread that has ended
         warnings.warn(message, stacklevel=3)
@@ -28,5 +29,5 @@ def _warn(message: str) -> None:
     registry = frame.f_globals.setdefault(
         "__warningregistry__", {}
     )  # what Python has said at which lines of this module
-    name, module = frame.f_code.co_filename, frame.f_globals.get("__name__")
+    name, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "<exec>")  # Python drops what has none
     warnings.warn_explicit(message, UserWarning, name, frame.f_lineno, module, registry)

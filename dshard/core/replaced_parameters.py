@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dshard.comm import plain, traced
 from dshard.core.moves import replace_leaves
+from dshard.core.saved_files import torch_save_caller
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError
@@ -44,7 +45,10 @@ class Replaced:
         return repr(successor(self))
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        return successor, (successor(self),)  # so that both are one object when they are loaded
+        new = successor(self)
+        if torch_save_caller() is not None and new._spec.layout.is_replicated():
+            return new.__reduce_ex__(protocol)  # plain, and of the same memory
+        return successor, (new,)  # so that both are one object when they are loaded
 
     @classmethod
     def __torch_dispatch__(cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:

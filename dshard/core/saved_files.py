@@ -1,0 +1,83 @@
+"""Files of `torch.save`: a tensor that is replicated everywhere is plain there, a part says whose it is.
+
+Everything else that pickles or copies tensors, such as queues and `all_gather_object`, gets distributed ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from dshard.comm import group_rank, is_outside, runtime_of, simulated_ranks, traced, warn_here
+from dshard.core.spec import Spec
+from dshard.errors import CheckpointError
+from dshard.layout import Layout, Shape
+
+_PICKLERS = frozenset({"dshard", "pickle", "dill", "cloudpickle"})
+"""The packages whose code may lie between `torch.save` and the method that pickles a tensor."""
+_NOT_THE_USERS = ("torch.", "dshard.")  # their files are read by functions of their own, as those of checkpoints
+_WARNED: set[tuple[str, int]] = set()
+"""The lines from which `torch.save` was called, and wrote parts."""
+
+
+def torch_save_caller() -> FrameType | None:
+    """The frame of the program that called `torch.save`, if that is who pickles; None in pickles of other kinds."""
+    frame: FrameType | None = sys._getframe(1)
+    is_saving = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch.serialization":
+            is_saving = True
+        elif is_saving or name.partition(".")[0] not in _PICKLERS:
+            return frame if is_saving and not name.startswith(_NOT_THE_USERS) else None
+        frame = frame.f_back
+    return None
+
+
+def plain_in_file(
+    local: Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]
+) -> Tensor | None:
+    """The plain tensor that is the value of a distributed one, in its memory; None if this rank has not all of it."""
+    is_simulated = traced(local) or simulated_ranks() is not None
+    if is_simulated or not spec.layout.is_replicated() or is_outside(spec.layout.mesh) or local.device != spec.device:
+        return None
+    x = nn.Parameter(local, requires_grad) if is_parameter else local.requires_grad_(requires_grad)
+    x.__dict__.update(attributes)
+    return x
+
+
+def warn_of_part(caller: FrameType, local: Tensor, spec: Spec) -> None:
+    """Warn, once for each line that calls `torch.save`, that the file gets this rank's local tensors alone."""
+    line = caller.f_code.co_filename, caller.f_lineno
+    if line in _WARNED:
+        return
+    _WARNED.add(line)
+    held = "nothing" if is_outside(spec.layout.mesh) else f"a local tensor of shape {tuple(local.shape)}"
+    warn_here(
+        f"torch.save writes what rank {group_rank()} holds, {held} of a tensor of shape {tuple(spec.shape)} laid out "
+        f"[{spec.layout}] on ({spec.layout.mesh}). To write all of it, let all ranks call\n"
+        '    import dshard.checkpoint; dshard.checkpoint.save({"model": model, "optimizer": optimizer}, path)\n'
+        "or, for plain tensors, which one rank then saves,\n"
+        "    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+        "    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    )
+
+
+def check_part(writer: int, layout: Layout, shape: Shape, local: Tensor) -> None:
+    """Go on only on the rank that wrote a part to a file of `torch.save`, and on its mesh.
+
+    Raises:
+        CheckpointError: with what the file holds.
+    """
+    mesh = layout.mesh
+    if group_rank() == writer and runtime_of(mesh) is not None:
+        return
+    others = len({*mesh.ranks} - {writer})
+    raise CheckpointError(
+        f"the file holds what rank {writer} had of a tensor of shape {tuple(shape)} laid out [{layout}] on ({mesh}): a "
+        f"local tensor of shape {tuple(local.shape)}; what {others} other ranks had is missing. Rank {writer} alone "
+        f"can read it, where that mesh has been made; save with dshard.checkpoint.save, on all ranks, what others load"
+    )
