@@ -37,14 +37,12 @@ def argument_path(path: Path, names: Sequence[str]) -> Path:
 class InputModes:
     """The modes of inputs by their names, of the rest, and the inputs that are no rows of an example batch.
 
-    `n_dims` are the dims of its first tensor: with fewer there is no dim of the batch.
     A name is that of an argument, or of a key within one, or several of these joined by dots; it stands for all within.
     """
 
     named: Mapping[Path, Mode]
     rest: Mode
     whole_in_example: frozenset[Path] = frozenset()
-    n_dims: int = 1
 
     @property
     def per_data_rank(self) -> bool:
@@ -80,5 +78,4 @@ def input_modes(inputs: object, model: nn.Module, args: Args, kwargs: Kwargs) ->
     arguments = argument_names(model, len(args))
     example = [(argument_path(path, arguments), x) for path, x in named_tensors((args, kwargs))]
     rows = next((x.shape[0] for path, x in example if x.dim() and modes.of(path) != "global"), None)
-    whole = frozenset(path for path, x in example if x.dim() and x.shape[0] != rows)
-    return replace(modes, whole_in_example=whole, n_dims=next((x.dim() for _, x in example if x.dim()), 1))
+    return replace(modes, whole_in_example=frozenset(path for path, x in example if x.dim() and x.shape[0] != rows))

@@ -77,8 +77,6 @@ class Inputs:
         elif self.comparisons.are_due and not comparing() and _have_values(plain):
             for each in self._named(inputs, names):
                 self.comparisons.put_down(each.x, (id(self), each.path), partial("the input {}".format, each.name))
-        if next((x.dim() for x in plain if x.dim()), 1) < self.modes.n_dims:  # which the plan would split as rows
-            return map_tensors(inputs, lambda x: _replicated(x, self.plan) if _is_plain(x) else x)
         if is_recorded(plain):
             return map_tensors(inputs, self._differentiable)
         return inputs
