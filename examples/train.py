@@ -1,4 +1,4 @@
-"""A training program: rows for each data rank, autocast, accumulation, clipping, a schedule, evaluation, checkpoints.
+"""A training program: a loader, autocast, accumulation, clipping, a schedule, evaluation, checkpoints.
 
 torchrun --nproc-per-node 4 examples/train.py --mesh 2 2 --strategy "fsdp x megatron" --steps 20
 torchrun --nproc-per-node 4 examples/train.py --mesh 4 --strategy fsdp --steps 40    # goes on, on another mesh
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dshard
 from dshard.checkpoint import load, save
 
-WIDTH, CLASSES, BATCH, MICROBATCHES = 32, 4, 64, 2  # a step takes BATCH rows on the whole mesh, in two parts
+WIDTH, CLASSES, BATCH, MICROBATCHES = 32, 4, 64, 2  # a step takes BATCH rows, in two parts
 
 
 class Block(nn.Module):
@@ -43,38 +43,30 @@ class Model(nn.Module):  # yours: nothing in it knows about layouts
         return self.head(x)
 
 
-def made_up(rows, seed):
+def made_up(rows, seed, device):
     """Points on a sphere; the class is the largest of the first coordinates."""
     x = F.normalize(torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)), dim=1)
-    return TensorDataset(x, x[:, :CLASSES].argmax(1))
-
-
-def loader_of(model, dataset, batch, shuffle):
-    """Each data rank loads rows of its own: together `batch`, the same ones whatever the mesh."""
-    ranks, rank = dshard.data_ranks(model)
-    sampler = DistributedSampler(dataset, ranks, rank, shuffle=shuffle)
-    return DataLoader(dataset, batch_size=batch // ranks, sampler=sampler)
+    return TensorDataset(x.to(device), x[:, :CLASSES].argmax(1).to(device))
 
 
 def batches(loader, first):
     """The batches of all epochs, from number `first` on."""
     for epoch in count(first // len(loader)):
-        loader.sampler.set_epoch(epoch)
+        loader.generator.manual_seed(epoch)  # the same order on all ranks
         yield from islice(loader, first % len(loader), None)
         first = 0
 
 
-def loss_of(model, batch):
-    x, y = dshard.distribute_batch(model, batch)  # the one line of the loop that is about layouts
+def loss_of(model, x, y):
     with torch.autocast(x.device.type, torch.bfloat16):
-        return F.cross_entropy(model(x), y)  # the mean over the rows of all ranks
+        return F.cross_entropy(model(x), y)
 
 
 @torch.no_grad()
 def accuracy_of(model, loader):
     model.eval()
     right = rows = 0
-    for x, y in (dshard.distribute_batch(model, batch) for batch in loader):
+    for x, y in loader:
         right += (model(x).argmax(-1) == y).sum().item()
         rows += len(y)
     model.train()
@@ -83,10 +75,10 @@ def accuracy_of(model, loader):
 
 def main(options):
     torch.manual_seed(0)  # the same parameters on all ranks
-    model, train, test = Model(), made_up(1024, 0), made_up(256, 1)
     mesh = dshard.init_device_mesh(options.device, tuple(options.mesh))
-    model = model.to(mesh.device_type)
-    dshard.parallelize(model, mesh, options.strategy, torch.zeros(BATCH, 8), inputs="per-data-rank")
+    device = mesh.device_type
+    model, train, test = Model().to(device), made_up(1024, 0, device), made_up(256, 1, device)
+    dshard.parallelize(model, mesh, options.strategy, torch.zeros(BATCH, 8))  # the one line that is about layouts
     for block in model.blocks if options.compile else ():
         block.compile()
 
@@ -99,19 +91,20 @@ def main(options):
         if dist.get_rank() == 0:
             print(f"resumed after step {state['step']}", flush=True)
 
-    stream = batches(loader_of(model, train, BATCH // MICROBATCHES, True), state["step"] * MICROBATCHES)
+    loader = DataLoader(train, BATCH // MICROBATCHES, shuffle=True, generator=torch.Generator())
+    stream = batches(loader, state["step"] * MICROBATCHES)
     for step in range(state["step"] + 1, options.steps + 1):
         with dshard.accumulate():  # gradients are reduced once
-            for batch in islice(stream, MICROBATCHES - 1):
-                (loss_of(model, batch) / MICROBATCHES).backward()
-        loss = loss_of(model, next(stream))
+            for x, y in islice(stream, MICROBATCHES - 1):
+                (loss_of(model, x, y) / MICROBATCHES).backward()
+        loss = loss_of(model, *next(stream))
         (loss / MICROBATCHES).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 10 == 0:  # all ranks ask for the numbers, one prints them
-            loss, norm, right = loss.item(), norm.item(), accuracy_of(model, loader_of(model, test, BATCH, False))
+        if step % 10 == 0:
+            right = accuracy_of(model, DataLoader(test, BATCH))  # on all ranks, and one prints
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss:.4f}, gradient {norm:.3f}, accuracy {right:.3f}", flush=True)
             save({**state, "step": step, "rng": dshard.get_rng_state()}, options.folder)
