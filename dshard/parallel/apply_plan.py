@@ -60,13 +60,14 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
     if plan.attention is not None:
         blocks.append(_around(partial(_by_loops, plan.attention), by_loops(plan.attention)))
     layouts = input_layouts(plan)
-    in_graph = InputsInGraph(plan.mesh, layouts)
+    in_graph = InputsInGraph(plan.mesh, layouts, plan.ndim)
 
     @skip_frame
     def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         for enter_block, _ in blocks:
             enter_block()
-        inputs = in_graph((args, kwargs)) if is_dynamo_compiling() else lay_out((args, kwargs), plan, layouts)
+        inputs: Any = args, kwargs
+        inputs = in_graph(inputs) if is_dynamo_compiling() else lay_out(inputs, plan, layouts, plan.ndim)
         return inputs if plan.precision is None else plan.precision.inputs(inputs)
 
     @skip_frame
@@ -262,14 +263,14 @@ def distribute_inputs(inputs: object, plan: Plan) -> Any:
     return lay_out(inputs, plan, input_layouts(plan))
 
 
-def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout]) -> Any:
+def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout], ndim: int = 1) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
-    The batch is the first dim of the first tensor, the sequence the second dim of the first tensor that has two. Plain
-    tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged, except that those on a mesh
-    that the plan folds take the layout of plain ones. `layouts` are `input_layouts(plan)`.
+    The batch is the first dim of the first tensor of at least `ndim` dims, the sequence the second dim of the first
+    tensor that has two. Plain tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged,
+    except that those on a mesh that the plan folds take the layout of plain ones. `layouts` are `input_layouts(plan)`.
     """
-    sizes, compares = sizes_of_batch(nested_tensors(inputs)), comparing()
+    sizes, compares = sizes_of_batch(nested_tensors(inputs), ndim), comparing()
 
     def distributed(leaf: Tensor) -> Tensor:
         whole = unwrapped(leaf)

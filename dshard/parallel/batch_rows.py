@@ -46,9 +46,12 @@ def input_layouts(plan: Plan) -> dict[OfBatch, Layout]:
     }
 
 
-def sizes_of_batch(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
-    """The sizes of batch and sequence: the first dim of the first tensor, the second of the first that has two."""
-    rows = next((t.shape[0] for t in tensors if t.dim()), None)
+def sizes_of_batch(tensors: Sequence[Tensor], ndim: int) -> tuple[int | None, int | None]:
+    """The sizes of batch and sequence: the first dim of the first tensor of `ndim` dims, the second of one of two.
+
+    Without such a tensor there is no batch: what a model then takes is one row of it.
+    """
+    rows = next((t.shape[0] for t in tensors if t.dim() >= ndim), None)
     return rows, next((t.shape[1] for t in tensors if t.dim() > 1), None)
 
 

@@ -47,13 +47,14 @@ def by_loops(loops: AttentionLoops) -> Instead:
 class InputsInGraph:
     """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
 
-    def __init__(self, mesh: Mesh, layouts: Mapping[OfBatch, Layout]) -> None:
+    def __init__(self, mesh: Mesh, layouts: Mapping[OfBatch, Layout], ndim: int) -> None:
+        self.ndim = ndim
         self.distribute = {has: bound(_distributed, layout) for has, layout in layouts.items()}
         self.differentiable = bound(_as_replicated, mesh)
 
     def __call__(self, inputs: object) -> Any:
         """`inputs` with distributed tensors for plain ones. Traced."""
-        sizes = sizes_of_batch(nested_tensors(inputs))
+        sizes = sizes_of_batch(nested_tensors(inputs), self.ndim)
 
         def distributed(leaf: Tensor) -> Any:
             if isinstance(leaf, DTensor):

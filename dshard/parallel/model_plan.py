@@ -27,6 +27,7 @@ from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.huggingface import adopt
 from dshard.parallel.input_modes import Mode, input_modes
+from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.plan_files import strategy_of
 from dshard.parallel.plan_options import PlanOptions, plan_options
 from dshard.parallel.plan_values import Plan
@@ -149,7 +150,9 @@ def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptio
         case Plan():
             return options.of(checked)
         case str() | Auto():
-            return planned(model, mesh, checked, options, *_example(model, args, kwargs))
+            args, kwargs = _example(model, args, kwargs)
+            dims = [x.dim() for x in nested_tensors((args, kwargs)) if x.dim()]
+            return replace(planned(model, mesh, checked, options, args, kwargs), ndim=dims[0] if dims else 1)
         case _:
             return options.of(by_name(model, mesh, checked))
 

@@ -98,8 +98,9 @@ class Plan(Tabled):
     the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
     `gathered` are the mesh axes whose shards of parameters are gathered a block at a time. `precision` are the dtypes
     in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
-    None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest.
-    Unnamed tensors are replicated, or laid out by cost.
+    None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
+    is the number of dims of the example batch: an input of fewer is one row, and replicated. Unnamed tensors are
+    replicated, or laid out by cost.
     """
 
     strategy: str
@@ -114,6 +115,7 @@ class Plan(Tabled):
     precision: Precision | None = None
     groups: tuple[str, ...] | None = None
     attention: AttentionLoops | None = None
+    ndim: int = 1
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import Mesh, parallelize
+from dshard import Mesh, Replicate, Shard, parallelize
 from dshard.testing import simulated, whole
 
 ROWS, CLASSES = 7, 5
@@ -68,3 +68,20 @@ def test_losses_of_plain_targets_are_those_of_one_device(strategy: str) -> None:
                 assert (mine is None) == (other is None), name
                 if mine is not None:
                     torch.testing.assert_close(mine, other, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "data x megatron", "fsdp x megatron"])
+@pytest.mark.parametrize("rows", [X[0], X[:1], X], ids=["one row", "a batch of one", "a batch"])
+def test_an_input_without_a_batch_dim_is_whole(rows: Tensor, strategy: str) -> None:
+    """No axis of the batch has a share of it, however the rows of a batch are split."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    expected = model(rows)
+    mesh = Mesh((2, 2), ("dp", "tp")) if " x " in strategy else Mesh((4,), ("dp",))
+    with simulated(mesh):
+        parallelize(model, mesh, strategy, X)
+        taken: list[Any] = []
+        model[0].register_forward_pre_hook(lambda module, args: taken.extend(args))
+
+        torch.testing.assert_close(whole(model(rows)), expected)
+        assert taken[0].placements[0] == (Replicate() if rows.dim() == 1 else Shard(0))
