@@ -45,7 +45,7 @@ MESHES: dict[str, tuple[int, ...]] = {
     "data x megatron": (2, 2),
     "auto": (2, 2),
 }
-TAUGHT_WAYS = ("data", "fsdp", "megatron", "data x megatron", "fsdp x megatron", "auto")
+TAUGHT_WAYS = ("data", "fsdp", "megatron", "data x megatron", "fsdp x megatron")
 LOOSE = {"scaled_autocast": 2e-2}  # in half precision
 
 
@@ -101,13 +101,13 @@ def test_a_program_logs_what_one_device_logs(ranks: RankPool, name: str, strateg
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_under_the_cheapest_plan_logs_what_one_device_logs(ranks: RankPool, name: str) -> None:
-    assert min(ranks.run(program_equals_one_device, name, "auto", timeout=600.0)) > 2
+    assert min(ranks.run(program_equals_one_device, name, "auto", timeout=600.0)) > 1
 
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", one_in(17, product(TAUGHT, TAUGHT_WAYS)), ids=" under ".join)
+@pytest.mark.parametrize("case", one_in(13, product(TAUGHT, TAUGHT_WAYS)), ids=" under ".join)
 def test_a_taught_program_is_that_of_one_device(ranks: RankPool, case: tuple[str, str]) -> None:
-    assert min(ranks.run(program_equals_one_device, *case, timeout=600.0)) > 1
+    assert min(ranks.run(program_equals_one_device, *case, timeout=120.0)) > 1
