@@ -24,7 +24,7 @@ from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
 from dshard.parallel.batch_rows import data_coordinate
 from dshard.parallel.plan_values import Plan
-from dshard.torch_private import disable_modes
+from dshard.torch_private import disable_modes, is_transforming
 from dshard.version import __version__
 
 RowsOfRanks: TypeAlias = Mapping[Coordinate, tuple[int, ...]]
@@ -136,7 +136,9 @@ class Draws:
         self.before: dict[str, int] = {}
 
     def enter(self, module: nn.Module) -> None:
-        """Note the states before a forward pass of `module`."""
+        """Note the states before a forward pass of `module`; within torch.func's transforms none can be read."""
+        if is_transforming():
+            return
         calls = self.calls[module.training] = self.calls[module.training] + 1
         is_looked_at = calls <= _FIRST_CALLS or calls % EVERY == 0
         names = (
