@@ -188,13 +188,13 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def ranks_of_group(args: Iterable[Any]) -> tuple[int, ...]:
-    """The ranks of the process group among the arguments of a torch collective; () without one."""
+    """The ranks of the process group among the arguments of a torch collective, else all; () without processes."""
     for arg in args:
         if isinstance(arg, dist.ProcessGroup):
             return tuple(dist.get_process_group_ranks(arg))
         with suppress(TypeError, RuntimeError):  # it is something else, such as a reduction
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
-    return ()
+    return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
 
 _COLLECTIVES = ("all_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")

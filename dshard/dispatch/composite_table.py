@@ -15,6 +15,7 @@ from dshard.autograd.hooks import GRAPH_FUNCTIONS, accumulating, data, gradients
 from dshard.comm import COLLECTIVES_OF_TORCH, of_first_rank, ranks_of_group
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
+from dshard.core.plain_modes import plain_mode
 from dshard.core.plain_tensors import calling_module, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
@@ -23,6 +24,7 @@ from dshard.core.torch_wrappers import refuse_collective
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
+from dshard.mesh import Mesh
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
@@ -33,6 +35,7 @@ from dshard.ops.losses import ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
+from dshard.placements import Replicate
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
@@ -177,16 +180,40 @@ def memory_of_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """A collective of torch's on distributed tensors: refused between ranks of their mesh.
+    """A collective of torch's on distributed tensors: refused between ranks of their mesh, but for whole numbers.
 
     Raises:
         MeshError: with the way out.
     """
-    x = next(x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper))
-    refuse_collective(func.__name__, ranks_of_group((*args, *kwargs.values())), x._spec.layout)
-    args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
+    distributed = [x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)]
+    layout, ranks = distributed[0]._spec.layout, ranks_of_group((*args, *kwargs.values()))
+    is_for_plain = {*ranks} == {*layout.mesh.ranks} and plain_mode(layout.mesh) == "global"
+    if is_for_plain and func.__name__ in _OF_WHOLE and all(_is_whole(x, layout.mesh) for x in distributed):
+        args, kwargs = replace_leaves((args, kwargs), lambda x: _memory(func, x) if isinstance(x, Wrapper) else x)
+    else:
+        refuse_collective(func.__name__, ranks, layout)
+        args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
     with no_torch_function():
         return func(*args, **kwargs)
+
+
+_OF_WHOLE = ("all_reduce", "all_gather", "all_gather_single", "broadcast", "reduce")
+"""Collectives that do to a whole tensor, where whole plain ones are alike on all ranks, what they do to those."""
+
+
+def _is_whole(x: Wrapper, mesh: Mesh) -> bool:
+    """Whether `x` is replicated on every axis of several ranks, or a number."""
+    axes = zip(x._spec.layout.placements, mesh.shape, strict=False)
+    return x._spec.layout.mesh == mesh and (x.dim() == 0 or all(n == 1 or p == Replicate() for p, n in axes))
+
+
+def _memory(func: Function, x: Wrapper) -> Tensor:
+    """The local tensor of `x`, which is whole; a partial number is reduced in place before."""
+    if x._spec.has_partial:
+        layout = replicated(x._spec.layout.mesh)
+        x._local_tensor = redistribute_local(x._local_tensor, x._spec, layout, func.__name__)
+        x._spec = x._spec.with_layout(layout)
+    return x._local_tensor
 
 
 _COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")
