@@ -16,6 +16,9 @@ observe.py          observers of decisions, calls and memory: for `trace`, `expl
 view_sync.py        views with memory of their own, kept equal to their base
 shared_memory.py    operands that share memory with what an in-place operator writes
 plain_tensors.py    plain tensors among distributed ones
+plain_modes.py      what plain tensors are in the programs of a mesh, by its models
+comparisons.py      comparisons of what must be alike on all ranks, beside backward passes
+saved_files.py      distributed tensors in files of torch.save
 replaced_parameters.py  parameters that distributed ones have replaced, of which each use is one of these
 subclasses.py       classes of tensors that are plain data, or have rules of their own
 panel_cost.py       seconds and buffers of a matmul in panels

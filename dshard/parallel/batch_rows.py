@@ -119,17 +119,22 @@ class Rows:
         local = x.redistribute(placements=batch).to_local()[: self.own]
         return self._weighed(local)
 
+    def of_plain(self, x: Tensor) -> Tensor:
+        """Rows of this rank from code on plain rows, where gradients are not weighted, as those after `part` are."""
+        return self._weighed(x, inverse=True)
+
     def whole(self, x: DTensor) -> Tensor:
         """The global `x`, plain, which has no rows; gradients are weighted by the data ranks' shares of the rows."""
         mesh, batch = self.plan.mesh, rows_alone(self.plan)
         terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
         return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
 
-    def _weighed(self, local: Tensor) -> Tensor:
+    def _weighed(self, local: Tensor, inverse: bool = False) -> Tensor:
         """`local`, whose gradient is multiplied by this rank's share of the rows, as losses are means over rows."""
         if not (torch.is_grad_enabled() and local.requires_grad):
             return local
-        return _WeighGradient.apply(local, self.own / max(self.total, 1))  # type: ignore[no-any-return, no-untyped-call]
+        weight = self.own / max(self.total, 1)
+        return _WeighGradient.apply(local, 1 / (weight or 1.0) if inverse else weight)  # type: ignore[no-any-return, no-untyped-call]
 
     def _chosen(self, x: DTensor, places: list[int]) -> DTensor:
         with implicit_replication():

@@ -33,7 +33,8 @@ class Boundary:
     def __init__(self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
         differ = compare_programs(plan, modes.per_data_rank, seed_alike)
-        self.plan, self.inputs = plan, Inputs(plan, modes, Draws(differ, modes.per_data_rank, plan.mesh))
+        draws = Draws(differ, modes.per_data_rank, plan.mesh)
+        self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
         declare_model(self, Layout(plan.mesh, rows_alone(plan)), modes.per_data_rank)
 

@@ -42,11 +42,12 @@ class Inputs:
     """Lays out plain inputs of a model by its plan: global batches, or as `modes` say the rows of each data rank.
 
     The ranks compare their inputs at the first call, then at one of 50, and at all calls in debug mode. `rows` are
-    those of the last call, None for global batches; `draws` looks at generators that differed between ranks.
+    those of the last call, None for global batches; `draws` looks at generators that differed between ranks. If the
+    model `returns_plain` rows, their gradients arrive here weighted.
     """
 
-    def __init__(self, plan: Plan, modes: InputModes, draws: Draws) -> None:
-        self.plan, self.modes, self.draws = plan, modes, draws
+    def __init__(self, plan: Plan, modes: InputModes, draws: Draws, returns_plain: bool = False) -> None:
+        self.plan, self.modes, self.draws, self.returns_plain = plan, modes, draws, returns_plain
         self.per_data_rank = modes.per_data_rank
         self.compared, self.comparisons = False, comparisons_on(plan.mesh)
         self.calls = 0
@@ -83,7 +84,7 @@ class Inputs:
 
     def _laid_out(self, x: Tensor, is_rows: bool) -> DTensor:
         if is_rows and self.rows is not None:
-            return self.rows.join(x)
+            return self.rows.join(self.rows.of_plain(x) if self.returns_plain else x)
         return _replicated(x, self.plan)
 
     def _differentiable(self, x: Any) -> Any:
