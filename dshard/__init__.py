@@ -74,6 +74,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "accumulate",
+    "batches",
     "cache_info",
     "clear_caches",
     "compare",
@@ -136,7 +137,7 @@ if _TYPE_CHECKING:
     from dshard.functional import flex_attention, linear, matmul
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
-    from dshard.parallel import data_ranks, distribute_batch, parallelize, plan_model
+    from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_model
     from dshard.replay import replay
     from dshard.tensor import DTensor
     from dshard.trace import strict, trace
@@ -157,7 +158,7 @@ _LATE = {
     "dshard.functional": ("flex_attention", "linear", "matmul"),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
-    "dshard.parallel": ("data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
+    "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
     "dshard.replay": ("replay",),
     "dshard.report.visualize": ("visualize",),
     "dshard.tensor": ("DTensor",),

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dshard.caches import cached
-from dshard.comm import transport
+from dshard.comm import collectives, transport
 from dshard.comm.backends import backend_of
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
-from dshard.comm.process_groups import backend_name, group_with_shared_waits
+from dshard.comm.process_groups import backend_name, group_with_shared_waits, process_group_of
 from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import per_rank, plain, unstack
@@ -172,14 +172,34 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
         values: list[object] = [None] * n
         dist.all_gather_object(values, value, group=process_group)
         return values
-    # torch's own waits would not be published, so that no deadlock with them could be found
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    waited = group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)
+    waited = _with_waits(process_group)
     with disable_modes():  # in FakeTensorMode no values could be read
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = transport.all_gather(torch.tensor([len(text)], device="cpu"), [1] * n, waited).tolist()
         every = transport.all_gather(text, sizes, waited).split(sizes)
         return [pickle.loads(string_at(each.data_ptr(), each.numel())) for each in every]
+
+
+def group_of_hosts(mesh: Mesh) -> dist.ProcessGroup | None:
+    """A gloo group of the mesh's ranks for what hosts ask beside a step; None where this rank has nobody to ask."""
+    runtime = runtime_of(mesh) if simulated_ranks() is None and mesh.size > 1 else None
+    if runtime is None or runtime.coordinate is None or not runtime.backend.carries_data:
+        return None
+    return process_group_of(tuple(sorted(mesh.ranks)), runtime.world, -1, "gloo")  # of a tag that no other group has
+
+
+def begin_rows(row: Sequence[int], mesh: Mesh) -> Callable[[], dict[Coordinate, tuple[int, ...]]]:
+    """Begin to gather rows of numbers, of equal length, in `group_of_hosts`; the function returned waits for them."""
+    waited = _with_waits(group_of_hosts(mesh))
+    wait = collectives.gather(len(waited.ranks), waited, torch.tensor(row, device="cpu"), None)
+    at = list(map(mesh.coordinate, waited.ranks))
+    return lambda: dict(zip(at, map(tuple, wait().view(len(at), -1).tolist()), strict=True))
+
+
+def _with_waits(process_group: Any) -> Group:
+    """The group whose waits are published; torch's own would not be, so that no deadlock with them could be found."""
+    ranks, backend = ranks_in(process_group), backend_of(backend_name(process_group), "cpu")
+    return group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:

@@ -144,7 +144,9 @@ def backend_name(process_group: dist.ProcessGroup | None = None) -> str:
     return str(dist.get_backend_config(process_group)) if name == dist.Backend.UNDEFINED else name
 
 
-def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dist.ProcessGroup:
+def process_group_of(
+    ranks: tuple[int, ...], world: object, tag: int = 0, backend: str | None = None
+) -> dist.ProcessGroup:
     """The process group of `ranks`, created at its first use by these ranks alone, all together.
 
     torch would name it by the number of groups of this process, and ranks with different numbers would wait forever: so
@@ -155,11 +157,12 @@ def process_group_of(ranks: tuple[int, ...], world: object, tag: int = 0) -> dis
     worlds = WORLDS.of(world)
     process_group = worlds.groups.get((ranks, tag))
     if process_group is None:
-        process_group = worlds.groups[ranks, tag] = _new_group(ranks, f"{worlds.count}{f'.{tag}' if tag else ''}")
+        which = f"{worlds.count}{f'.{tag}' if tag else ''}"
+        process_group = worlds.groups[ranks, tag] = _new_group(ranks, which, backend)
     return process_group
 
 
-def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], which: str, backend: str | None) -> dist.ProcessGroup:
     """Create a process group of these ranks without the others, under a name of our own.
 
     torch has arguments for neither: its functions that find a name, and a communicator to split, are replaced, for this
@@ -170,7 +173,7 @@ def _new_group(ranks: tuple[int, ...], which: str) -> dist.ProcessGroup:
     """
     name = f"dshard:{','.join(map(str, ranks))}:{which}"
     with _answered(_process_group_name=name, _get_split_source=None):
-        process_group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        process_group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     if process_group.group_name != name:
         raise MeshError(
             f"torch {torch.__version__} named a process group {process_group.group_name!r}, not {name!r}: its ranks "

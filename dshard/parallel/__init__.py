@@ -2,6 +2,7 @@
 
 from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto
+from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.load_pretrained import from_pretrained
@@ -30,6 +31,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "Transformer",
+    "batches",
     "checkpoint",
     "data_ranks",
     "distribute_batch",

@@ -25,11 +25,11 @@ from dshard.torch_private import is_transforming
 
 MAX_TENSORS = 30
 """The most plain tensors in one call: so many numbers of each rank are exchanged."""
-_STATES = 2 + 2 * MAX_TENSORS
+STATES = 2 + 2 * MAX_TENSORS
 """The column from which on a row has the states of generators."""
 
 
-class _Input(NamedTuple):
+class Input(NamedTuple):
     """A plain input: its path, a name for messages, and its mode, None if its size decides whether it is rows."""
 
     x: Tensor
@@ -68,15 +68,15 @@ class Inputs:
             )
         self.calls += 1
         is_turn = not self.compared or comparing() or (self.per_data_rank and self.calls % EVERY == 0)
-        compares = is_turn and _have_values(plain)
+        compares = is_turn and have_values(plain)
         if self.per_data_rank or (compares and not self.compared):
             rows, of_rows = self._exchange(inputs, names, compares)
             self.compared |= compares
             if self.per_data_rank:
                 self.rows = rows
                 return map_tensors(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
-        elif self.comparisons.are_due and not comparing() and _have_values(plain):
-            for each in self._named(inputs, names):
+        elif self.comparisons.are_due and not comparing() and have_values(plain):
+            for each in self.named(inputs, names):
                 self.comparisons.put_down(each.x, (id(self), each.path), partial("the input {}".format, each.name))
         if is_recorded(plain):
             return map_tensors(inputs, self._differentiable)
@@ -99,28 +99,27 @@ class Inputs:
         Raises:
             LayoutError: ranks that must have the same inputs differ.
         """
-        named = self._named(inputs, names)
-        count = next((x.shape[0] for each in named if (x := each.x).dim() and each.mode != "global"), 0)
-        named.sort(key=lambda each: each.path)  # a dict may have another order on each rank
-        own = _row([each.x for each in named], count, compares)
+        named = self.named(inputs, names)
+        own = row_of(named, compares)
+        named.sort(key=lambda each: each.path)
         of_rank = gather_rows(own, self.plan.mesh, is_check=not self.per_data_rank)
         if len({row[0] for row in of_rank.values()}) > 1:
-            raise LayoutError(self._differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
+            raise LayoutError(self.differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
         if compares:
             self.draws.before = {}
-            self.draws.differ = differing(of_rank, _STATES, self.plan, self.per_data_rank)
+            self.draws.differ = differing(of_rank, STATES, self.plan, self.per_data_rank)
         are_rows = [self._is_rows(each, i, of_rank) for i, each in enumerate(named)]
         for i, (each, is_rows) in enumerate(zip(named, are_rows, strict=True)):
             columns = [2 + i, 2 + MAX_TENSORS + i]
             for group in ranks_alike(of_rank, self.plan, is_rows and self.per_data_rank):
                 if len({tuple(row[c] for c in columns) for row in group.values()}) > 1:
-                    raise LayoutError(self._differ(each.name, group, columns))
+                    raise LayoutError(self.differ(each.name, group, columns))
         if compares and self.per_data_rank:
             self._warn_of_whole(named, are_rows, of_rank)
         counts = {at: row[1] for at, row in of_rank.items()}
         return Rows(self.plan, counts), {id(each.x) for each, is_rows in zip(named, are_rows, strict=True) if is_rows}
 
-    def _named(self, inputs: object, names: Callable[[], Sequence[str]] | None) -> list[_Input]:
+    def named(self, inputs: object, names: Callable[[], Sequence[str]] | None) -> list[Input]:
         """The plain inputs, each with its name and mode.
 
         Raises:
@@ -135,9 +134,9 @@ class Inputs:
         if arguments is not None:
             tensors = [(argument_path(path, arguments), x) for path, x in tensors]
         kind = "" if arguments is not None else "entry "
-        return [_Input(x, path, kind + ".".join(path), self.modes.of(path)) for path, x in tensors]
+        return [Input(x, path, kind + ".".join(path), self.modes.of(path)) for path, x in tensors]
 
-    def _is_rows(self, each: _Input, i: int, of_rank: RowsOfRanks) -> bool:
+    def _is_rows(self, each: Input, i: int, of_rank: RowsOfRanks) -> bool:
         """Whether the `i`th input is rows: on all ranks it has as many entries as there are rows.
 
         Raises:
@@ -151,7 +150,7 @@ class Inputs:
             )
         return has_rows and each.mode != "global"
 
-    def _warn_of_whole(self, named: Sequence[_Input], are_rows: Sequence[bool], of_rank: RowsOfRanks) -> None:
+    def _warn_of_whole(self, named: Sequence[Input], are_rows: Sequence[bool], of_rank: RowsOfRanks) -> None:
         """Warn of inputs that count as rows by their size alone, though all data ranks have the same ones."""
         alike = [len({row[2 + MAX_TENSORS + i] for row in of_rank.values()}) == 1 for i in range(len(named))]
         if all(is_alike for is_alike, is_rows in zip(alike, are_rows, strict=True) if is_rows):
@@ -165,7 +164,7 @@ class Inputs:
                     self.plan.mesh,
                 )
 
-    def _differ(self, what: str, of_rank: RowsOfRanks, columns: Sequence[int]) -> str:
+    def differ(self, what: str, of_rank: RowsOfRanks, columns: Sequence[int]) -> str:
         if self.per_data_rank:
             way_out = (
                 "with inputs='per-data-rank' all ranks of a data rank give the same rows, and all ranks the same rest: "
@@ -186,7 +185,7 @@ def _is_plain(x: object) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DISTRIBUTED)
 
 
-def _have_values(plain: Sequence[Tensor]) -> bool:
+def have_values(plain: Sequence[Tensor]) -> bool:
     """Whether the values of these tensors can be read, and belong to one rank, not to simulated ranks."""
     return simulated_ranks() is None and not is_transforming() and not any(x.is_meta or traced(x) for x in plain)
 
@@ -195,8 +194,10 @@ def _replicated(x: Tensor, plan: Plan) -> DTensor:
     return DTensor.from_local(x, plan.mesh, (Replicate(),) * plan.mesh.ndim, shape=x.shape)
 
 
-def _row(plain: Sequence[Tensor], count: int, compares: bool) -> list[int]:
+def row_of(named: Sequence[Input], compares: bool) -> list[int]:
     """The numbers that ranks compare: kinds and sizes, rows, first dims, checksums of values, states of generators."""
+    count = next((x.shape[0] for each in named if (x := each.x).dim() and each.mode != "global"), 0)
+    plain = [each.x for each in sorted(named, key=lambda each: each.path)]  # a dict may have another order on each rank
     kinds = crc32(str([(tuple(x.shape[1:]), x.dim(), x.dtype) for x in plain]).encode())
     empty = [0] * (MAX_TENSORS - len(plain))
     sizes = [x.shape[0] if x.dim() else -1 for x in plain]

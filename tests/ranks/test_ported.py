@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -51,9 +52,9 @@ class Model(nn.Module):
         return self.head(self.scale(x.mean(1)))
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def loss_of(model: nn.Module, batch: Any, plain: bool = False) -> Tensor:
     laid_out = isinstance(next(model.parameters()), dshard.DTensor)
-    x, y = dshard.distribute_batch(model, batch) if laid_out else batch
+    x, y = dshard.distribute_batch(model, batch) if laid_out and not plain else batch
     return F.cross_entropy(model(x), y)
 
 
@@ -88,7 +89,7 @@ def names(path: str) -> dict[str, Any]:
 
 
 ALONE = types.SimpleNamespace(
-    accumulate=nullcontext, data_ranks=lambda model: (1, 0), distribute_batch=lambda model, batch: batch
+    accumulate=nullcontext, data_ranks=lambda model: (1, 0), batches=lambda model, loader: loader
 )
 """dshard on one device: its names mean nothing."""
 
@@ -112,8 +113,13 @@ def trained(row: str) -> list[list[Tensor]]:
         n, i = dshard.data_ranks(laid["model"])
         batch = (x.chunk(n)[i], y.chunk(n)[i])
     for space, given in ((laid, batch), (alone, (x, y))):
-        space["loss"] = loss_of(space["model"], given)
-        space["loss"].backward()
+        is_plain = '"plain"' in row and space is laid
+        loss = space["loss"] = loss_of(space["model"], given, is_plain)
+        loss.backward()
+        if is_plain:  # the mean of each data rank's rows
+            assert type(loss) is Tensor
+            dist.all_reduce(loss)
+            space["loss"] = loss / 4
     return [left_by(laid), left_by(alone)]
 
 
