@@ -119,7 +119,7 @@ class Rows:
         local = x.redistribute(placements=batch).to_local()[: self.own]
         return self._weighed(local)
 
-    def of_plain(self, x: Tensor) -> Tensor:
+    def unweighted(self, x: Tensor) -> Tensor:
         """Rows of this rank from code on plain rows, where gradients are not weighted, as those after `part` are."""
         return self._weighed(x, inverse=True)
 

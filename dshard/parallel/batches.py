@@ -58,8 +58,8 @@ def _until_all_end(inputs: Inputs, loader: Iterable[Any]) -> Iterator[Any]:
     """
     plan, group, known, form = inputs.plan, group_of_hosts(inputs.plan.mesh), None, b""
     columns = (_STATE, *range(_INPUTS, _INPUTS + STATES))
-    for step, ((batch, own_form, error, told), _) in enumerate(pairwise(_load(inputs, loader))):
-        of_rank = told()  # each rank finds the same errors
+    for step, ((batch, own_form, error, wait), _) in enumerate(pairwise(_load(inputs, loader))):
+        of_rank = wait()  # each rank finds the same errors
         rows = list(of_rank.values())
         if len({row[:_STATE] for row in rows}) > 1:
             _LOOPS[plan.mesh] = max(rows)[0]

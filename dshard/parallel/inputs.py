@@ -84,7 +84,7 @@ class Inputs:
 
     def _laid_out(self, x: Tensor, is_rows: bool) -> DTensor:
         if is_rows and self.rows is not None:
-            return self.rows.join(self.rows.of_plain(x) if self.returns_plain else x)
+            return self.rows.join(self.rows.unweighted(x) if self.returns_plain else x)
         return _replicated(x, self.plan)
 
     def _differentiable(self, x: Any) -> Any:
@@ -165,6 +165,7 @@ class Inputs:
                 )
 
     def differ(self, what: str, of_rank: RowsOfRanks, columns: Sequence[int]) -> str:
+        """The message of an error, if ranks that must be given alike differ in these columns."""
         if self.per_data_rank:
             way_out = (
                 "with inputs='per-data-rank' all ranks of a data rank give the same rows, and all ranks the same rest: "

@@ -127,15 +127,17 @@ def trained() -> list[float]:
             loss.backward()
             logged = loss.detach() / 4
             dist.all_reduce(logged)
-        losses += [logged.item(), loss.item(), whole(model.weight.grad).norm().item()]
+            value = loss.item()
+            dist.all_reduce(loss)  # in place, though autograd has recorded it
+        losses += [logged.item(), value, loss.item() / 4, whole(model.weight.grad).norm().item()]
     return losses
 
 
 @pytest.mark.ranks
 def test_a_loss_divided_by_the_ranks_and_summed_is_the_loss(ranks: RankPool) -> None:
-    for logged, loss, gradient, *alone in ranks.run(trained):
-        assert [logged, loss, gradient] == pytest.approx(alone)
-        assert logged == pytest.approx(loss)
+    for logged, loss, summed, gradient, *alone in ranks.run(trained):
+        assert [logged, loss, summed, gradient] == pytest.approx(alone)
+        assert [logged, summed] == pytest.approx([loss] * 2)
 
 
 def refused() -> list[str]:
