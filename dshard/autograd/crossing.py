@@ -352,8 +352,12 @@ def redistribute_unrecorded(
     return wrap(local, move.spec)
 
 
+NUMBER = "number"
+"""The name, in reports, of the reduction of a number when it is made, which the user asked for."""
+
+
 def _decision(move: LocalRedistribution, op: str | None) -> Decision:
-    return move.decision(op or "redistribute", explicit=op is None)
+    return move.decision(op or "redistribute", explicit=op is None or op == NUMBER)
 
 
 def _with_memory(grad: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ def from_torch(x: TorchDTensor) -> Any:
 class _CountedAsReplicated(local):
     depth = 0
     refused = False
+    forwards = 0
 
 
 _COUNTED_AS_REPLICATED = _CountedAsReplicated()
@@ -162,9 +163,15 @@ def implicit_replication() -> Iterator[None]:
         count_as_replicated(-1)
 
 
-def count_as_replicated(change: int) -> None:
-    """Enter a block of `implicit_replication` on this thread, by 1, or leave one, by -1."""
+def count_as_replicated(change: int, forward: bool = False) -> None:
+    """Enter a block of `implicit_replication` on this thread, by 1, or leave one, by -1; one around a forward pass."""
     _COUNTED_AS_REPLICATED.depth += change
+    _COUNTED_AS_REPLICATED.forwards += change * forward
+
+
+def is_within_forward() -> bool:
+    """Whether this thread runs the forward pass of a laid-out module."""
+    return _COUNTED_AS_REPLICATED.forwards > 0
 
 
 def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -6,6 +6,7 @@ view_shortcuts.py    the same for views, which torch itself makes
 logged_call.py       questions to that log
 composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
 other_classes.py     `__torch_function__` with another class of tensors, which may have its own rules
+numbers.py           results without dims, reduced when they are made
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the row of an operator in the families' tables
 alternative.py       alternatives to an operator's rule, priced beside its strategies

@@ -36,6 +36,7 @@ from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
 from dshard.dispatch.logged_call import Shortcut
+from dshard.dispatch.numbers import is_partial_number, with_numbers_reduced
 from dshard.dispatch.shortcuts import BY_KIND, is_one_operator, shortcut_of
 from dshard.ops.custom import wrapped
 from dshard.ops.matmul.options import OPTION_BLOCKS, current_options
@@ -85,7 +86,7 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
         ):
             if func in _WRITES or (func in BACKWARD and not _creates_graph(func, args, kwargs)):
                 return through(func, args, kwargs)
-            return _with_view_replay(through, func, args, kwargs)
+            return with_numbers_reduced(_with_view_replay(through, func, args, kwargs), args, kwargs)
         with no_torch_function():
             key = call_key(func, args, kwargs, func not in BY_KIND, _is_recording(), False)
             if key is not None and key[1]:
@@ -109,10 +110,11 @@ def call(func: Function, args: Args, kwargs: Kwargs, through: Uncached) -> Any:
                     shortcuts.hits += 1
                     return func(*args, **kwargs)
         if key is None or shortcut is not None:
-            return _with_view_replay(through, func, args, kwargs)
+            return with_numbers_reduced(_with_view_replay(through, func, args, kwargs), args, kwargs)
         terms = _axes_of_terms(args, kwargs) if key[1] else ()
         if terms:
-            return _keeping_terms(terms, _with_view_replay(through, func, args, kwargs))
+            out = _keeping_terms(terms, _with_view_replay(through, func, args, kwargs))
+            return with_numbers_reduced(out, args, kwargs)
         return _with_view_replay(_specialise, func, args, kwargs, through, key)
     except Exception as error:
         publish_failure(error, _ranks(args))
@@ -176,23 +178,32 @@ def _specialise(func: Function, args: Args, kwargs: Kwargs, through: Uncached, k
         _NEVER.add(func)
         if len(records) == 1 and _is_method_in_place(func):
             _WRITES.add(func)
-        return out
+        return with_numbers_reduced(out, args, kwargs)
     shortcut: Any = None
     if type(out) is Wrapper.public and _ran_executables(records):
         with no_torch_function():
             shortcut = shortcut_of(func, args, kwargs, out, records, key[1])
             if shortcut is None and key[1] and is_one_operator(args, kwargs, out, records):
                 shortcut = AS_IT_IS
-    planning_context().shortcuts.add(key, False if shortcut is None else shortcut)
+    kept = False if shortcut is None else shortcut
+    if shortcut is not None and is_partial_number(out):
+        kept = partial(_number, shortcut or (lambda args, kwargs: func(*args, **kwargs)))
+    planning_context().shortcuts.add(key, kept)
     if not shortcut or not key[1] or getattr(shortcut, "repeats", False):
-        return out
+        return with_numbers_reduced(out, args, kwargs)
     with no_torch_function():  # the graph is the same, whether a rank has met such a call before or not
         computed = [each.computed for each in records if each.computed]
         del records[:], out
         with ExitStack() as modes:
             for results in computed:
                 modes.enter_context(results.replaying())
-            return shortcut(args, kwargs)
+            out = shortcut(args, kwargs)
+    return with_numbers_reduced(out, args, kwargs)
+
+
+def _number(run: Shortcut, args: Args, kwargs: Kwargs) -> object:
+    """Run the shortcut of a call whose result is a partial number, and reduce that."""
+    return with_numbers_reduced(_observed_shortcut(run, args, kwargs), args, kwargs)
 
 
 def _is_never_cached(func: Function, out: object, records: Sequence[CallRecord]) -> bool:

@@ -203,9 +203,9 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
 
 
 def _replicating() -> Callable[[], None]:
-    """Enter `implicit_replication`, and return the function that leaves it."""
-    count_as_replicated(1)
-    return partial(count_as_replicated, -1)
+    """Enter `implicit_replication` of a forward pass, and return the function that leaves it."""
+    count_as_replicated(1, forward=True)
+    return partial(count_as_replicated, -1, forward=True)
 
 
 def _by_loops(loops: AttentionLoops) -> Callable[[], None]:

@@ -47,7 +47,7 @@ def test_a_scan_counts_its_dim_from_either_end(scan: Any, dim: int, placement: A
 
 def test_a_number_out_of_a_partial_sum_is_the_sum() -> None:
     with simulated(MESH):
-        total = laid(torch.arange(8.0), Shard(0)).sum()
+        total = laid(torch.arange(8.0), Shard(0)).sum().redistribute(placements=[Partial()])
 
         assert total.placements == (Partial(),)
         assert total.item() == float(total) == 28

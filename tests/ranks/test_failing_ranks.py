@@ -19,7 +19,7 @@ from helpers.finite_numbers import finite
 from torch import Tensor
 
 import dshard
-from dshard import Replicate, Shard, comm
+from dshard import Partial, Replicate, Shard, comm
 from dshard.checkpoint import save
 from dshard.comm import peer_failure
 from dshard.comm.deadlock import Waiting, stuck
@@ -263,7 +263,7 @@ COMPILED: dict[Callable[[str], Callable[[], Any]], tuple[str, str, str]] = {
 
 
 def partial_loss() -> Any:
-    return laid(torch.arange(8.0), Shard(0)).sum()
+    return laid(torch.arange(8.0), Shard(0)).sum().redistribute(placements=[Partial()])
 
 
 def item() -> Any:

@@ -169,7 +169,8 @@ class TestModules:
             x = distribute(torch.randn(8, 8), Layout(MESH, (Shard(0), Replicate())))
             nn.Sequential(Scale(), Scale())(x).sum().backward()
 
-        (event,) = found.events
+        number, event = found.events
+        assert (number.op, number.asked, number.module) == ("number", True, "")
         assert (event.op, event.axis, event.module) == ("gradients of 2 leaves", "dp", "Sequential")
         assert event.members == (("Sequential.1", 48), ("Sequential.0", 48))
 
