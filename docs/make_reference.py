@@ -49,7 +49,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.redistribute": "plan Plan Step AllGather ReduceScatter AllReduce AllToAll Slice Exchange "
         "ReduceExchange MakePartial Panel",
         "dshard.reshard": "plan_reshard ReshardPlan Task Chain",
-        "dshard.debug": "CommDebugMode visualize_sharding",
+        "dshard.debug": "CommDebugMode tell_waits visualize_sharding",
     },
     "Networks": {
         "dshard": "Topology use_topology",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dshard.comm import Event, is_first_rank, listen
+from dshard.comm import Event, is_first_rank, listen, tell_waits
 from dshard.core.signature import Args, Kwargs
 from dshard.placements import Placement
 from dshard.report.console import show, table
@@ -24,7 +24,7 @@ from dshard.torch_private import OpOverload, TorchDispatchMode, graph_task_id
 from dshard.trace import Trace, trace
 from dshard.validate import check_type
 
-__all__ = ["CommDebugMode", "visualize_sharding"]
+__all__ = ["CommDebugMode", "tell_waits", "visualize_sharding"]
 
 _OPS = torch.ops.c10d_functional
 NAMES: dict[str, object] = {

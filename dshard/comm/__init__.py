@@ -11,7 +11,7 @@ A plan is run in these stages, each in a file:
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
 - `peer_failure`: waits for a collective, unless another rank has failed or is in `deadlock`; `graph_collectives`: the
-  same for collectives of compiled graphs; `traced_collectives`: those that torch traces.
+  same for collectives of compiled graphs; `traced_collectives`: those that torch traces; `told_waits`: long waits.
 
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives, with the
 `reshard_buffers` of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
@@ -100,6 +100,7 @@ from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow
+from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line
 from dshard.comm.user_warning import warn_here, warn_user
@@ -202,6 +203,7 @@ __all__ = [
     "ranks_of_group",
     "ranks_of_root",
     "ranks_per_host",
+    "read_number",
     "record_alias",
     "record_leaf",
     "recorded",
@@ -229,6 +231,7 @@ __all__ = [
     "steps_of",
     "sum_dtype",
     "swap",
+    "tell_waits",
     "traced",
     "unstack",
     "user_frame",

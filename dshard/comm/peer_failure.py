@@ -37,7 +37,7 @@ from dshard.comm.backends import waits_on_host
 from dshard.comm.deadlock import Waiting, stuck
 from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
 from dshard.comm.runtime import simulated_ranks
-from dshard.comm.user_code import user_call
+from dshard.comm.told_waits import WAITING, host_wait, own_wait, tell_if_long
 from dshard.errors import DShardError, PeerError
 from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
 
@@ -185,16 +185,20 @@ def wait_for(work: dist.Work, group: Group) -> None:
         PeerError: a rank has ended, or waits for this one in another collective.
     """
     if not group.backend.waits_on_host:
-        work.wait()
+        host_wait(work.wait, group)
         return
     group.waits[0] += 1
     if _LEFT:
         _clear_failure()
     try:
-        work.wait(PATIENCE)
-    except RuntimeError:
-        kind = _NAMES.get(int(work._get_op_type()), "exchange")  # type: ignore[attr-defined]
-        _wait_on(partial(work.wait, PATIENCE), work.is_completed, group, kind)
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError:
+            kind = _NAMES.get(int(work._get_op_type()), "exchange")  # type: ignore[attr-defined]
+            _wait_on(partial(work.wait, PATIENCE), work.is_completed, group, kind)
+    except BaseException as error:
+        _give_up(error, group)
+        raise
 
 
 def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange in pairs") -> None:
@@ -203,7 +207,7 @@ def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange i
     The list is emptied, which releases the tensors sent.
     """
     if not group.backend.waits_on_host:
-        _wait_all(works)
+        host_wait(partial(_wait_all, works), group)
         return
     group.waits[0] += 1
     if _LEFT:
@@ -217,13 +221,14 @@ def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange i
     _OWN.waits.put((works, ended))
     wait = partial(ended.result, PATIENCE.total_seconds())
     try:
-        wait()
-    except (RuntimeError, Late):
         try:
+            wait()
+        except (RuntimeError, Late):
             _wait_on(wait, ended.done, group, kind)
-        except Exception:
-            del _OWN.waits  # its thread may be held by what will not come
-            raise
+    except BaseException as error:
+        del _OWN.waits  # its thread may be held by what will not come
+        _give_up(error, group)
+        raise
 
 
 def _wait_all(works: list[dist.Work]) -> None:
@@ -251,8 +256,8 @@ def _clear_failure() -> None:
 
 def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group, kind: str) -> None:
     """Wait repeatedly after the first timeout, and check in between whether the wait can ever end."""
-    here = _own_wait(group, kind)
-    store_messages.put(_waiting(here.rank), here)
+    here, since = own_wait(group, kind), monotonic() - PATIENCE.total_seconds()
+    store_messages.put(WAITING.format(here.rank), here)
     seen: dict[int, Waiting] = {}
     try:
         for checks in itertools.count():
@@ -260,24 +265,24 @@ def _wait_on(wait: Callable[[], object], over: Callable[[], bool], group: Group,
                 return
             _check_peers(here, checks)
             seen = _peer_waits(here, seen)
-    except Exception as error:
-        if not is_published(error):
-            leave_word(error)
-        _GIVEN_UP.setdefault(group.process_group, str(error))
-        disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
-        raise
+            tell_if_long(here, since)
     finally:
-        store_messages.put(_waiting(here.rank), None)
+        store_messages.put(WAITING.format(here.rank), None)
 
 
-def _own_wait(group: Group, kind: str) -> Waiting:
-    counts = {key: count[0] for key, count in this_world().waits.items()}
-    return Waiting(dist.get_rank(), group.key, group.ranks, kind, counts, f"{user_call()}, {kind} {group}")
+def _give_up(error: BaseException, group: Group) -> None:
+    """Publish an error that ended a wait, such as KeyboardInterrupt, and close the connections of the group."""
+    if not isinstance(error, Exception):
+        error = PeerError(f"{own_wait(group).text}: the program has ended the wait")
+    if not is_published(error):
+        leave_word(error)
+    _GIVEN_UP.setdefault(group.process_group, str(error))
+    disconnect(group)  # a rank has left out what the others began: what comes next would be taken for that
 
 
 def not_begun(error: Exception, group: Group) -> Exception:
     """The error to raise if the backend refuses to begin point-to-point messages of the group."""
-    return _wait_error(error, _own_wait(group, "exchange in pairs"), _GIVEN_UP.get(group.process_group))
+    return _wait_error(error, own_wait(group, "exchange in pairs"), _GIVEN_UP.get(group.process_group))
 
 
 def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
@@ -367,7 +372,7 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
     while queue:
         rank = queue.pop()
         peer_wait: Waiting | None = (
-            None if rank in visited else here if rank == here.rank else store_messages.peek(_waiting(rank))
+            None if rank in visited else here if rank == here.rank else store_messages.peek(WAITING.format(rank))
         )
         visited.add(rank)
         if peer_wait is not None:
@@ -385,7 +390,7 @@ def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting
 
 def waits_ahead(rank: int) -> bool:
     """Whether `rank` waits for this one in a collective that this one has not reached."""
-    peer: Waiting | None = store_messages.peek(_waiting(rank))
+    peer: Waiting | None = store_messages.peek(WAITING.format(rank))
     if peer is None or dist.get_rank() not in peer.ranks:
         return False
     return peer.number > this_world().waits.get(peer.group, [0])[0]

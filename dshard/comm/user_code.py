@@ -40,13 +40,12 @@ def user_line() -> str:
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def user_call() -> str:
-    """The current call of the user's program and its line: "softmax at file:number".
+def user_call(frame: FrameType | None = None) -> str:
+    """The current call of the user's program, or of the thread at `frame`, and its line: "softmax at file:number".
 
     Within a function of torch the call is the operator; elsewhere it is the function of dshard that the program called.
     """
-    name = ""
-    frame: FrameType | None = sys._getframe(1)
+    name, frame = "", frame or sys._getframe(1)
     while frame is not None and not _is_users(frame):
         if frame.f_code.co_name == "__torch_function__" and "func" in frame.f_locals:
             name = getattr(frame.f_locals["func"], "__name__", "")

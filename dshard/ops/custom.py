@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import Cache
-from dshard.comm import device_of_result, is_outside, of_first_rank, plain, run_number
+from dshard.comm import device_of_result, is_outside, of_first_rank, plain, read_number, run_number
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
 from dshard.core.moves import leaves, local_redistribution, replace_leaves
@@ -115,7 +115,7 @@ def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         local = observed(move.decision(str(func), explicit=True), run_number, (move.plan, args[0]._local_tensor))
     else:
         local = run_number(move.plan, args[0]._local_tensor)
-    return of_first_rank(local).item()
+    return read_number(of_first_rank(local))
 
 
 def no_resize(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
