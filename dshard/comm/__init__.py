@@ -99,7 +99,7 @@ from dshard.comm.scatter_shards import device_of, device_of_result, local_of, lo
 from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
-from dshard.comm.streams import Stream, current_stream, follow
+from dshard.comm.streams import Stream, current_stream, follow, is_captured
 from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line
@@ -175,6 +175,7 @@ __all__ = [
     "group_rank",
     "group_with_data",
     "init_device_mesh",
+    "is_captured",
     "is_first_rank",
     "is_from_peer",
     "is_outside",

@@ -37,3 +37,8 @@ def follow(stream: Stream | None, tensors: Iterable[Tensor]) -> None:
         if now is not None and now != stream:
             now.wait_stream(stream)
             x.record_stream(now)
+
+
+def is_captured(kind: str) -> bool:
+    """Whether the current stream of a type of device is captured in a graph, which nothing may wait for."""
+    return kind == "cuda" and torch.cuda.is_current_stream_capturing()

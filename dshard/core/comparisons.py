@@ -23,6 +23,7 @@ from dshard.comm import (
     device_of,
     digest,
     group_with_data,
+    is_captured,
     runtime_of,
     simulated_ranks,
     traced,
@@ -85,7 +86,13 @@ class Comparisons:
     def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
         """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
         is_new = (place, x.shape, x.dtype) not in self._known
-        if not (is_new or self.are_due) or len(self._entries) == MAX_ENTRIES or _has_no_value(x):
+        if (
+            not (is_new or self.are_due)
+            or len(self._entries) == MAX_ENTRIES
+            or _is_apart(self.mesh.device_type)
+            or x.is_meta
+            or traced(x)
+        ):
             return
         if len(self._known) < MAX_PLACES:
             self._known.add((place, x.shape, x.dtype))
@@ -181,15 +188,9 @@ def _by_place(row: Sequence[int]) -> dict[int, list[Sequence[int]]]:
     return out
 
 
-def _has_no_value(x: Tensor) -> bool:
-    """Whether nothing can be computed of the values: in graphs and recordings, on simulated ranks, and without data."""
-    return bool(
-        x.is_meta
-        or traced(x)
-        or simulated_ranks() is not None
-        or RECORDERS
-        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+def _is_apart(kind: str) -> bool:
+    """Whether nothing may be compared now: in recordings, graphs and captures, and on simulated ranks."""
+    return bool(RECORDERS) or simulated_ranks() is not None or is_compiling() or is_captured(kind)
 
 
 _ALL: dict[Mesh, Comparisons] = {}
@@ -204,9 +205,9 @@ def comparisons_on(mesh: Mesh) -> Comparisons:
 
 def with_comparisons(backward: Callable[..., T], func: Function, args: Args, kwargs: Kwargs) -> T:
     """Run a backward pass by its handler, and compare what is due on the meshes of the tensors where it begins."""
-    if not _ALL or RECORDERS or simulated_ranks() is not None or is_compiling():
+    meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)} if _ALL else {}
+    if any(_is_apart(mesh.device_type) for mesh in meshes):
         return backward(func, args, kwargs)
-    meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)}
     before = [(_ALL[mesh], _ALL[mesh].sent()) for mesh in meshes if mesh in _ALL]
     out = backward(func, args, kwargs)
     for each, sent in before:
