@@ -40,7 +40,7 @@ from dshard.mesh import Mesh
 from dshard.ops.foreach import support
 from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
-from dshard.placements import Placement, Replicate
+from dshard.placements import Placement
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
@@ -178,9 +178,7 @@ class DTensor(Wrapper):
 
     def _part(self, local: Tensor) -> Tensor:
         """A local tensor, which is known as such if others differ: no plain tensor that is alike on all ranks."""
-        layout = self._spec.layout
-        differs = any(n > 1 and p != Replicate() for n, p in zip(layout.mesh.shape, layout.placements, strict=True))
-        if differs and not is_dynamo_compiling():
+        if not (is_dynamo_compiling() or self._spec.layout.is_replicated()):
             is_part(local)
         return local
 

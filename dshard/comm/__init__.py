@@ -23,7 +23,6 @@ the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `grap
 
 from dshard.comm.agreement import (
     COLLECTIVES_OF_TORCH,
-    begin_gather_rows,
     begin_rows,
     checked_shape,
     even_shape,
@@ -39,6 +38,7 @@ from dshard.comm.agreement import (
     same_topology,
     shape_exchange,
     share,
+    with_waits,
 )
 from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
 from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype
@@ -139,7 +139,6 @@ __all__ = [
     "as_mesh",
     "async_start",
     "begin",
-    "begin_gather_rows",
     "begin_joined",
     "begin_reshard",
     "begin_rows",
@@ -241,4 +240,5 @@ __all__ = [
     "warn_here",
     "warn_user",
     "watch_backward",
+    "with_waits",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dshard.caches import cached
-from dshard.comm import collectives, transport
+from dshard.comm import transport
 from dshard.comm.backends import backend_of
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
@@ -132,21 +132,17 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
     if group is not None:
         own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
         if not traced(own):  # by FakeTensorMode, which has no values
-            return begin_gather_rows(own, mesh, group, None if is_check else mesh)()
+            return begin_rows(own, mesh, group, None if is_check else mesh)()
     return dict.fromkeys(mesh.coordinates(), tuple(row))
 
 
-def begin_gather_rows(
+def begin_rows(
     own: Tensor, mesh: Mesh, group: Group, listened: Mesh | None = None
 ) -> Callable[[], dict[Coordinate, tuple[int, ...]]]:
-    """Begin an all_gather of rows of integers; the function that waits for it, and returns those of all ranks."""
-    wait = transport.begin_all_gather(own, [len(own)] * mesh.size, group, listened)
-
-    def rows() -> dict[Coordinate, tuple[int, ...]]:
-        every = wait().view(mesh.size, -1).tolist()
-        return {at: tuple(each) for at, each in zip(mesh.coordinates(), every, strict=True)}
-
-    return rows
+    """Begin an all_gather of rows of integers in a group; the function that waits for it returns them by coordinate."""
+    wait = transport.begin_all_gather(own, [len(own)] * len(group.ranks), group, listened)
+    at = [*map(mesh.coordinate, group.ranks)]
+    return lambda: dict(zip(at, map(tuple, wait().view(len(at), -1).tolist()), strict=True))
 
 
 def group_with_data(mesh: Mesh) -> Group | None:
@@ -172,7 +168,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
         values: list[object] = [None] * n
         dist.all_gather_object(values, value, group=process_group)
         return values
-    waited = _with_waits(process_group)
+    waited = with_waits(process_group)
     with disable_modes():  # in FakeTensorMode no values could be read
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = transport.all_gather(torch.tensor([len(text)], device="cpu"), [1] * n, waited).tolist()
@@ -188,15 +184,7 @@ def group_of_hosts(mesh: Mesh) -> dist.ProcessGroup | None:
     return process_group_of(tuple(sorted(mesh.ranks)), runtime.world, -1, "gloo")  # of a tag that no other group has
 
 
-def begin_rows(row: Sequence[int], mesh: Mesh) -> Callable[[], dict[Coordinate, tuple[int, ...]]]:
-    """Begin to gather rows of numbers, of equal length, in `group_of_hosts`; the function returned waits for them."""
-    waited = _with_waits(group_of_hosts(mesh))
-    wait = collectives.gather(len(waited.ranks), waited, torch.tensor(row, device="cpu"), None)
-    at = list(map(mesh.coordinate, waited.ranks))
-    return lambda: dict(zip(at, map(tuple, wait().view(len(at), -1).tolist()), strict=True))
-
-
-def _with_waits(process_group: Any) -> Group:
+def with_waits(process_group: Any) -> Group:
     """The group whose waits are published; torch's own would not be, so that no deadlock with them could be found."""
     ranks, backend = ranks_in(process_group), backend_of(backend_name(process_group), "cpu")
     return group_with_shared_waits(("the process group",), ranks, dist.get_rank(), process_group, backend)

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from dshard.comm import (
     RECORDERS,
     are_alike,
-    begin_gather_rows,
+    begin_rows,
     device_of,
     digest,
     group_with_data,
@@ -141,7 +141,7 @@ class Comparisons:
         row = torch.tensor(numbers + [[0] * _WIDTH] * (MAX_ENTRIES - len(entries)), device=device_of(self.mesh))
         for i, each in enumerate(entries):
             row[1 + i, 2:] = each.digest
-        compare = partial(self._compare, begin_gather_rows(row.view(-1), self.mesh, self.group), entries)
+        compare = partial(self._compare, begin_rows(row.view(-1), self.mesh, self.group), entries)
         if self.passes < EVERY:
             compare()
         else:

@@ -24,7 +24,6 @@ from dshard.core.torch_wrappers import refuse_collective
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.mesh import Mesh
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
@@ -35,7 +34,6 @@ from dshard.ops.losses import ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
-from dshard.placements import Replicate
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
@@ -187,9 +185,10 @@ def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     distributed = [x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)]
     layout, ranks = distributed[0]._spec.layout, ranks_of_group((*args, *kwargs.values()))
-    is_for_plain = {*ranks} == {*layout.mesh.ranks} and plain_mode(layout.mesh) == "global"
-    if is_for_plain and func.__name__ in _OF_WHOLE and all(_is_whole(x, layout.mesh) for x in distributed):
-        args, kwargs = replace_leaves((args, kwargs), lambda x: _memory(func, x) if isinstance(x, Wrapper) else x)
+    is_of_whole = func.__name__ in _OF_WHOLE and {*ranks} == {*layout.mesh.ranks}
+    are_whole = all(x._spec.layout.mesh == layout.mesh and x._spec.layout.is_replicated() for x in distributed)
+    if is_of_whole and are_whole and plain_mode(layout.mesh) == "global":
+        args, kwargs = replace_leaves((args, kwargs), lambda x: x._local_tensor if isinstance(x, Wrapper) else x)
     else:
         refuse_collective(func.__name__, ranks, layout)
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
@@ -199,21 +198,6 @@ def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 _OF_WHOLE = ("all_reduce", "all_gather", "all_gather_single", "broadcast", "reduce")
 """Collectives that do to a whole tensor, where whole plain ones are alike on all ranks, what they do to those."""
-
-
-def _is_whole(x: Wrapper, mesh: Mesh) -> bool:
-    """Whether `x` is replicated on every axis of several ranks, or a number."""
-    axes = zip(x._spec.layout.placements, mesh.shape, strict=False)
-    return x._spec.layout.mesh == mesh and (x.dim() == 0 or all(n == 1 or p == Replicate() for p, n in axes))
-
-
-def _memory(func: Function, x: Wrapper) -> Tensor:
-    """The local tensor of `x`, which is whole; a partial number is reduced in place before."""
-    if x._spec.has_partial:
-        layout = replicated(x._spec.layout.mesh)
-        x._local_tensor = redistribute_local(x._local_tensor, x._spec, layout, func.__name__)
-        x._spec = x._spec.with_layout(layout)
-    return x._local_tensor
 
 
 _COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")

@@ -9,9 +9,10 @@ from itertools import count, pairwise
 from typing import Any, TypeVar
 from zlib import crc32
 
+import torch
 from torch import nn
 
-from dshard.comm import begin_rows, comparing, device_of, gather_objects, group_of_hosts
+from dshard.comm import begin_rows, comparing, device_of, gather_objects, group_of_hosts, with_waits
 from dshard.errors import LayoutError, PeerError
 from dshard.mesh import Mesh
 from dshard.parallel.boundary import boundary_of, distribute_batch
@@ -85,7 +86,7 @@ def _until_all_end(inputs: Inputs, loader: Iterable[Any]) -> Iterator[Any]:
 
 def _load(inputs: Inputs, loader: Iterable[Any]) -> Iterator[tuple[Any, bytes, Exception | None, Any]]:
     """Load a batch for each step, without end: it, its form, the loader's error, and the rows of all ranks to come."""
-    mesh = inputs.plan.mesh
+    mesh, group = inputs.plan.mesh, with_waits(group_of_hosts(inputs.plan.mesh))
     _LOOPS[mesh] += 1
     iterator: Any = None
     for step in count():
@@ -100,7 +101,7 @@ def _load(inputs: Inputs, loader: Iterable[Any]) -> Iterator[tuple[Any, bytes, E
             state, error, iterator = _FAILED, raised, ()
         compares = (step == 0 or comparing()) and have_values([each.x for each in named])
         row = [_LOOPS[mesh], step, state, crc32(form), *row_of(named, compares)[:STATES]]
-        yield batch, form, error, begin_rows(row, mesh)
+        yield batch, form, error, begin_rows(torch.tensor(row, device="cpu"), mesh, group)
 
 
 def _form(batch: Any, named: list[Input]) -> bytes:
