@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dshard.mesh import Mesh
+
 Stream: TypeAlias = torch.Stream
 _CURRENT: dict[str, Callable[[torch.device], Stream]] = {"cuda": torch.cuda.current_stream}
 """Functions that return the current stream, by type of device; other devices have no streams."""
@@ -39,6 +41,6 @@ def follow(stream: Stream | None, tensors: Iterable[Tensor]) -> None:
             x.record_stream(now)
 
 
-def is_captured(kind: str) -> bool:
-    """Whether the current stream of a type of device is captured in a graph, which nothing may wait for."""
-    return kind == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_captured(mesh: Mesh) -> bool:
+    """Whether the current stream of a device of the mesh is captured in a graph, within which nothing may wait."""
+    return mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -89,7 +89,7 @@ class Comparisons:
         if (
             not (is_new or self.are_due)
             or len(self._entries) == MAX_ENTRIES
-            or _is_apart(self.mesh.device_type)
+            or _is_apart(self.mesh)
             or x.is_meta
             or traced(x)
         ):
@@ -188,9 +188,9 @@ def _by_place(row: Sequence[int]) -> dict[int, list[Sequence[int]]]:
     return out
 
 
-def _is_apart(kind: str) -> bool:
+def _is_apart(mesh: Mesh) -> bool:
     """Whether nothing may be compared now: in recordings, graphs and captures, and on simulated ranks."""
-    return bool(RECORDERS) or simulated_ranks() is not None or is_compiling() or is_captured(kind)
+    return bool(RECORDERS) or simulated_ranks() is not None or is_compiling() or is_captured(mesh)
 
 
 _ALL: dict[Mesh, Comparisons] = {}
@@ -206,7 +206,7 @@ def comparisons_on(mesh: Mesh) -> Comparisons:
 def with_comparisons(backward: Callable[..., T], func: Function, args: Args, kwargs: Kwargs) -> T:
     """Run a backward pass by its handler, and compare what is due on the meshes of the tensors where it begins."""
     meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)} if _ALL else {}
-    if any(_is_apart(mesh.device_type) for mesh in meshes):
+    if any(_is_apart(mesh) for mesh in meshes):
         return backward(func, args, kwargs)
     before = [(_ALL[mesh], _ALL[mesh].sent()) for mesh in meshes if mesh in _ALL]
     out = backward(func, args, kwargs)
