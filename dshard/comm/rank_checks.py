@@ -133,12 +133,12 @@ def digest(x: Tensor) -> Tensor:
     return torch.stack([norm, (sums * weights).sum()]).view(torch.int64)
 
 
-def are_alike(digests: Iterable[Sequence[int]], dtype: torch.dtype) -> bool:
-    """Whether digests of tensors of this dtype are equal, but for rounding."""
+def are_alike(digests: Iterable[Sequence[int]], dtype: torch.dtype, limit: float = 0.0) -> bool:
+    """Whether digests of tensors of this dtype are equal, but for its rounding, or floats for a coarser `limit`."""
     first, *others = digests
     if not (dtype.is_floating_point or dtype.is_complex):
         return all(tuple(each) == tuple(first) for each in others)
-    limit = torch.finfo(dtype).eps ** 0.5
+    limit = max(limit, torch.finfo(dtype).eps ** 0.5)
     norm, projection = unpack("2d", pack("2q", *first))
     return all(
         max(abs(a - norm), abs(b - projection)) <= limit * max(a, norm)

@@ -41,6 +41,7 @@ EVERY = 50
 MAX_ENTRIES, _WIDTH = 32, 4
 """The most tensors that are compared at once, and the numbers of each: its place, shape and dtype, and digest."""
 MAX_PLACES = 4096
+_LIMIT = 0.01  # what was computed in half precision, and rounds otherwise on each GPU, is alike
 _SEQUENCE_NUMBER: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
 
 ALIKE = (
@@ -161,7 +162,7 @@ class Comparisons:
             for i, entry in enumerate(mine):
                 numbers = {at: each[i] for at, each in theirs.items()}
                 kinds = {kind for kind, *_ in numbers.values()}
-                if len(kinds) > 1 or not are_alike([rest for _, *rest in numbers.values()], entry.dtype):
+                if len(kinds) > 1 or not are_alike([rest for _, *rest in numbers.values()], entry.dtype, _LIMIT):
                     raise LayoutError(
                         f"{when}a parallelized module is given different data, {entry.what}, on "
                         f"{self._ranks(numbers, entry.dtype)}: {ALIKE}"
@@ -172,7 +173,8 @@ class Comparisons:
         alike: list[tuple[Sequence[int], list[int]]] = []
         for at, own in numbers.items():
             known = next(
-                (ranks for each, ranks in alike if each[0] == own[0] and are_alike([each[1:], own[1:]], dtype)), None
+                (ranks for each, ranks in alike if each[0] == own[0] and are_alike([each[1:], own[1:]], dtype, _LIMIT)),
+                None,
             )
             if known is None:
                 alike.append((own, known := []))
