@@ -6,9 +6,11 @@ docs/design/0024-the-loop-as-it-stands.md has the reasons.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
+from threading import local
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -109,14 +111,20 @@ class Comparisons:
             self._groups = [group.process_group for group in self._runtime.groups.values()]
         return sum(map(_SEQUENCE_NUMBER, self._groups))
 
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Count backward passes through plain outputs, which begin at plain tensors, too."""
-        for x in outputs:
+    def forward_has_ended(self, sent_before: int, plain_outputs: Iterable[Tensor]) -> None:
+        """A forward pass has ended: note whether it has sent anything, and watch outputs where backward passes begin.
+
+        Those that begin at distributed tensors are counted where they do.
+        """
+        if _is_apart(self.mesh) or not torch.is_grad_enabled():
+            return
+        self.has_sent |= self.sent() != sent_before
+        for x in plain_outputs:
             if x.grad_fn is not None and not isinstance(x, Wrapper):
                 x.grad_fn.register_prehook(self._begin)
 
     def _begin(self, grads: object) -> None:
-        if self._task != graph_task_id():
+        if self._task != graph_task_id() and not _is_apart(self.mesh):
             self._task = graph_task_id()
             autograd_engine.queue_callback(partial(self.has_passed, self.sent()))
 
@@ -190,9 +198,28 @@ def _by_place(row: Sequence[int]) -> dict[int, list[Sequence[int]]]:
     return out
 
 
+_QUIET = local()
+
+
+@contextmanager
+def nothing_compared() -> Iterator[None]:
+    """Compare nothing within the block, of which other ranks may run no Python."""
+    before, _QUIET.on = getattr(_QUIET, "on", False), True
+    try:
+        yield
+    finally:
+        _QUIET.on = before
+
+
 def _is_apart(mesh: Mesh) -> bool:
     """Whether nothing may be compared now: in recordings, graphs and captures, and on simulated ranks."""
-    return bool(RECORDERS) or simulated_ranks() is not None or is_compiling() or is_captured(mesh)
+    return (
+        bool(RECORDERS)
+        or getattr(_QUIET, "on", False)
+        or simulated_ranks() is not None
+        or is_compiling()
+        or is_captured(mesh)
+    )
 
 
 _ALL: dict[Mesh, Comparisons] = {}

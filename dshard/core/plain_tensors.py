@@ -262,10 +262,9 @@ def _in_rows(func: Function, x: Wrapper) -> Any:
 
     The result is right in any layout: this spares ranks what others compute.
     """
-    layout = layout_of_rows(x._spec.layout.mesh)
-    if layout is None or x.dim() <= _OWN_DIMS.get(getattr(func, "__name__", ""), x.dim()):
+    if x.dim() <= _OWN_DIMS.get(getattr(func, "__name__", ""), x.dim()):
         return x
-    return x.redistribute(placements=layout.placements)  # type: ignore[arg-type]
+    return x.redistribute(placements=layout_of_rows(x._spec.layout.mesh).placements)  # type: ignore[arg-type]
 
 
 def _put_down(compared: Comparisons, func: Function, x: Tensor, i: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
@@ -79,10 +78,9 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
         converted = boundary.outputs(out, boundary.inputs.rows)
-        if torch.is_grad_enabled() and not is_dynamo_compiling():
-            boundary.comparisons.has_sent |= boundary.comparisons.sent() != boundary.sent
-            if converted is not out:
-                boundary.comparisons.watch(nested_tensors(converted))
+        if not is_dynamo_compiling():
+            is_converted = converted is not out
+            boundary.comparisons.forward_has_ended(boundary.sent, nested_tensors(converted) if is_converted else ())
         return converted
 
     model.register_forward_hook(leave)

@@ -83,10 +83,6 @@ def numbers(mesh: Any) -> dict[str, tuple[Callable[[], Tensor], Tensor]]:
     return {
         "a vector": (lambda: distribute_tensor(line, mesh, given), line),
         "a number": (lambda: distribute_tensor(line, mesh, given).sum(), line.sum()),
-        "a sum that is partial": (
-            lambda: DTensor.from_local(torch.ones(()) * (1 + dist.get_rank()), mesh, [Partial()] * mesh.ndim),
-            torch.tensor(10.0),
-        ),
         "a mean of rows": (
             lambda: distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] * mesh.ndim).mean(),
             torch.tensor(3.5),

@@ -179,8 +179,9 @@ def test_a_line_of_one_rank_stays_its_own_and_sends_nothing(ranks: RankPool) -> 
 
 def refused() -> dict[str, str]:
     x = distribute_tensor(drawn(8, 5), mesh(), [Shard(0)])
+    apart = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("without_a_model",))
     row, out = drawn(5), dict[str, str]()
-    out["nothing"] = error_of(lambda: x * row)
+    out["nothing"] = error_of(lambda: distribute_tensor(drawn(8, 5), apart, [Shard(0)]) * row)
     model = net()
     out["whole"] = error_of(lambda: x * row)
     out["part"] = error_of(lambda: distribute_tensor(drawn(2, 5), mesh(), [Replicate()]) * x.to_local())

@@ -215,6 +215,8 @@ def together() -> None:
     parallelize(scaled, mesh, {"layer.weight": [Shard(0)]}, torch.ones(2, 4))(torch.ones(2, 4)).sum().backward()
     assert type(scaled.scale.grad) is Tensor
     torch.testing.assert_close(scaled.scale.grad, scaled.layer.weight.sum(1).full_tensor().detach() * 2)  # type: ignore[attr-defined]
+    apart = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("without_a_model",))
+    mine = distribute_tensor(torch.ones(5, 4), apart, [Shard(0)]).requires_grad_()
     for refused in (lambda: mine * torch.arange(4.0), lambda: torch.zeros(5, 4).copy_(mine)):
         with pytest.raises(dshard.MixedError, match="a plain torch"):
             refused()

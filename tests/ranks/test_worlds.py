@@ -152,9 +152,9 @@ def test_torch_is_as_before_when_threads_have_made_groups_at_once(monkeypatch: p
     """Of two threads that make groups, the first to begin is the first to end."""
     before = [distributed_c10d._process_group_name, distributed_c10d._get_split_source]
     second_began, first_ended, asked = threading.Event(), threading.Event(), list[object]()
-    second = threading.Thread(target=process_groups._new_group, args=((1,), "second"))
+    second = threading.Thread(target=process_groups._new_group, args=((1,), "second", None))
 
-    def make(ranks: Sequence[int], use_local_synchronization: bool) -> SimpleNamespace:
+    def make(ranks: Sequence[int], backend: str | None, use_local_synchronization: bool) -> SimpleNamespace:
         if len(ranks) == 2:
             second.start()
             assert second_began.wait(WAIT)
@@ -165,7 +165,7 @@ def test_torch_is_as_before_when_threads_have_made_groups_at_once(monkeypatch: p
         return SimpleNamespace(group_name=distributed_c10d._process_group_name(ranks, True))
 
     monkeypatch.setattr(dist, "new_group", make)
-    process_groups._new_group((0, 1), "first")
+    process_groups._new_group((0, 1), "first", None)
     first_ended.set()
     second.join(WAIT)
     assert asked == [None, None]
