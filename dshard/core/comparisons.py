@@ -5,7 +5,6 @@ docs/design/0024-the-loop-as-it-stands.md has the reasons.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,10 +53,11 @@ ALIKE = (
 
 
 class _Entry(NamedTuple):
-    """A tensor that was put down: what it is, at which place, of which kind, and its digest."""
+    """A tensor that was put down: what it is, which visit to its place, the number of those, its kind and digest."""
 
     what: str
-    place: int
+    visit: str
+    visits: list[int]
     kind: int
     dtype: torch.dtype
     digest: Tensor
@@ -83,25 +83,24 @@ class Comparisons:
         self._groups: list[Any] = []
         self._task = -1
         self._known: set[Hashable] = set()
+        self._visits: dict[Hashable, list[int]] = {}
         self._entries: list[_Entry] = []
         self._unread: Callable[[], None] | None = None
 
     def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
         """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
+        if _is_apart(self.mesh) or x.is_meta or traced(x):
+            return
+        visits = self._visits.setdefault(place, [0])
+        visits[0] += 1
         is_new = (place, x.shape, x.dtype) not in self._known
-        if (
-            not (is_new or self.are_due)
-            or len(self._entries) == MAX_ENTRIES
-            or _is_apart(self.mesh)
-            or x.is_meta
-            or traced(x)
-        ):
+        if not (is_new or self.are_due) or len(self._entries) == MAX_ENTRIES:
             return
         if len(self._known) < MAX_PLACES:
             self._known.add((place, x.shape, x.dtype))
-        text = what()
-        numbers = crc32(f"{text} {self.passes}".encode()), crc32(f"{tuple(x.shape)} {x.dtype}".encode())
-        self._entries.append(_Entry(f"{text} of shape {tuple(x.shape)}", *numbers, x.dtype, digest(x)))
+        text, kind = what(), crc32(f"{tuple(x.shape)} {x.dtype}".encode())
+        visit = f"{text}, {self.passes}, {visits[0]}"
+        self._entries.append(_Entry(f"{text} of shape {tuple(x.shape)}", visit, visits, kind, x.dtype, digest(x)))
 
     def sent(self) -> int:
         """The number of collectives that this rank has begun on the groups of the mesh."""
@@ -135,20 +134,23 @@ class Comparisons:
             LayoutError: on all ranks: some were given other values.
         """
         has_sent, self.has_sent = self.has_sent, False
-        if self.group is None or not (has_sent or self.sent() != sent_before):
+        if self.group is None or _is_apart(self.mesh) or not (has_sent or self.sent() != sent_before):
             return
         if self._unread is not None:
             unread, self._unread = self._unread, None
             unread()
         self.passes += 1
+        self._visits = {}
         is_due, n = self.are_due, self.passes + 1
         self.are_due = n % EVERY == 0 or (n < EVERY and n & (n - 1) == 0)
         if not is_due:
             return
-        entries, self._entries = self._entries, []
-        numbers = [[len(entries), 0, 0, 0], *([each.place, each.kind, 0, 0] for each in entries)]
+        # a rank that has been there before need not put down what is new to others: so all visits are counted
+        entries = {crc32(f"{each.visit} of {each.visits}".encode()): each for each in self._entries}
+        self._entries = []
+        numbers = [[len(entries), 0, 0, 0], *([place, each.kind, 0, 0] for place, each in entries.items())]
         row = torch.tensor(numbers + [[0] * _WIDTH] * (MAX_ENTRIES - len(entries)), device=device_of(self.mesh))
-        for i, each in enumerate(entries):
+        for i, each in enumerate(entries.values()):
             row[1 + i, 2:] = each.digest
         compare = partial(self._compare, begin_rows(row.view(-1), self.mesh, self.group), entries)
         if self.passes < EVERY:
@@ -157,24 +159,19 @@ class Comparisons:
             self._unread = partial(compare, f"in backward pass {self.passes} since the last model was laid out: ")
 
     def _compare(
-        self, rows: Callable[[], Mapping[Coordinate, Sequence[int]]], entries: Sequence[_Entry], when: str = ""
+        self, rows: Callable[[], Mapping[Coordinate, Sequence[int]]], entries: Mapping[int, _Entry], when: str = ""
     ) -> None:
         of_rank = {at: _by_place(row) for at, row in rows().items()}
-        own: defaultdict[int, list[_Entry]] = defaultdict(list)
-        for entry in entries:
-            own[entry.place].append(entry)
-        for place, mine in own.items():
-            theirs = {at: places.get(place, []) for at, places in of_rank.items()}
-            if any(len(each) != len(mine) for each in theirs.values()):
+        for place, entry in entries.items():
+            numbers = {at: places[place] for at, places in of_rank.items() if place in places}
+            if len(numbers) < len(of_rank):
                 continue  # a line that not all ranks run
-            for i, entry in enumerate(mine):
-                numbers = {at: each[i] for at, each in theirs.items()}
-                kinds = {kind for kind, *_ in numbers.values()}
-                if len(kinds) > 1 or not are_alike([rest for _, *rest in numbers.values()], entry.dtype, _LIMIT):
-                    raise LayoutError(
-                        f"{when}a parallelized module is given different data, {entry.what}, on "
-                        f"{self._ranks(numbers, entry.dtype)}: {ALIKE}"
-                    )
+            kinds = {kind for kind, *_ in numbers.values()}
+            if len(kinds) > 1 or not are_alike([rest for _, *rest in numbers.values()], entry.dtype, _LIMIT):
+                raise LayoutError(
+                    f"{when}a parallelized module is given different data, {entry.what}, on "
+                    f"{self._ranks(numbers, entry.dtype)}: {ALIKE}"
+                )
 
     def _ranks(self, numbers: Mapping[Coordinate, Sequence[int]], dtype: torch.dtype) -> str:
         """The ranks, by what they have: "ranks [0, 2] and ranks [1]"."""
@@ -190,12 +187,9 @@ class Comparisons:
         return " and ".join(f"ranks {ranks}" for _, ranks in alike)
 
 
-def _by_place(row: Sequence[int]) -> dict[int, list[Sequence[int]]]:
-    """The kind and digest of each tensor that a rank has put down, in order, by places."""
-    out: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
-    for i in range(_WIDTH, _WIDTH * (1 + row[0]), _WIDTH):
-        out[row[i]].append(row[i + 1 : i + _WIDTH])
-    return out
+def _by_place(row: Sequence[int]) -> dict[int, Sequence[int]]:
+    """The kind and digest of each tensor that a rank has put down, by places and visits."""
+    return {row[i]: row[i + 1 : i + _WIDTH] for i in range(_WIDTH, _WIDTH * (1 + row[0]), _WIDTH)}
 
 
 _QUIET = local()

@@ -77,7 +77,7 @@ class Inputs:
                 return map_tensors(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
         elif self.comparisons.are_due and not comparing() and have_values(plain):
             for each in self.named(inputs, names):
-                self.comparisons.put_down(each.x, (id(self), each.path), partial("the input {}".format, each.name))
+                self.comparisons.put_down(each.x, each.path, partial("the input {}".format, each.name))
         if is_recorded(plain):
             return map_tensors(inputs, self._differentiable)
         return inputs

@@ -156,7 +156,7 @@ class Draws:
         for name, state in before.items():
             if GENERATORS[name][0]() != state and name not in self.differ:
                 text = f"the state of {name}, from which {type(module).__name__} draws"
-                self.comparisons.put_down(torch.tensor([state]), (id(self), name), partial(str, text))
+                self.comparisons.put_down(torch.tensor([state]), name, partial(str, text))
             elif GENERATORS[name][0]() != state:
                 who = "ranks of one data rank" if self.per_data_rank else "ranks that are given whole batches"
                 line = GENERATORS[name][1]
