@@ -126,6 +126,7 @@ def digest(x: Tensor) -> Tensor:
         return torch.stack([total, torch.zeros_like(total)])
     flat = (torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()).reshape(-1)
     flat = (flat if x.itemsize > 1 else flat.float()).nan_to_num(2.0, 1.0, -1.0)
+    flat = flat.clamp(-1e140, 1e140) if flat.dtype == torch.float64 else flat  # of which squares can be added
     square = flat[: len(flat) - len(flat) % (width := isqrt(len(flat)) or 1)].view(-1, width)
     sums = torch.cat([square.sum(dim, dtype=torch.float64) for dim in (0, 1)] + [flat[square.numel() :].double()])
     weights = torch.arange(1, len(sums) + 1, device=x.device, dtype=torch.float64).mul(_TURN).cos()

@@ -217,7 +217,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
     if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
         return args, kwargs
-    written, places = _written(func, args), count()
+    written, places, outs = _written(func, args), count(), leaves(kwargs.get("out"))
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
@@ -228,7 +228,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             return leaf.to("meta") if meta and leaf.dim() and leaf is not written else leaf
         if not takes_all:
             return leaf
-        if compared is not None and leaf is not kwargs.get("out"):
+        if compared is not None and not any(leaf is out for out in outs):
             _put_down(compared, func, leaf, next(places))
         elif compared is None and isinstance(leaf, Parameter) and not (meta or is_copied):
             compare_parameter(leaf, meshes[0])
@@ -246,7 +246,14 @@ def _are_alike(tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> bool:
     """Whether plain tensors beside distributed ones are alike on all ranks, as models on their mesh were told."""
     if not meshes or _COUNTED_AS_REPLICATED.refused or plain_mode(meshes[0]) != "global":
         return False
-    return not any(type(x) is LocalTensor or id(x) in _PARTS or id(x._base) in _PARTS for x in tensors)
+    return not any(map(_is_own, tensors))
+
+
+def _is_own(x: Tensor) -> bool:
+    """Whether a plain tensor may be this rank's own, or cannot be laid out, as sparse ones."""
+    if isinstance(x, Wrapper):
+        return False
+    return type(x) is LocalTensor or x.layout is not torch.strided or id(x) in _PARTS or id(x._base) in _PARTS
 
 
 _OWN_DIMS = {

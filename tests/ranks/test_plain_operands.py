@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import MixedError, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.comm import as_mesh
-from dshard.core.comparisons import EVERY, comparisons_on
+from dshard.core.comparisons import EVERY, MAX_ENTRIES, comparisons_on
 from dshard.debug import CommDebugMode
 from dshard.experimental import local_map
 from dshard.testing import RankPool
@@ -151,6 +151,10 @@ def distance(whole: Tensor, seed: int) -> float:
     return float((whole - drawn(8, 5, seed=seed)).abs().max())
 
 
+def distance_of(rows: Tensor, seed: int) -> float:
+    return float((rows - drawn(*rows.shape, seed=seed)).abs().max())
+
+
 def lines_of_one_rank() -> tuple[list[str], int]:
     """What rank 0 alone does between steps, with its own plain values; the errors, and the messages of that."""
     rank, model = torch.distributed.get_rank(), net()
@@ -167,6 +171,19 @@ def lines_of_one_rank() -> tuple[list[str], int]:
             if n > 0 or rank == 0:
                 errors.append(error_of(lambda seed: (whole * drawn(8, 5, seed=seed)).sum().item(), 9 * turn + n))
             errors.append(error_of(step, model, TARGETS))
+    for rows in (2, 3, 1):  # a line that all ranks run, and rank 0 once more before, or a step before
+        if rank == 0:
+            errors.append(error_of(distance_of, whole[:rows], rows))
+        if rows > 1:
+            errors.append(error_of(distance_of, whole[:rows], 0))
+        errors.append(error_of(step, model, TARGETS))
+    if rank == 0:
+        errors.append(error_of(distance_of, whole[:5], 5))
+    errors.append(error_of(distance_of, whole[:1], 0))
+    errors += [error_of(step, model, TARGETS) for _ in range(20)]
+    if rank == 0:
+        errors += [error_of(distance_of, whole[:4], 30), *(error_of(distance, whole, n) for n in range(MAX_ENTRIES))]
+    errors += [error_of(distance_of, whole[:4], 0), error_of(step, model, TARGETS)]
     return errors, messages
 
 
@@ -332,3 +349,35 @@ def test_inputs_of_a_model_with_plain_outputs_are_compared_again(ranks: RankPool
     for n, error in ranks.run(inputs_of_plain_outputs):
         assert n == 8
         assert "given different data, the input input" in error
+
+
+def right_operands() -> list[str]:
+    """The errors of programs in which operands hold what a digest must not trip over."""
+    rank, errors = torch.distributed.get_rank(), list[str]()
+    lowest = torch.full((8, 5), torch.finfo(torch.double).min, dtype=torch.double).tril(1)
+    empty = torch.full((8, 5), float(rank)), torch.full((8, 5), rank)
+
+    def sorted_into(out: Any, _: Tensor) -> Any:
+        torch.sort(out.detach(), 1, out=empty)
+        return (out * empty[1]).mean() + (out * empty[0]).mean()
+
+    def alone(out: Any, _: Tensor) -> Any:
+        values, places = out.detach().full_tensor().sort(1)
+        return (out * places).mean() + (out * values).mean()
+
+    for loss in (lambda out, mask: (out.double() + mask).softmax(1).square().sum(), sorted_into):
+        errors.append(error_of(step, net(), lowest, loss))
+    losses = [step(net(), lowest, loss).full_tensor() for loss in (sorted_into, alone)]
+    infinite = error_of(step, net(), lowest * (1 + (rank == 1)), lambda out, mask: (out.double() + mask).exp().sum())
+    found = [torch.allclose(*losses), "and ranks [1]" in infinite, sparse_operand().startswith(MixedError.__name__)]
+    return [*errors, *(f"case {i}" for i, is_right in enumerate(found) if not is_right)]
+
+
+def sparse_operand() -> str:
+    return error_of(lambda: torch.sparse.mm(torch.eye(8).to_sparse(), net()(X)))
+
+
+@pytest.mark.ranks
+def test_large_values_and_outputs_that_are_written_are_no_other_data(ranks: RankPool) -> None:
+    for errors in ranks.run(right_operands):
+        assert not any(errors)
