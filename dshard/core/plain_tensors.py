@@ -16,11 +16,11 @@ from pathlib import Path
 from threading import local
 from types import FrameType
 from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 from zlib import crc32
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, UntypedStorage, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.nn.init import sparse_
@@ -125,13 +125,13 @@ class _CountedAsReplicated(local):
 
 
 _COUNTED_AS_REPLICATED = _CountedAsReplicated()
-_PARTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""The local tensors that `to_local` gave of tensors that are not replicated, by their ids."""
+_PARTS: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
+"""The memory of what `to_local` gave of tensors that are not replicated, with the number of entries of that."""
 
 
 def is_part(x: Tensor) -> None:
     """Declare that a plain tensor is this rank's part of a distributed one."""
-    _PARTS[id(x)] = x
+    _PARTS[x.untyped_storage()] = x.numel()
 
 
 @contextmanager
@@ -212,6 +212,10 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             takes_all = _is_in_step()
             if not takes_all:
                 raise _mixed(func, refused, meshes)
+        elif len(meshes) < len(tensors) and is_grad_enabled() and not _is_harmless(func):
+            factors = [x for x in tensors if not isinstance(x, Wrapper)] if _are_alike(tensors, meshes) else []
+            for i, x in enumerate(factors):  # of one element, and count as replicated anywhere
+                _put_down(comparisons_on(meshes[0]), func, x, i)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
     meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
@@ -253,7 +257,9 @@ def _is_own(x: Tensor) -> bool:
     """Whether a plain tensor may be this rank's own, or cannot be laid out, as sparse ones."""
     if isinstance(x, Wrapper):
         return False
-    return type(x) is LocalTensor or x.layout is not torch.strided or id(x) in _PARTS or id(x._base) in _PARTS
+    if type(x) is LocalTensor or x.layout is not torch.strided:
+        return True
+    return x.numel() <= _PARTS.get(x.untyped_storage(), 0)  # more is a tensor of which from_local took a part
 
 
 _OWN_DIMS = {
@@ -388,6 +394,12 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
         raise _mixed(func, refused)
 
 
+def _is_harmless(func: Function) -> bool:
+    """Whether plain tensors in a call are alike on all ranks by what it is, or by where it is made."""
+    is_torchs = calling_module().startswith("torch.masked.")
+    return getattr(func, "__name__", "") in _HARMLESS or is_torchs or graph_task_id() != -1
+
+
 def _refused(func: Function, args: Args, flat: Sequence[object]) -> Tensor | None:
     """The first plain tensor among the arguments that is refused, if any is."""
     for t in flat:
@@ -395,7 +407,7 @@ def _refused(func: Function, args: Args, flat: Sequence[object]) -> Tensor | Non
             name = getattr(func, "__name__", str(func))
             if t.numel() == 1 and not name.startswith(_BY_INDICES):
                 continue
-            if name in _HARMLESS or calling_module().startswith("torch.masked.") or graph_task_id() != -1:
+            if _is_harmless(func):
                 return None
             return None if name.startswith(_ON_LISTS) and _are_apart(args) else t
     return None
@@ -425,7 +437,7 @@ def _mixed(func: Function, plain: Tensor, meshes: Sequence[Mesh] = ()) -> MixedE
             f"either: take dshard.distribute_batch(model, batch), or give them alike; {by_hand}"
         )
     else:
-        why = f": it is what to_local gave, one rank's part; {by_hand}"
+        why = f": it is what to_local gave, one rank's part, or it is not strided; {by_hand}"
     return MixedError(what + why)
 
 

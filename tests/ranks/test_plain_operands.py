@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import MixedError, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
+from dshard import DTensor, MixedError, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.comm import as_mesh
 from dshard.core.comparisons import EVERY, MAX_ENTRIES, comparisons_on
 from dshard.debug import CommDebugMode
@@ -71,6 +71,7 @@ def other_targets(strategy: str) -> list[str]:
         error(rank < TARGETS, lambda out, kept: (out * kept[:, None]).mean()),
         error(drawn(8 + rank, 5).sum(0), lambda out, row: (out * row).mean()),
         error(drawn(1 + 7 * (rank == 3), 5), lambda out, rows: (out * rows).mean()),
+        error(drawn(rank + 1)[-1], lambda out, mixed: (mixed * out).mean()),
         error(drawn(8, 5) * (1 + 1e-7 * rank), F.mse_loss),
     ]
 
@@ -78,7 +79,7 @@ def other_targets(strategy: str) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
 def test_ranks_with_other_plain_operands_are_told_before_the_optimiser_steps(ranks: RankPool, strategy: str) -> None:
-    for labels, floats, mask, row, shape, rounded in ranks.run(other_targets, strategy):
+    for labels, floats, mask, row, shape, factor, rounded in ranks.run(other_targets, strategy):
         line = r"test_plain_operands.py:\d+ of shape"
         for error, who in (
             (labels, "ranks [0, 1, 3] and ranks [2]"),
@@ -86,6 +87,7 @@ def test_ranks_with_other_plain_operands_are_told_before_the_optimiser_steps(ran
             (mask, "ranks [0] and ranks [1] and ranks [2] and ranks [3]"),
             (row, "ranks [0] and ranks [1] and ranks [2] and ranks [3]"),
             (shape, "ranks [0, 1, 2] and ranks [3]"),
+            (factor, "ranks [0] and ranks [1] and ranks [2] and ranks [3]"),
         ):
             assert error.startswith("LayoutError: a parallelized module is given different data, plain operand"), error
             assert who in error
@@ -203,6 +205,10 @@ def refused() -> dict[str, str]:
     out["whole"] = error_of(lambda: x * row)
     out["part"] = error_of(lambda: distribute_tensor(drawn(2, 5), mesh(), [Replicate()]) * x.to_local())
     out["view"] = error_of(lambda: distribute_tensor(drawn(5), mesh(), [Replicate()]) * x.to_local()[0])
+    out["detached"] = error_of(lambda: distribute_tensor(drawn(2, 5), mesh(), [Replicate()]) * x.to_local().detach())
+    own = drawn(8, 5)
+    part = DTensor.from_local(own.chunk(RANKS)[torch.distributed.get_rank()], mesh(), [Shard(0)]).to_local()
+    out["taken"] = error_of(lambda: x * own) + error_of(lambda: x[:2] * part)[:10]
     out["replica"] = error_of(lambda: x * distribute_tensor(row, mesh(), [Replicate()]).to_local())
     out["local_map"] = error_of(lambda: local_map(lambda local: (x * row).to_local(), [Shard(0)])(x))
     with dshard.strict():
@@ -220,6 +226,7 @@ def test_what_may_differ_by_rank_is_refused_with_the_way_out(ranks: RankPool) ->
     words = {
         "nothing": "wrap it with distribute_tensor",
         "part": "it is what to_local gave, one rank's part",
+        "detached": "it is what to_local gave, one rank's part",
         "view": "it is what to_local gave, one rank's part",
         "local_map": "wrap it with distribute_tensor",
         "strict": "wrap it with distribute_tensor",
@@ -228,6 +235,7 @@ def test_what_may_differ_by_rank_is_refused_with_the_way_out(ranks: RankPool) ->
     }
     for errors in ranks.run(refused):
         assert errors["whole"] == errors["replica"] == ""
+        assert errors["taken"] == "MixedError"
         for case, text in words.items():
             assert errors[case].startswith(MixedError.__name__), case
             assert text in errors[case], case
