@@ -19,6 +19,7 @@ from dshard.parallel.boundary import boundary_of, distribute_batch
 from dshard.parallel.inputs import STATES, Input, Inputs, have_values, row_of
 from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.same_program import ranks_alike, ranks_by_value
+from dshard.torch_private import pytree
 
 BatchT = TypeVar("BatchT")
 _LOOPS: Counter[Mesh] = Counter()
@@ -59,7 +60,7 @@ def _until_all_end(inputs: Inputs, loader: Iterable[Any]) -> Iterator[Any]:
     """
     plan, group, known, form = inputs.plan, group_of_hosts(inputs.plan.mesh), None, b""
     columns = (_STATE, *range(_INPUTS, _INPUTS + STATES))
-    for step, ((batch, own_form, error, wait), _) in enumerate(pairwise(_load(inputs, loader))):
+    for step, ((batch, own_form, error, wait), (*_, wait_ahead)) in enumerate(pairwise(_load(inputs, loader))):
         of_rank = wait()  # each rank finds the same errors
         rows = list(of_rank.values())
         if len({row[:_STATE] for row in rows}) > 1:
@@ -77,6 +78,7 @@ def _until_all_end(inputs: Inputs, loader: Iterable[Any]) -> Iterator[Any]:
                 raise LayoutError(inputs.differ(f"batch {step} of a loader, or its end", alike, columns))
         loaded = [row for row in rows if row[_STATE] == _LOADED]
         if not loaded:
+            wait_ahead()  # nothing is left in flight, which may break off a program that ends now
             return
         if len(loaded) < len(rows) and loaded[0][_FORM] != known:
             known, form = loaded[0][_FORM], next(filter(None, gather_objects(own_form, group)))
@@ -93,12 +95,13 @@ def _load(inputs: Inputs, loader: Iterable[Any]) -> Iterator[tuple[Any, bytes, E
         state, batch, form, error, named = _ENDED, None, b"", None, list[Input]()
         try:
             iterator = iter(loader) if step == 0 else iterator
-            for batch in iterator:
-                state, named = _LOADED, inputs.named(batch, None)
-                form = _form(batch, named) if inputs.per_data_rank else b"whole"
-                break
+            batch = next(iterator)
+            state, named = _LOADED, inputs.named(batch, None)
+            form = _form(batch, named) if inputs.per_data_rank else b"whole"
+        except StopIteration:
+            iterator = iter(())  # one that goes on after its end is asked no more
         except Exception as raised:  # the other ranks wait for this one
-            state, error, iterator = _FAILED, raised, ()
+            state, error, iterator = _FAILED, raised, iter(())
         compares = (step == 0 or comparing()) and have_values([each.x for each in named])
         row = [_LOOPS[mesh], step, state, crc32(form), *row_of(named, compares)[:STATES]]
         yield batch, form, error, begin_rows(torch.tensor(row, device="cpu"), mesh, group)
@@ -109,4 +112,9 @@ def _form(batch: Any, named: list[Input]) -> bytes:
     n_rows = row_of(named, False)[1]
     rows = {id(each.x) for each in named if each.mode != "global" and each.x.shape[:1] == (n_rows,)}
     empty = map_tensors(batch, lambda x: (x.new_empty((0, *x.shape[1:])) if id(x) in rows else x).detach().cpu())
+
+    def are_texts(x: Any) -> bool:  # of which `DataLoader` makes no tensor, though they are rows
+        return type(x) in (list, tuple) and len(x) == (n_rows or len(x)) and all(isinstance(each, str) for each in x)
+
+    empty = pytree.tree_map(lambda x: x[:0] if are_texts(x) else x, empty, is_leaf=are_texts)
     return pickle.dumps((empty, all(each.x.is_cpu for each in named)))

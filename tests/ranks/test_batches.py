@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import dshard
 from dshard import DTensor, LayoutError, PeerError
+from dshard.comm import begin_rows
 from dshard.testing import RankPool
 
 PLANS = {"data": ((4,), (5, 3, 4, 0)), "fsdp": ((4,), (0, 3, 4, 5)), "data x megatron": ((2, 2), (5, 0))}
@@ -167,6 +170,52 @@ def test_ranks_of_one_data_rank_load_alike(ranks: RankPool, how: str, step: int)
         assert "load by dshard.data_ranks(model)" in text
 
 
+class Iterating:
+    """A loader that is its own iterator, and begins again when it is asked for one, or after its end."""
+
+    def __init__(self, n_batches: int, is_reset: bool) -> None:
+        self.left = self.n_batches = n_batches
+        self.is_reset = is_reset
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.is_reset:
+            self.left = self.n_batches
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.left == 0:
+            self.left = self.n_batches
+            raise StopIteration
+        self.left -= 1
+        return torch.full((2, 6), float(self.left), dtype=torch.float64)
+
+
+def seen_of_iterators(is_reset: bool) -> list[list[float]]:
+    model, rank = laid_out("data", outputs="plain"), dist.get_rank()
+    steps = islice(dshard.batches(model, Iterating((2, 1, 3, 0)[rank], is_reset)), 5)
+    return [x[:, 0].tolist() for x in steps]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_loaders_that_begin_again_end_once(ranks: RankPool, is_reset: bool) -> None:
+    expected = [[1.0, 0.0], [0.0], [2.0, 1.0, 0.0], []]
+    assert ranks.run(seen_of_iterators, is_reset) == [[[x] * 2 for x in xs] + [[]] * (3 - len(xs)) for xs in expected]
+
+
+def texts() -> list[int]:
+    """The strings of batches of which some, or all, are strings: two for each row, of which a name is none."""
+    model, n = laid_out("data", outputs="plain"), 2 - min(dist.get_rank(), 2)
+    rows = [(["a", "b"], {"x": torch.zeros(2, 6), "y": ("c", "d")}, "name")] * n
+    first = [len(x) + len(more["y"]) + len(name) for x, more, name in dshard.batches(model, rows)]
+    return first + [len(x) for x in dshard.batches(model, [["a", "b"]] * n)]
+
+
+@pytest.mark.ranks
+def test_strings_are_rows(ranks: RankPool) -> None:
+    assert ranks.run(texts) == [[8, 8, 2, 2], [8, 4, 2, 0], [4, 4, 0, 0], [4, 4, 0, 0]]
+
+
 def raised_by_loader(at: int) -> tuple[str, str, int]:
     """The error, and the steps before it, of a program in which one loader raises."""
 
@@ -237,6 +286,32 @@ def times() -> list[float]:
 def test_the_next_batch_waits_for_no_rank_in_its_step(ranks: RankPool) -> None:
     slow, *others = ranks.run(times)
     assert all(second < slow[0] for _, second, _ in others)
+
+
+def left_in_flight() -> int:
+    """The exchanges of a loop that has ended for which nobody has waited."""
+    module, left = importlib.import_module("dshard.parallel.batches"), 0
+
+    def begin(*args: Any) -> Any:
+        nonlocal left
+        wait, left = begin_rows(*args), left + 1
+
+        def waited() -> Any:
+            nonlocal left
+            left -= 1
+            return wait()
+
+        return waited
+
+    with patch.object(module, "begin_rows", begin):
+        for _ in dshard.batches(laid_out("data"), rows_of(0, 1 + dist.get_rank())):
+            pass
+    return left
+
+
+@pytest.mark.ranks
+def test_a_loop_that_has_ended_leaves_nothing_in_flight(ranks: RankPool) -> None:
+    assert ranks.run(left_in_flight) == [0] * 4
 
 
 def test_one_process_has_batches_as_they_are() -> None:
