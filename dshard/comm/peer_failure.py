@@ -398,7 +398,3 @@ def waits_ahead(rank: int) -> bool:
 
 def _key(rank: int) -> str:
     return f"dshard/failed/{rank}"
-
-
-def _waiting(rank: int) -> str:
-    return f"dshard/waiting/{rank}"

@@ -24,19 +24,20 @@ _PYTHON = str(Path(contextlib.__file__).parent) + sep
 
 _WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
 _TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph") | {"replayed_step": "replayed step"}
-"""Titles of user code that calls functions of dshard on behalf of the program."""
+_TITLES |= dict.fromkeys(("enter", "leave", "place"), "forward pass")
+"""Titles of user code that calls functions of dshard on behalf of the program, and of hooks of modules."""
 
 
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _OPERATOR_ENTRIES = ("__torch_dispatch__", "dispatch")  # that of a mode; that of DTensor
 
 
-def user_line() -> str:
+def user_line(frame: FrameType | None = None) -> str:
     """The innermost line of the running program that lies neither in dshard, torch nor Python: "file:number".
 
     A thread that runs autograd has no such line: there it is the line at which the main thread waits.
     """
-    frame = user_frame()
+    frame = user_frame(frame)
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -57,13 +58,15 @@ def user_call(frame: FrameType | None = None) -> str:
         ):
             name = frame.f_code.co_name
         frame = frame.f_back
-    return f"{_TITLES.get(name, name) or 'dshard'} at {user_line()}"
+    return f"{_TITLES.get(name, name) or 'dshard'} at {user_line(frame)}"
 
 
-def user_frame() -> FrameType | None:
-    """The frame of `user_line`, or None where there is none."""
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The frame of `user_line`, from `frame` on, or None where there is none."""
     main = threading.main_thread().ident
-    return _innermost_user_frame(sys._getframe(1)) or _innermost_user_frame(sys._current_frames().get(main or 0))
+    return _innermost_user_frame(frame or sys._getframe(1)) or _innermost_user_frame(
+        sys._current_frames().get(main or 0)
+    )
 
 
 def _innermost_user_frame(frame: FrameType | None) -> FrameType | None:

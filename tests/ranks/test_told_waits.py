@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from math import inf
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ from torch import Tensor
 import dshard
 from dshard import Replicate, Shard, distribute_tensor
 from dshard.comm import peer_failure, told_waits
+from dshard.comm.user_code import user_call
 from dshard.debug import tell_waits
 from dshard.errors import ArgumentError
 from dshard.testing import RankPool
@@ -150,3 +153,29 @@ def test_over_nccl_a_thread_tells_where_the_host_waits(name: str) -> None:
     assert "for rank 1, 2, 3" in told[0]
     assert [lines for lines, _ in others] == [[]] * 3
     assert all(each == values for _, each in others)
+
+
+def test_a_wait_is_told_at_the_line_of_its_own_thread() -> None:
+    begun, end = Event(), Event()
+
+    def wait() -> None:
+        begun.set()
+        end.wait(60)
+
+    thread = Thread(target=wait)
+    thread.start()
+    begun.wait(60)
+    try:
+        call = user_call(sys._current_frames()[thread.ident or 0])
+    finally:
+        end.set()
+        thread.join()
+    line = wait.__code__.co_firstlineno
+    assert call.rpartition(" ")[2] in {f"{__file__}:{line + 1}", f"{__file__}:{line + 2}"}
+
+
+def test_a_hook_of_a_module_is_a_forward_pass() -> None:
+    scope: dict[str, Any] = {"call": user_call}
+    exec(compile("def enter(): return call()", dshard.__file__, "exec"), scope)
+
+    assert scope["enter"]().startswith(f"forward pass at {__file__}:")
