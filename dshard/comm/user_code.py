@@ -22,9 +22,9 @@ _OTHERS = (
 _PYTHON = str(Path(contextlib.__file__).parent) + sep
 """Prefixes of files that are not user code; installed packages, which lie within Python's folder, are user code."""
 
-_WRAPPERS = ("front", "<lambda>")  # names of wrappers around functions that the program called
+_WRAPPERS = ("front", "<lambda>", "<genexpr>")  # names of wrappers around functions that the program called
 _TITLES = dict.fromkeys(("compiled_graph", "wait_in_graph"), "compiled graph") | {"replayed_step": "replayed step"}
-_TITLES |= dict.fromkeys(("enter", "leave", "place"), "forward pass")
+_TITLES |= dict.fromkeys(("enter", "leave", "place"), "forward pass") | {"_until_all_end": "batches"}
 """Titles of user code that calls functions of dshard on behalf of the program, and of hooks of modules."""
 
 

@@ -174,8 +174,15 @@ def test_a_wait_is_told_at_the_line_of_its_own_thread() -> None:
     assert call.rpartition(" ")[2] in {f"{__file__}:{line + 1}", f"{__file__}:{line + 2}"}
 
 
-def test_a_hook_of_a_module_is_a_forward_pass() -> None:
-    scope: dict[str, Any] = {"call": user_call}
-    exec(compile("def enter(): return call()", dshard.__file__, "exec"), scope)
+CALLS = {
+    "forward pass": "def enter(): return call()",
+    "batches": "def _until_all_end(): yield call()\nenter = lambda: next(x for x in _until_all_end())",
+}
 
-    assert scope["enter"]().startswith(f"forward pass at {__file__}:")
+
+@pytest.mark.parametrize("title", CALLS)
+def test_calls_have_the_names_that_a_program_knows(title: str) -> None:
+    scope: dict[str, Any] = {"call": user_call}
+    exec(compile(CALLS[title], dshard.__file__, "exec"), scope)
+
+    assert scope["enter"]().startswith(f"{title} at {__file__}:")
