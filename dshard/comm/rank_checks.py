@@ -117,33 +117,32 @@ def _sum_of_bits(x: Tensor) -> Tensor:
 
 
 def digest(x: Tensor) -> Tensor:
-    """Two integers on the device of `x`: of its bits, or of floats a norm and a projection, which hardly round.
+    """Three integers on the device of `x`: of its bits, or of floats a norm and two projections, which hardly round.
 
-    The projection adds sums along rows and columns of a square, so that it takes little memory.
+    The projections add sums along rows and columns of a square, so that it takes little memory.
     """
     if not (x.is_floating_point() or x.is_complex()):
         total = _sum_of_bits(x)
-        return torch.stack([total, torch.zeros_like(total)])
+        return torch.stack([total, total, total])
     flat = (torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()).reshape(-1)
     flat = (flat if x.itemsize > 1 else flat.float()).nan_to_num(2.0, 1.0, -1.0)
     flat = flat.clamp(-1e140, 1e140) if flat.dtype == torch.float64 else flat  # of which squares can be added
     square = flat[: len(flat) - len(flat) % (width := isqrt(len(flat)) or 1)].view(-1, width)
     sums = torch.cat([square.sum(dim, dtype=torch.float64) for dim in (0, 1)] + [flat[square.numel() :].double()])
-    weights = torch.arange(1, len(sums) + 1, device=x.device, dtype=torch.float64).mul(_TURN).cos()
+    angles = torch.arange(1, len(sums) + 1, device=x.device, dtype=torch.float64).mul(_TURN)
     norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return torch.stack([norm, (sums * weights).sum()]).view(torch.int64)
+    return torch.stack([norm, (sums * angles.cos()).sum(), (sums * angles.sin()).sum()]).view(torch.int64)
 
 
-def are_alike(digests: Iterable[Sequence[int]], dtype: torch.dtype, limit: float = 0.0) -> bool:
-    """Whether digests of tensors of this dtype are equal, but for its rounding, or floats for a coarser `limit`."""
+def are_alike(digests: Iterable[Sequence[int]], dtype: torch.dtype, limit: float | None = None) -> bool:
+    """Whether digests of tensors of this dtype are equal, but for rounding: floats up to `limit` of their norm."""
     first, *others = digests
     if not (dtype.is_floating_point or dtype.is_complex):
         return all(tuple(each) == tuple(first) for each in others)
-    limit = max(limit, torch.finfo(dtype).eps ** 0.5)
-    norm, projection = unpack("2d", pack("2q", *first))
+    expected = unpack("3d", pack("3q", *first))
+    allowed = (torch.finfo(dtype).eps ** 0.5 if limit is None else limit) * expected[0]
     return all(
-        max(abs(a - norm), abs(b - projection)) <= limit * max(a, norm)
-        for a, b in (unpack("2d", pack("2q", *each)) for each in others)
+        abs(a - b) <= allowed for each in others for a, b in zip(expected, unpack("3d", pack("3q", *each)), strict=True)
     )
 
 
@@ -177,7 +176,7 @@ def _digests(x: Tensor, mesh: Mesh) -> dict[int, list[int]]:
     group = None if runtime is None or runtime.coordinate is None else runtime.group(mesh.names)
     if group is None or not group.backend.carries_data:
         return {}
-    texts = _gather_texts("{} {}".format(*digest(x).tolist()), group, device_of(mesh))
+    texts = _gather_texts("{} {} {}".format(*digest(x).tolist()), group, device_of(mesh))
     return {rank: [*map(int, text.split())] for text, ranks in texts.items() for rank in ranks}
 
 

@@ -39,10 +39,10 @@ from dshard.torch_private import autograd_engine, graph_task_id
 T = TypeVar("T")
 EVERY = 50
 """One backward pass of so many compares all; of those before, the first, second, fourth, eighth and so on."""
-MAX_ENTRIES, _WIDTH = 32, 4
+MAX_ENTRIES, _WIDTH = 32, 5
 """The most tensors that are compared at once, and the numbers of each: its place, shape and dtype, and digest."""
 MAX_PLACES = 4096
-_LIMIT = 0.01  # what was computed in half precision, and rounds otherwise on each GPU, is alike
+_LIMIT = 0.03  # what was computed in half precision, and rounds otherwise on each GPU, is alike
 _SEQUENCE_NUMBER: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
 
 ALIKE = (
@@ -74,10 +74,12 @@ class Comparisons:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.group: Any = None
         self.restart()
 
     def restart(self) -> None:
-        """Forget all; when a model is laid out, which all ranks do at once."""
+        """Forget all, but for an answer to read; when a model is laid out, which all ranks do at once."""
+        unread = None if self.group is None or self.group is not group_with_data(self.mesh) else self._unread
         self.passes, self.has_sent, self.are_due = 0, False, True
         self.group, self._runtime = group_with_data(self.mesh), runtime_of(self.mesh)
         self._groups: list[Any] = []
@@ -86,6 +88,8 @@ class Comparisons:
         self._visits: dict[Hashable, list[int]] = {}
         self._entries: list[_Entry] = []
         self._unread: Callable[[], None] | None = None
+        if unread is not None:
+            unread()
 
     def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
         """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
@@ -110,20 +114,20 @@ class Comparisons:
             self._groups = [group.process_group for group in self._runtime.groups.values()]
         return sum(map(_SEQUENCE_NUMBER, self._groups))
 
-    def forward_has_ended(self, sent_before: int, plain_outputs: Iterable[Tensor]) -> None:
-        """A forward pass has ended: note whether it has sent anything, and watch outputs where backward passes begin.
+    def watch(self, outputs: Iterable[Tensor], has_sent: bool) -> None:
+        """Watch backward passes through outputs of a forward pass, which may have sent something.
 
-        Those that begin at distributed tensors are counted where they do.
+        Those that begin at distributed tensors are counted where they do, through plain ones here.
         """
-        if _is_apart(self.mesh) or not torch.is_grad_enabled():
-            return
-        self.has_sent |= self.sent() != sent_before
-        for x in plain_outputs:
-            if x.grad_fn is not None and not isinstance(x, Wrapper):
-                x.grad_fn.register_prehook(self._begin)
+        for x in outputs:
+            if x.grad_fn is not None and (has_sent or not isinstance(x, Wrapper)):
+                x.grad_fn.register_prehook(partial(self._enter, has_sent, isinstance(x, Wrapper)))
 
-    def _begin(self, grads: object) -> None:
-        if self._task != graph_task_id() and not _is_apart(self.mesh):
+    def _enter(self, has_sent: bool, is_distributed: bool, grads: object) -> None:
+        if _is_apart(self.mesh):
+            return
+        self.has_sent |= has_sent
+        if not is_distributed and self._task != graph_task_id():
             self._task = graph_task_id()
             autograd_engine.queue_callback(partial(self.has_passed, self.sent()))
 
@@ -148,8 +152,9 @@ class Comparisons:
         # a rank that has been there before need not put down what is new to others: so all visits are counted
         entries = {crc32(f"{each.visit} of {each.visits}".encode()): each for each in self._entries}
         self._entries = []
-        numbers = [[len(entries), 0, 0, 0], *([place, each.kind, 0, 0] for place, each in entries.items())]
-        row = torch.tensor(numbers + [[0] * _WIDTH] * (MAX_ENTRIES - len(entries)), device=device_of(self.mesh))
+        heads = [(len(entries), 0), *((place, each.kind) for place, each in entries.items())]
+        heads += [(0, 0)] * (1 + MAX_ENTRIES - len(heads))
+        row = torch.tensor([(*head, 0, 0, 0) for head in heads], device=device_of(self.mesh))
         for i, each in enumerate(entries.values()):
             row[1 + i, 2:] = each.digest
         compare = partial(self._compare, begin_rows(row.view(-1), self.mesh, self.group), entries)

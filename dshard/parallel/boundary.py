@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import own_coordinate
@@ -79,8 +79,9 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
             boundary.inputs.draws.leave(module)
         converted = boundary.outputs(out, boundary.inputs.rows)
         if not is_dynamo_compiling():
-            is_converted = converted is not out
-            boundary.comparisons.forward_has_ended(boundary.sent, nested_tensors(converted) if is_converted else ())
+            has_sent = boundary.comparisons.sent() != boundary.sent
+            if (has_sent or converted is not out) and is_grad_enabled():
+                boundary.comparisons.watch(nested_tensors(converted), has_sent)
         return converted
 
     model.register_forward_hook(leave)

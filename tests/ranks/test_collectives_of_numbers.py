@@ -138,7 +138,7 @@ def test_a_loss_divided_by_the_ranks_and_summed_is_the_loss(ranks: RankPool) -> 
 
 def refused() -> list[str]:
     """Collectives that ought to be refused, and are not."""
-    mesh, accepted = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
+    mesh, accepted = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("refused_a", "refused_b")), []
     x = torch.ones(4, 4)
 
     def check(what: str, value: Tensor, **options: Any) -> None:
@@ -154,8 +154,8 @@ def refused() -> list[str]:
     whole_batches = dshard.parallelize(nn.Linear(4, 2), mesh, "data", x)
     check("a split tensor", distribute_tensor(x, mesh, [Shard(0), Replicate()]))
     check("a partial vector", DTensor.from_local(x, mesh, [Replicate(), Partial()]))
-    check("over a part of the mesh", number, group=mesh["a"].get_group())
-    line = mesh["b"]
+    check("over a part of the mesh", number, group=mesh["refused_a"].get_group())
+    line = mesh["refused_b"]
     part = dshard.parallelize(nn.Linear(4, 2), line, "data", x)
     check("over more than the mesh", distribute_tensor(x, line, [Replicate()]))
     rows = dshard.parallelize(nn.Linear(4, 2), mesh, "data", x, inputs="per-data-rank")
