@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dshard.core import comparisons, plain_modes
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.pool import shared_pools
 
@@ -129,11 +130,19 @@ def threads() -> int:
     return threading.active_count() if not os.path.isdir("/proc/self/task") else len(os.listdir("/proc/self/task"))
 
 
+def forget_models() -> None:
+    """Let each file find meshes on which nothing was parallelized."""
+    plain_modes._MODELS.clear()
+    comparisons._ALL.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_process_groups() -> Iterator[None]:
     """Start ranks anew, after the tests of a file, that have come to have many process groups."""
     yield
+    forget_models()
     for pool in shared_pools():
+        pool.run(forget_models)
         if max(pool.run(threads)) > MAX_THREADS:
             pool.close()
 
