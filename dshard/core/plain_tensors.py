@@ -199,10 +199,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     if _writes_to_plain(func, args, kwargs):
         is_recorded = is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Wrapper))
         if not is_recorded or takes_all or _are_alike(tensors, meshes):
-            value = Wrapper.public.full_tensor if is_recorded else partial(plain_value, func)
-            return replace_leaves(  # type: ignore[no-any-return]
-                (args, kwargs), lambda x: value(x) if isinstance(x, Wrapper) else x
-            )
+            return _with_values(func, args, kwargs, is_recorded)
     compared = None
     if not takes_all:
         refused = _refused(func, args, flat)
@@ -213,9 +210,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
             if not takes_all:
                 raise _mixed(func, refused, meshes)
         elif len(meshes) < len(tensors) and is_grad_enabled() and not _is_harmless(func):
-            factors = [x for x in tensors if not isinstance(x, Wrapper)] if _are_alike(tensors, meshes) else []
-            for i, x in enumerate(factors):  # of one element, and count as replicated anywhere
-                _put_down(comparisons_on(meshes[0]), func, x, i)
+            _put_down_factors(func, tensors, meshes)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
     meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
@@ -244,6 +239,15 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
+
+
+def _with_values(func: Function, args: Args, kwargs: Kwargs, is_recorded: bool) -> tuple[Args, Kwargs]:
+    """The arguments with distributed tensors as plain ones of their values, differentiable if that is recorded."""
+    value = Wrapper.public.full_tensor if is_recorded else partial(plain_value, func)
+    with_values: tuple[Args, Kwargs] = replace_leaves(
+        (args, kwargs), lambda x: value(x) if isinstance(x, Wrapper) else x
+    )
+    return with_values
 
 
 def _are_alike(tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> bool:
@@ -286,6 +290,13 @@ def _put_down(compared: Comparisons, func: Function, x: Tensor, i: int) -> None:
     name = getattr(func, "__name__", str(func))
     line = ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     compared.put_down(x, (name, i, line), lambda: f"plain operand {i + 1} of {name} at {Path(line[0]).name}:{line[1]}")
+
+
+def _put_down_factors(func: Function, tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> None:
+    """Put down plain operands of one element, which count as replicated anywhere."""
+    factors = [x for x in tensors if not isinstance(x, Wrapper)] if _are_alike(tensors, meshes) else []
+    for i, x in enumerate(factors):
+        _put_down(comparisons_on(meshes[0]), func, x, i)
 
 
 def _is_recorded_number(x: object) -> TypeGuard[Tensor]:
