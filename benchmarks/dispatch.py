@@ -70,8 +70,15 @@ def mm(lib: Any) -> Call:
 
 
 def sum_(lib: Any) -> Call:
+    """A sum that keeps dims, which both leave partial."""
     x = tensor(lib, (8, 8, 8), lib.Shard(0))
-    return lambda: x.sum()
+    return lambda: x.sum(0)
+
+
+def number(lib: Any) -> Call:
+    """A sum that every rank can read: dshard reduces it when it is made, torch's DTensor when it is asked for."""
+    x = tensor(lib, (8, 8, 8), lib.Shard(0))
+    return (lambda: x.sum()) if lib is ours else (lambda: x.sum().full_tensor())
 
 
 def layer_norm(lib: Any) -> Call:
@@ -110,7 +117,7 @@ def all_to_all(lib: Any) -> Call:
     return lambda: x.redistribute(MESH, [lib.Shard(1)])
 
 
-CASES = [add, view, mm, sum_, layer_norm, linear, linear_and_backward, from_local, gather, all_to_all]
+CASES = [add, view, mm, sum_, number, layer_norm, linear, linear_and_backward, from_local, gather, all_to_all]
 LIBRARIES = {"dshard": ours, "torch": theirs}
 
 

@@ -5,7 +5,8 @@
 The same lines of code, layouts, parameters and optimiser for both; gradients end in the layouts of their parameters.
 The steps of both are interleaved in one run; a step takes as long as its slowest rank. Bytes are those that torch's
 allocator has given out at once on a rank, beyond what it had before the step: of several steps the least, as gloo's
-threads may let go of a buffer late, of either library. `--write` puts the table into docs/benchmarks.md.
+threads may let go of a buffer late, of either library. A second table has what it costs to compare inputs and targets
+between ranks in one step of 50. `--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -25,9 +27,12 @@ from gpt import GPT, Place, Size, distributed, local_part
 from section import markdown_table, write_section
 
 import dshard as ours
+from dshard.core.comparisons import EVERY, nothing_compared
 from dshard.testing import rank_pool
 
 REPEATS, COUNTED = 9, 5
+ROUNDS = 12
+"""How often each form of a stretch of steps runs, of which one step compares inputs between ranks."""
 SIZES = {
     "small": Size(batch=8, length=32, width=64, heads=4, hidden=256, words=128),
     "wide": Size(batch=8, length=64, width=256, heads=8, hidden=1024, words=512),
@@ -111,6 +116,42 @@ def measure(name: str) -> dict[str, Any]:
     return {"times": times, "peaks": peaks_of(steps), "losses": losses}
 
 
+def compared_steps(name: str) -> dict[str, list[float]]:
+    """Seconds of stretches of as many steps as one comparison between ranks serves, with comparisons and without."""
+    warnings.simplefilter("ignore")
+    size, mesh = SIZES[name], ours.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(size.width, size.heads, size.hidden, dropout=0.0, batch_first=True)
+    x, y = (torch.randn(size.batch, size.length, size.width) for _ in range(2))
+    ours.parallelize(layer, mesh, "data", x)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for _ in range(EVERY):
+            torch.nn.functional.mse_loss(layer(x), y).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+
+    steps()  # the first passes compare more often
+    times: dict[str, list[float]] = {"compared": [], "not compared": []}
+    for _ in range(ROUNDS):
+        for how, within in (("compared", nullcontext), ("not compared", nothing_compared)):
+            dist.barrier()
+            begin = time.perf_counter()
+            with within():
+                steps()
+            times[how].append(time.perf_counter() - begin)
+    return times
+
+
+def comparison_row(name: str, found: list[dict[str, list[float]]]) -> list[str]:
+    """One row: milliseconds of a step with comparisons and without, and the median of the ratios of neighbours."""
+    slowest = {how: [max(each) for each in zip(*(rank[how] for rank in found), strict=True)] for how in found[0]}
+    ratios = [a / b for a, b in zip(*slowest.values(), strict=True)]
+    step = [statistics.median(times) / EVERY * 1e3 for times in slowest.values()]
+    return [name, *(f"{each:.2f}" for each in step), f"{statistics.median(ratios):.3f}"]
+
+
 def row_of(name: str, found: list[dict[str, Any]]) -> list[str]:
     for ours_loss, their_loss in zip(*(found[0]["losses"][lib] for lib in LIBRARIES), strict=True):
         assert abs(ours_loss - their_loss) < 1e-3 * abs(their_loss), "both libraries train the same model"
@@ -136,7 +177,9 @@ def main() -> None:
     pool = rank_pool(4)
     rows = [row_of(name, pool.run(measure, name, timeout=900.0)) for name in SIZES]
     header = ["GPT", "dshard ms", "torch DTensor ms", "ratio", "dshard KiB", "torch DTensor KiB", "no more on any rank"]
-    text = markdown_table(header, rows)
+    compared = [comparison_row(name, pool.run(compared_steps, name, timeout=900.0)) for name in SIZES]
+    beside = ["transformer layer", "ms, inputs compared", "ms, not compared", "ratio"]
+    text = f"{markdown_table(header, rows)}\n\n{markdown_table(beside, compared)}"
     print(text)
     if options.write:
         write_section("training", text)
