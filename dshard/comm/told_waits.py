@@ -24,7 +24,16 @@ from dshard.comm.user_code import user_call
 from dshard.errors import ArgumentError
 from dshard.validate import as_number
 
-_AFTER = [float(os.environ.get("DSHARD_WAIT_SECONDS", "10"))]
+
+def _of_environment() -> float:
+    text = os.environ.get("DSHARD_WAIT_SECONDS", "10")
+    try:
+        return as_number(float(text), "DSHARD_WAIT_SECONDS", ArgumentError, infinite=True)
+    except ValueError:
+        raise ArgumentError(f"DSHARD_WAIT_SECONDS={text}: give a number of seconds above 0, or inf") from None
+
+
+_AFTER = [_of_environment()]
 WAITING, _SEEN = "dshard/waiting/{}", "dshard/seen/{}"
 """The keys under which a rank stores where it waits, and where it has last waited for long."""
 _TOLD: set[str] = set()

@@ -88,6 +88,13 @@ def test_a_time_is_checked() -> None:
         tell_waits(-1.0)
 
 
+@pytest.mark.parametrize("text", ["abc", "", "-1", "nan"])
+def test_a_time_of_the_environment_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSHARD_WAIT_SECONDS", text)
+    with pytest.raises(ArgumentError, match="DSHARD_WAIT_SECONDS"):
+        told_waits._of_environment()
+
+
 def chain() -> list[str]:
     """Rank 1 waits for rank 2 in one call; then rank 0 waits for rank 1 in another."""
     x, rank, written = weight(), dist.get_rank(), io.StringIO()
