@@ -242,11 +242,17 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
 
 def _with_values(func: Function, args: Args, kwargs: Kwargs, is_recorded: bool) -> tuple[Args, Kwargs]:
-    """The arguments with distributed tensors as plain ones of their values, differentiable if that is recorded."""
+    """The arguments with distributed tensors as plain ones of their values, differentiable if that is recorded.
+
+    Where those are without data, as in a forward pass that is priced, nothing is written: all are without data.
+    """
     value = Wrapper.public.full_tensor if is_recorded else partial(plain_value, func)
-    with_values: tuple[Args, Kwargs] = replace_leaves(
-        (args, kwargs), lambda x: value(x) if isinstance(x, Wrapper) else x
-    )
+    meta = any(isinstance(x, Wrapper) and x._local_tensor.is_meta for x in leaves((args, kwargs)))
+
+    def of(x: Any) -> Any:
+        return value(x) if isinstance(x, Wrapper) else x.to("meta") if meta and isinstance(x, Tensor) else x
+
+    with_values: tuple[Args, Kwargs] = replace_leaves((args, kwargs), of)
     return with_values
 
 

@@ -276,6 +276,28 @@ def test_a_value_of_numpy_is_that_of_the_example() -> None:
     assert plan_model(model, MESH, "megatron", X).parameters.keys() == {"linear.weight", "linear.bias"}
 
 
+class IntoPlain(nn.Module):
+    """A model that writes what it computes into plain tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        degree = torch.zeros(len(x)).index_add_(0, h.argmax(1) % len(x), torch.ones(len(x)))
+        rows = torch.zeros(len(x), 16)
+        rows[:3] = h[:3]
+        out: Tensor = self.down(rows + h / (1 + degree[:, None]))
+        return out
+
+
+def test_writes_into_plain_tensors_are_priced() -> None:
+    plan = plan_model(seeded(IntoPlain), MESH, "auto", X)
+
+    assert plan.cost is not None
+
+
 class Foreign(torch.autograd.Function):
     """What another library computes from the memory of a tensor."""
 
