@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.autograd.joined_gradients import has_steps
 from dshard.autograd.sole_owner import give_up_local
 from dshard.comm import Stream, current_stream, follow
 from dshard.core.joined_moves import Ends, begin_together
@@ -251,7 +250,7 @@ class GatheredUse:
         ends = begin_together(reductions, local, f"gradients of {len(leaves)} leaves", leaves)
         self.finish_reductions_after()
         self.reductions = ends
-        if any(map(has_steps, reductions)):
+        if any(reduction.has_steps for reduction in reductions):
             autograd_engine.queue_callback(self.finish_reductions)
         for end, reduction, x in zip(ends, reductions, stored, strict=True):
             dtype = x._spec.dtype

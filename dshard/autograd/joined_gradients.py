@@ -1,19 +1,22 @@
 """Reduce the gradients of leaves together: collectives of one kind along the same axes, needed about the same time.
 
-A gradient that needs a collective waits for others of its lane: the same mesh, axes, reduction and dtype. Together they
-are a bucket, one collective that begins in the backward pass when its last gradient arises, and ends at the first use
-of any. Which gradients are expected is known from what followed the last pass over the mesh before. Buckets begin in
-one order on all ranks, that in which the leaves were made, last first, however autograd ran its graph: those that are
-not complete, or whose turn has not come, begin at the end of the pass. The ranks of a mesh run the same passes over it,
-so all expect the same. A gradient that was the only one of the last two passes is redistributed at once, and nothing is
-kept of the pass unless another arises.
+The leaves of a mesh whose gradients need one kind of collective, a lane, are cut once into buckets: by their sizes and
+the topology alone. In a backward pass a gradient waits in its bucket, which is one collective: it begins when its last
+gradient arises, and ends at the first use of any. Buckets begin in one order on all ranks, that in which the leaves
+were made, last first, however autograd ran its graph.
+
+Not every pass has a gradient of every leaf. A pass waits for the gradients that the pass before it over the mesh had;
+where two kinds of pass alternate, for those of the one before that. What is not awaited begins at the end of the pass,
+and so do buckets that are not complete, or whose turn has not come. The ranks of a mesh run the same passes over it, so
+all wait for the same.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, count
 from math import sqrt
 from operator import attrgetter
 from typing import TypeAlias
@@ -36,9 +39,9 @@ from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
 _NUMBERS = count()
-_IN_ONE = frozenset({torch.float32, torch.float64})
-"""The dtypes that every backend reduces in one collective."""
-_NUMBER, _OF, _MOVE = attrgetter("leaf.number"), attrgetter("leaf.of"), attrgetter("move")
+_MOST = 16384
+"""With more ways to redistribute gradients on a mesh than this, those that a pass does not need are forgotten."""
+_NUMBER, _OF, _MOVE, _KEY = map(attrgetter, ("leaf.number", "leaf.of", "move", "key"))
 """The attributes that are read of each gradient in each pass, without a call of Python."""
 
 
@@ -46,22 +49,11 @@ class Leaf:
     """The state of a tensor whose gradients are redistributed to `layout` and may be reduced with others.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
-    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own. The
-    gradient was the only one of a pass in the passes `alone` over its mesh. `is_packed` says that the last one was
-    reduced in a buffer with others, `joined` by which move, in which passes.
+    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own.
+    `is_packed` says that the last one was reduced in a buffer with others, `joined` by which move, among which leaves.
     """
 
-    __slots__ = (
-        "accumulates",
-        "alone",
-        "has_partial_sum",
-        "is_packed",
-        "joined",
-        "layout",
-        "number",
-        "of",
-        "reduce_dtype",
-    )
+    __slots__ = ("accumulates", "has_partial_sum", "is_packed", "joined", "layout", "number", "of", "reduce_dtype")
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
@@ -69,34 +61,35 @@ class Leaf:
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = self.is_packed = False
         self.reduce_dtype: torch.dtype | None = None
-        self.alone: MeshPasses | None = None
-        self.joined: tuple[LocalRedistribution, MeshPasses] | None = None
+        self.joined: tuple[LocalRedistribution, MeshLeaves] | None = None
 
     def reduced(self, spec: Spec) -> Spec:
         """The spec of a gradient as it is reduced."""
         return spec if self.reduce_dtype is None else spec.with_dtype(self.reduce_dtype)
 
 
+Key: TypeAlias = tuple[int, object]
+"""The number of a leaf, and what stands for how its gradient is redistributed."""
+
+
 class Pending:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
-    One whose bucket has not begun is then redistributed alone; without `local` it has begun before. `own` says that
-    nobody else holds the local tensor. That is dropped once its collective has begun. The result has the dtype of
-    `local`, whatever that of the move. `stream` is the one on which the gradient arises: those of a bucket may come
-    from several. `finish` waits for the end of a collective that has begun.
+    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
+    is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move. `stream`
+    is the one on which the gradient arises: those of a bucket may come from several. `finish` waits for the end of a
+    collective that has begun.
     """
 
-    __slots__ = ("_value", "dtype", "finish", "leaf", "local", "move", "own", "stream")
+    __slots__ = ("_value", "dtype", "finish", "key", "leaf", "local", "move", "own", "stream")
 
-    def __init__(self, leaf: Leaf, local: Tensor | None, move: LocalRedistribution, own: bool) -> None:
-        self.leaf, self.move, self.own, self.dtype = leaf, move, own, move.spec.dtype
-        self.stream = None
-        if local is not None:
-            self.stream = comm.current_stream(move.spec.device, move.device_type)
-            if local.dtype is not self.dtype:
-                self.dtype = local.dtype
-                local, self.own = local.to(move.spec.dtype), True
-        self.local = local
+    def __init__(self, leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> None:
+        self.leaf, self.move, self.own, self.dtype = leaf, move, own, local.dtype
+        self.key: Key = leaf.number, move.same
+        self.stream = comm.current_stream(move.spec.device, move.device_type)
+        if self.dtype is not move.spec.dtype:
+            local, self.own = local.to(move.spec.dtype), True
+        self.local: Tensor | None = local
         self.finish: Callable[[], Tensor] | None = None
         self._value: Tensor | None = None
 
@@ -110,93 +103,84 @@ class Pending:
         return self._value
 
 
-Expected: TypeAlias = tuple[int, object]
-"""The number of a leaf, and what stands for how its gradient is redistributed."""
+class Awaited:
+    """The gradients that a backward pass over a mesh waits for: the bucket of each, and its place in that.
 
-
-class Buckets:
-    """The buckets of all gradients on a mesh in one backward pass, in the order in which they begin."""
-
-    __slots__ = ("all", "alone", "places", "sizes", "stepwise")
-
-    def __init__(self, pendings: Iterable[Pending]) -> None:
-        lanes: defaultdict[object, list[Pending]] = defaultdict(list)
-        for pending in _in_order(pendings):
-            move = pending.move
-            alone = move.lane is None  # a step of another kind, or several kinds
-            lanes[pending.leaf.number if alone else (move.lane, move.spec.dtype, move.spec.device)].append(pending)
-        buckets = [bucket for members in lanes.values() for bucket in _cut(members)]
-        buckets.sort(key=lambda members: -members[-1].leaf.number)
-        self.all = [[*map(_expected, members)] for members in buckets]
-        self.places = {member: (i, j) for i, bucket in enumerate(self.all) for j, member in enumerate(bucket)}
-        self.sizes = [*map(len, self.all)]
-        moves = [pending.move for bucket in buckets for pending in bucket]
-        self.stepwise = any(map(has_steps, moves))
-        one_step = len(moves) == 1 and len(moves[0].plan.steps) == 1 and not self.stepwise
-        self.alone = self.all[0][0] if one_step else None
-
-
-class MeshPasses:
-    """The backward passes over a mesh: the buckets of each, which followed which, and the last.
-
-    `began_alone` is the number of the last pass whose first gradient began alone.
+    Buckets stand in the order in which they begin; `sizes` has the number of gradients of each.
     """
 
-    __slots__ = ("began_alone", "following", "known", "last")
+    __slots__ = ("places", "sizes")
+
+    def __init__(self, buckets: Iterable[Iterable[Pending]]) -> None:
+        members = [dict.fromkeys(map(_KEY, bucket)) for bucket in buckets]
+        self.places = {key: (i, j) for i, bucket in enumerate(members) for j, key in enumerate(bucket)}
+        self.sizes = [*map(len, members)]
+
+
+class MeshLeaves:
+    """The leaves of a mesh, cut into buckets, and the gradients that the next pass over it waits for.
+
+    `buckets` has the number of the bucket of each gradient; buckets begin in the order of these. `last` are the
+    gradients of the last pass, `before` those of the one before.
+    """
+
+    __slots__ = ("awaited", "before", "buckets", "last")
 
     def __init__(self) -> None:
-        self.known = Cache("gradient buckets", 64, record=True)
-        self.following = Cache("gradient passes", 64, record=True)
-        self.last: Buckets | None = None
-        self.began_alone = -1
+        self.buckets: dict[Key, tuple[int, int]] = {}
+        self.awaited = self.before = self.last = Awaited(())
 
-    def repeat(self, leaf: Leaf, move: LocalRedistribution) -> bool:
-        """Whether the next pass is expected to equal the last, which reduced this gradient alone."""
-        last = self.last
-        return last is not None and last.alone == (leaf.number, move.same) and self.following.get(last) is last
+    def cut(self, gradients: Sequence[Pending]) -> None:
+        """Cut the lanes of these gradients, in order, into buckets: those lanes in which one has no bucket yet."""
+        lanes: defaultdict[object, list[Pending]] = defaultdict(list)
+        for x in gradients:
+            alone = x.move.lane is None  # a step of another kind, or several kinds
+            lanes[x.leaf.number if alone else (x.move.lane, x.move.spec.dtype, x.move.spec.device)].append(x)
+        for members in lanes.values():
+            if all(x.key in self.buckets for x in members):
+                continue
+            for bucket in _cut(members):
+                self.buckets |= dict.fromkeys(map(_KEY, bucket), (-bucket[-1].leaf.number, next(_NUMBERS)))
+        if len(self.buckets) > _MOST:
+            self.buckets = {x.key: self.buckets[x.key] for x in gradients}
 
-    def buckets_of(self, pendings: Iterable[Pending]) -> Buckets:
-        """The buckets of these gradients."""
-        key = (planning_context(), frozenset(map(_expected, pendings)))
-        buckets: Buckets | None = self.known.get(key)
-        if buckets is None:
-            return self.known.add(key, Buckets(pendings))  # type: ignore[no-any-return]
-        self.known.hits += 1
-        return buckets
+    def in_buckets(self, gradients: Iterable[Pending]) -> list[list[Pending]]:
+        """Sort gradients by their buckets, in the order in which these begin."""
+        buckets: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
+        for x in gradients:
+            buckets[self.buckets[x.key]].append(x)
+        return [buckets[number] for number in sorted(buckets)]
 
-    def has_run(self, buckets: Buckets) -> None:
-        """Record that a pass over these buckets has ended."""
-        if self.following.get(self.last) is not buckets:
-            self.following.pop(self.last, None)
-            self.following.add(self.last, buckets)
-        self.last = buckets
+    def has_run(self, gradients: Awaited) -> None:
+        """Record that a pass with these gradients has ended; if it equals the last but one, the last comes next."""
+        alternates = gradients is self.before or gradients.places.keys() == self.before.places.keys()
+        self.awaited = self.last if alternates else gradients
+        self.before, self.last = self.last, gradients
 
 
 _MESHES: Cache = Cache("gradient meshes", 256, record=True)
-"""The passes over each mesh, for each device and type of local tensors."""
+"""The leaves of each mesh, for each topology, device and type of local tensors."""
 
 
 class MeshPass:
     """The gradients on one mesh in one backward pass."""
 
-    __slots__ = ("arrived", "expected", "missing", "passes", "turn", "unexpected")
+    __slots__ = ("arrived", "awaited", "leaves", "missing", "rest", "turn")
 
-    def __init__(self, passes: MeshPasses) -> None:
-        self.passes = passes
-        self.expected: Buckets | None = passes.following.get(passes.last) or passes.last
-        self.missing = [*self.expected.sizes] if self.expected else []  # how many gradients of each bucket
+    def __init__(self, leaves: MeshLeaves) -> None:
+        self.leaves, self.awaited = leaves, leaves.awaited
+        self.missing = [*self.awaited.sizes]  # how many gradients of each bucket
         self.arrived: list[list[Pending | None]] = [[None] * n for n in self.missing]
-        self.unexpected: list[Pending] = []
+        self.rest: list[Pending] = []
         self.turn = 0  # the bucket that is to begin next
 
     def add(self, pending: Pending) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
-        expected, missing = self.expected, self.missing
-        place = None if expected is None else expected.places.get((pending.leaf.number, pending.move.same))
-        if place is None:
-            self.unexpected.append(pending)
+        place = self.awaited.places.get(pending.key)
+        if place is None or self.arrived[place[0]][place[1]] is not None:
+            self.rest.append(pending)
             return
-        bucket, i = place
+        missing, (bucket, i) = self.missing, place
         self.arrived[bucket][i] = pending
         missing[bucket] -= 1
         while self.turn < len(missing) and not missing[self.turn]:
@@ -204,42 +188,22 @@ class MeshPass:
             self.turn += 1
 
     def end(self) -> None:
-        """Begin the remaining buckets, and record the pass."""
-        known = self.expected
-        if (
-            known is not None
-            and self.turn == len(self.missing)
-            and not (self.unexpected or known.stepwise or known.alone)
-        ):
-            self.passes.has_run(known)  # as in most passes
-            return
-        every, expected = self._every(), self.expected
-        complete = not self.unexpected and not any(self.missing)
-        for arrived in self.arrived[self.turn :]:
-            _begin(arrived)
-        if self.unexpected:
-            by_place = {_expected(pending): pending for pending in self.unexpected}
-            for bucket in self.passes.buckets_of(self.unexpected).all:
-                _begin([by_place[member] for member in bucket])
-        if expected is not None and complete:
-            self.passes.has_run(expected)
-            if expected.alone is not None:
-                every[0].leaf.alone = self.passes
-        else:
-            expected = self.passes.buckets_of(every)
-            self.passes.has_run(expected)
-        for pending in _in_order(every) if expected.stepwise else ():
-            if has_steps(pending.move):
-                pending()
+        """Begin all that has not begun, and record the pass."""
+        every, gradients = self.every(), self.awaited
+        if self.rest or self.turn < len(self.missing):
+            self.leaves.cut(every)
+            begun = {id(x) for bucket in self.arrived[: self.turn] for x in bucket}
+            for bucket in self.leaves.in_buckets(x for x in every if id(x) not in begun):
+                _begin(bucket)
+            gradients = Awaited(self.leaves.in_buckets(every))
+        self.leaves.has_run(gradients)
+        for x in every:
+            if x.move.has_steps:  # so that later ones begin in one order, too
+                x()
 
-    @property
-    def order(self) -> int:
-        """The number of the pass's last leaf, by which passes over several meshes end in one order on all ranks."""
-        return max(pending.leaf.number for pending in self._every())
-
-    def _every(self) -> list[Pending]:
-        arrived = [pending for bucket in self.arrived for pending in bucket if pending is not None]
-        return arrived + self.unexpected
+    def every(self) -> list[Pending]:
+        """All gradients of the pass, in order: backward passes mostly reach last the leaves that were made first."""
+        return sorted([x for x in chain(*self.arrived, self.rest) if x is not None], key=_NUMBER, reverse=True)
 
 
 class BackwardPass:
@@ -248,33 +212,29 @@ class BackwardPass:
     __slots__ = ("__weakref__", "meshes", "sums")
 
     def __init__(self) -> None:
-        self.meshes: dict[MeshPasses, MeshPass] = {}
+        self.meshes: dict[MeshLeaves, MeshPass] = {}
         self.sums: list[Wrapper] = []
 
     def add(self, pending: Pending) -> None:
         """Add a gradient to the pass over its mesh."""
-        leaf, local = pending.leaf, pending.local
+        leaf, local, move = pending.leaf, pending.local, pending.move
         assert local is not None
         is_real = type(local) is Tensor and not local.is_meta  # what is only planned is not what runs
-        if is_real and leaf.joined is not None and leaf.joined[0] is pending.move:  # the hash of a mesh is slow
-            passes = leaf.joined[1]
+        if is_real and leaf.joined is not None and leaf.joined[0] is move:  # the hash of a mesh is slow
+            leaves = leaf.joined[1]
         else:
-            key = (pending.move.plan.src.mesh, local.device, type(local))
-            passes = _MESHES.get(key) or _MESHES.add(key, MeshPasses())
+            key = (move.plan.src.mesh, planning_context(), local.device, type(local))
+            leaves = _MESHES.get(key) or _MESHES.add(key, MeshLeaves())
             if is_real:
-                leaf.joined = pending.move, passes
-        (self.meshes.get(passes) or self.over(passes)).add(pending)
-
-    def over(self, passes: MeshPasses) -> MeshPass:
-        """The pass over a mesh, among the passes over it."""
-        if passes not in self.meshes:
-            self.meshes[passes] = MeshPass(passes)
-        return self.meshes[passes]
+                leaf.joined = move, leaves
+        if leaves not in self.meshes:
+            self.meshes[leaves] = MeshPass(leaves)
+        self.meshes[leaves].add(pending)
 
     def end(self) -> None:
         """Begin all remaining collectives at the end of the pass, and accumulate the gradients."""
         meshes = [*self.meshes.values()]
-        for mesh in sorted(meshes, key=lambda mesh: -mesh.order) if len(meshes) > 1 else meshes:
+        for mesh in sorted(meshes, key=lambda mesh: -mesh.every()[0].leaf.number) if len(meshes) > 1 else meshes:
             mesh.end()
         for total in self.sums:
             total._local_tensor  # noqa: B018  # waits, and adds
@@ -283,9 +243,20 @@ class BackwardPass:
 
 _PASSES: dict[int, ref[BackwardPass]] = {}
 """The backward passes that run, by torch's number; torch holds each until its end."""
+_OUTER: comm.Scoped[BackwardPass, BackwardPass | None] = comm.Scoped(
+    "outer backward pass", lambda entered: entered[0] if entered else None
+)
 
-_ALONE: dict[int, tuple[Leaf, LocalRedistribution, MeshPasses]] = {}
-"""The gradient that began alone, by the number of its backward pass: that of the last such pass over each mesh."""
+
+@contextmanager
+def within_backward_pass() -> Iterator[None]:
+    """Within the block, gradients of backward passes inside the one that runs are reduced with those of that.
+
+    A node of autograd that runs a backward pass of its own then reduces as its operators would without it, on other
+    ranks: in the same buckets, of which those that are not complete begin at the end of the outer pass.
+    """
+    with _OUTER.entered(_running(graph_task_id())):
+        yield
 
 
 def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
@@ -294,8 +265,6 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     local = grad._local_tensor
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
-    if leaf.alone is not None and _is_alone(leaf, leaf.alone, move, number):
-        return None
     pending = Pending(leaf, local, move, own)
     running = number in _PASSES and _PASSES[number]()
     (running or _running(number)).add(pending)
@@ -303,29 +272,15 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
 
 
-def _is_alone(leaf: Leaf, passes: MeshPasses, move: LocalRedistribution, number: int) -> bool:
-    """Whether a gradient is redistributed alone, as the only one expected in its backward pass; if so, record it."""
-    if OBSERVERS:  # which are given the parameters of a collective
-        return False
-    if not passes.repeat(leaf, move) or number in _ALONE or number in _PASSES:
-        return False
-    _ALONE.pop(passes.began_alone, None)
-    passes.began_alone = number
-    _ALONE[number] = leaf, move, passes
-    return True
-
-
 def _running(number: int) -> BackwardPass:
-    """Return the backward pass of this number, including the gradient that began alone in it."""
+    """The backward pass of this number, or the one around it of which it is part."""
+    outer = _OUTER.value() if _OUTER.anywhere else None
     known = _PASSES.get(number)
-    running = None if known is None else known()
+    running = outer or (None if known is None else known())
     if running is None:
         running = BackwardPass()
         _PASSES[number] = ref(running, lambda _: _PASSES.pop(number, None))
         autograd_engine.queue_callback(running.end)
-        if number in _ALONE:
-            leaf, move, passes = _ALONE.pop(number)
-            running.over(passes).add(Pending(leaf, None, move, False))
     return running
 
 
@@ -351,20 +306,6 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     total._lazy_local = add
     _running(number).sums.append(total)
     return True
-
-
-def has_steps(move: LocalRedistribution) -> bool:
-    """Whether `move` may take several collectives, of which later ones begin when the result is used."""
-    return move.lane is None or len(move.lane.collectives) > 1 or move.spec.dtype not in _IN_ONE
-
-
-def _expected(pending: Pending) -> Expected:
-    return pending.leaf.number, pending.move.same
-
-
-def _in_order(pendings: Iterable[Pending]) -> list[Pending]:
-    """Order gradients as backward passes mostly reach their leaves: the last created comes first."""
-    return sorted(pendings, key=_NUMBER, reverse=True)
 
 
 def _cut(pendings: list[Pending]) -> Iterable[list[Pending]]:

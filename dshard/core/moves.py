@@ -52,6 +52,8 @@ from dshard.torch_private import (
 
 _COUNTS = DispatchKey.ADInplaceOrView
 _SAME = Cache("redistributions", record=True)
+_IN_ONE = frozenset({torch.float32, torch.float64})
+"""The dtypes that every backend reduces in one collective."""
 
 
 class LocalRedistribution:
@@ -60,7 +62,8 @@ class LocalRedistribution:
     `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
     `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient. `same` is
     one object for all with equal plans between equal specs: what a rank has planned anew is what it was to others.
-    `keeps_data` says that all its steps are along axes of one rank, so that the local tensor is the same after them.
+    `keeps_data` says that all its steps are along axes of one rank, so that the local tensor is the same after them,
+    `has_steps` that it may take several collectives, of which later ones begin when the result is used.
     `device_type` is the type of the spec's device, which torch makes anew each time.
     """
 
@@ -69,6 +72,7 @@ class LocalRedistribution:
         "gathers",
         "grad",
         "gradient",
+        "has_steps",
         "keeps_data",
         "lane",
         "plan",
@@ -95,6 +99,8 @@ class LocalRedistribution:
         )
         sizes = dict(zip(layout.mesh.names, layout.mesh.shape, strict=True))
         self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in axes_of(step))
+        several = self.lane is None or len(self.lane.collectives) > 1
+        self.has_steps = several or self.spec.dtype not in _IN_ONE
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
         self.gradient: LocalRedistribution | None = None
