@@ -18,11 +18,14 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function
 
 
-def keep_gradient_layout(x: Wrapper) -> None:
-    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
+def keep_gradient_layout(x: Wrapper, leaf: Leaf | None = None) -> None:
+    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated.
+
+    Gradients of an alias of a leaf are reduced as those of that `leaf`.
+    """
     if x._gradient_leaf is not None:
         return
-    leaf = x._gradient_leaf = Leaf(x)
+    leaf = x._gradient_leaf = Leaf(x) if leaf is None else leaf
     cls = Wrapper.public
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:

@@ -27,11 +27,13 @@ from dshard import (
     trace,
     use_topology,
 )
-from dshard.autograd.joined_gradients import bucket_bytes
+from dshard.autograd.joined_gradients import bucket_bytes, within_backward_pass
+from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.comm import Lane
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import Topology
+from dshard.torch_private import no_torch_function
 from dshard.trace import Trace
 
 MESHES = {(4,): ("d",), (2, 2): ("d", "t")}
@@ -80,20 +82,54 @@ def matches(x: Any, expected: Tensor | None) -> None:
         )
 
 
-def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
-    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order."""
+def scaled(*xs: Any) -> Any:
+    return tuple(1.5 * x for x in xs)
+
+
+class Nested(torch.autograd.Function):
+    """`scaled` whose backward pass computes it again, and runs a backward pass of its own to aliases of the leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Any) -> Any:
+        ctx.xs = xs
+        ctx.set_materialize_grads(False)
+        return scaled(*xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with no_torch_function():
+            aliases = [x.detach().requires_grad_() for x in ctx.xs]
+        for alias, x in zip(aliases, ctx.xs, strict=True):
+            keep_gradient_layout(alias, x._gradient_leaf)
+        with torch.enable_grad():
+            pairs = [(y, grad) for y, grad in zip(scaled(*aliases), grads, strict=True) if grad is not None]
+        with within_backward_pass(), no_torch_function():
+            outs, given = zip(*pairs, strict=True)
+            return torch.autograd.grad(outs, aliases, given, allow_unused=True)
+
+
+def sent(found: Trace) -> list[tuple[str, ...]]:
+    return [(event.op, event.collective, event.axis) for event in found.events]
+
+
+def passes(seed: int, shape: tuple[int, ...], turned: bool, nested: bool = False) -> tuple[int, object]:
+    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order.
+
+    If `nested`, another rank runs what leads to the leaves in a backward pass within the pass.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
-    single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned else 0.3)
-    order = int(turned and dist.get_rank() == 1)
-    n = 0
+    single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned or nested else 0.3)
+    order, n, all_sent = int(turned and dist.get_rank() == 1), 0, []
     for k in range(4):
         torch.manual_seed(seed + k)
         rows = torch.randn(6, dtype=torch.float64)
         split = distribute_tensor(rows, mesh, [Shard(0)] * len(shape), src_data_rank=None)
         kind = seed + k if k < 3 else seed + 1  # not the same leaves each time
-        expected, out = loss_of(single, kind, rows), loss_of(distributed, kind, split, order)
+        expected = loss_of(scaled(*single) if nested else single, kind, rows)
         if isinstance(expected, int):
             continue
+        function = Nested.apply if dist.get_rank() == 2 else scaled
+        out = loss_of(function(*distributed) if nested else distributed, kind, split, order)
         with trace() as found:
             if k == 2:
                 gradients = torch.autograd.grad(expected, single, allow_unused=True)
@@ -102,6 +138,7 @@ def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
             else:
                 expected.backward()
                 out.backward()
+        all_sent.append(sent(found))
         n += sum(event.op.startswith("gradients of") for event in found.events)
         for x, y in zip(distributed, single, strict=True):
             assert x.grad is None or x.grad.layout == x.layout
@@ -109,21 +146,27 @@ def passes(seed: int, shape: tuple[int, ...], turned: bool) -> int:
         if k == 1:
             for x in (*single, *distributed):
                 x.grad = None
-    return n
+    return n, all_sent
 
 
-def many_passes(count: int, first: int) -> int:
-    return sum(passes(seed, [*MESHES][seed % 2], turned=seed % 3 == 0) for seed in range(first, first + count))
+def many_passes(count: int, first: int) -> tuple[int, object]:
+    kinds = {seed: seed % 3 for seed in range(first, first + count)}
+    found = [passes(seed, [*MESHES][seed % 2], turned=k == 0, nested=k == 1) for seed, k in kinds.items()]
+    return sum(n for n, _ in found), [all_sent for (_, all_sent), k in zip(found, kinds.values(), strict=True) if k < 2]
+
+
+def check_passes(found: list[tuple[int, object]], count: int) -> None:
+    assert all(n > count and all_sent == found[0][1] for n, all_sent in found), "in one order on all ranks"
 
 
 def test_gradients_are_those_of_one_device(ranks: RankPool):
-    assert min(ranks.run(many_passes, 6, 0)) > 6
+    check_passes(ranks.run(many_passes, 6, 0), 6)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [1000, 1750])
 def test_many_gradients_are_those_of_one_device(ranks: RankPool, first: int):
-    ranks.run(many_passes, 750, first, timeout=3000.0)
+    check_passes(ranks.run(many_passes, 750, first, timeout=3000.0), 750)
 
 
 def alone_and_not(reset: bool) -> None:
@@ -178,6 +221,44 @@ def few_collectives() -> None:
 
 def test_data_parallel_sends_two_collectives_for_a_mebibyte(ranks: RankPool):
     ranks.run(few_collectives)
+
+
+def begun_within_passes(losses: str) -> tuple[list[tuple[int, int]], object]:
+    """For a sequence of passes over one network (d), or over it and another (g): collectives, and those begun within.
+
+    Rank 1 runs operators of its own beside each.
+    """
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    begun, all_sent = [], []
+    with use_topology(Topology.flat(bandwidth=1e6, latency=1e-4)):  # more than one bucket
+        judge, maker = mlp(4, 16), mlp(4, 16)
+        data = torch.randn(8, 16, dtype=torch.float64)
+        for model in (judge, maker):
+            parallelize(model, mesh, "data", data)
+        for loss in losses:
+            x = distribute_tensor(data, mesh, [Shard(0)]).requires_grad_()
+            out = judge(x if loss == "d" else maker(x)).square().sum()
+            within: list[int] = []
+            with trace() as found:
+                x.register_hook(lambda grad, found=found, within=within: within.append(len(found.events)))
+                if dist.get_rank() == 1:
+                    local = out.detach().to_local().clone().requires_grad_()
+                    (local * local).sum().backward()
+                out.backward()
+            begun.append((within[0], len(found.events)))
+            all_sent.append(sent(found))
+    return begun, all_sent
+
+
+@pytest.mark.parametrize(("losses", "learned"), [("ddddd", {1, 2, 3, 4}), ("dgdgdgdg", {3, 4, 5, 6, 7})])
+def test_buckets_begin_within_the_pass(ranks: RankPool, losses: str, learned: set[int]):
+    found = ranks.run(begun_within_passes, losses)
+    for begun, all_sent in found:
+        assert all_sent == found[0][1]
+        for i, (within, every) in enumerate(begun):
+            assert every > 1
+            assert (within >= every - 1) == (i in learned), f"pass {i} of {losses}: {within} of {every}"
+            assert i not in learned or every == begun[losses.rindex(losses[i])][1], "as many in each pass of a kind"
 
 
 def step_now(p: Tensor) -> None:
