@@ -18,15 +18,23 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function
 
 
-def keep_gradient_layout(x: Wrapper, leaf: Leaf | None = None) -> None:
-    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated.
+def alias_of_leaf(x: Wrapper) -> Wrapper:
+    """A leaf with the memory of the leaf `x`, whose gradients are reduced as those of `x`, with the same others."""
+    with no_torch_function():
+        alias: Wrapper = x.detach()
+        Tensor.requires_grad_(alias)
+    _register(alias, x._gradient_leaf)
+    return alias
 
-    Gradients of an alias of a leaf are reduced as those of that `leaf`.
-    """
-    if x._gradient_leaf is not None:
-        return
-    leaf = x._gradient_leaf = Leaf(x) if leaf is None else leaf
-    cls = Wrapper.public
+
+def keep_gradient_layout(x: Wrapper) -> None:
+    """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
+    if x._gradient_leaf is None:
+        _register(x, Leaf(x))
+
+
+def _register(x: Wrapper, leaf: Leaf) -> None:
+    x._gradient_leaf, cls = leaf, Wrapper.public
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
         if RECORDERS and leaf.accumulates:

@@ -28,7 +28,7 @@ from dshard import (
     use_topology,
 )
 from dshard.autograd.joined_gradients import bucket_bytes, within_backward_pass
-from dshard.autograd.leaf_gradients import keep_gradient_layout
+from dshard.autograd.leaf_gradients import alias_of_leaf
 from dshard.comm import Lane
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
@@ -82,54 +82,23 @@ def matches(x: Any, expected: Tensor | None) -> None:
         )
 
 
-def scaled(*xs: Any) -> Any:
-    return tuple(1.5 * x for x in xs)
-
-
-class Nested(torch.autograd.Function):
-    """`scaled` whose backward pass computes it again, and runs a backward pass of its own to aliases of the leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, *xs: Any) -> Any:
-        ctx.xs = xs
-        ctx.set_materialize_grads(False)
-        return scaled(*xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with no_torch_function():
-            aliases = [x.detach().requires_grad_() for x in ctx.xs]
-        for alias, x in zip(aliases, ctx.xs, strict=True):
-            keep_gradient_layout(alias, x._gradient_leaf)
-        with torch.enable_grad():
-            pairs = [(y, grad) for y, grad in zip(scaled(*aliases), grads, strict=True) if grad is not None]
-        with within_backward_pass(), no_torch_function():
-            outs, given = zip(*pairs, strict=True)
-            return torch.autograd.grad(outs, aliases, given, allow_unused=True)
-
-
 def sent(found: Trace) -> list[tuple[str, ...]]:
     return [(event.op, event.collective, event.axis) for event in found.events]
 
 
-def passes(seed: int, shape: tuple[int, ...], turned: bool, nested: bool = False) -> tuple[int, object]:
-    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order.
-
-    If `nested`, another rank runs what leads to the leaves in a backward pass within the pass.
-    """
+def passes(seed: int, shape: tuple[int, ...], turned: bool) -> tuple[int, object]:
+    """Backward passes over random leaves: as on one device, also where one rank makes its graph in another order."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
-    single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned or nested else 0.3)
+    single, distributed = leaves(seed, mesh, len(shape), 0.0 if turned else 0.3)
     order, n, all_sent = int(turned and dist.get_rank() == 1), 0, []
     for k in range(4):
         torch.manual_seed(seed + k)
         rows = torch.randn(6, dtype=torch.float64)
         split = distribute_tensor(rows, mesh, [Shard(0)] * len(shape), src_data_rank=None)
         kind = seed + k if k < 3 else seed + 1  # not the same leaves each time
-        expected = loss_of(scaled(*single) if nested else single, kind, rows)
+        expected, out = loss_of(single, kind, rows), loss_of(distributed, kind, split, order)
         if isinstance(expected, int):
             continue
-        function = Nested.apply if dist.get_rank() == 2 else scaled
-        out = loss_of(function(*distributed) if nested else distributed, kind, split, order)
         with trace() as found:
             if k == 2:
                 gradients = torch.autograd.grad(expected, single, allow_unused=True)
@@ -150,9 +119,8 @@ def passes(seed: int, shape: tuple[int, ...], turned: bool, nested: bool = False
 
 
 def many_passes(count: int, first: int) -> tuple[int, object]:
-    kinds = {seed: seed % 3 for seed in range(first, first + count)}
-    found = [passes(seed, [*MESHES][seed % 2], turned=k == 0, nested=k == 1) for seed, k in kinds.items()]
-    return sum(n for n, _ in found), [all_sent for (_, all_sent), k in zip(found, kinds.values(), strict=True) if k < 2]
+    found = {seed: passes(seed, [*MESHES][seed % 2], turned=seed % 3 == 0) for seed in range(first, first + count)}
+    return sum(n for n, _ in found.values()), [all_sent for seed, (_, all_sent) in found.items() if seed % 3 == 0]
 
 
 def check_passes(found: list[tuple[int, object]], count: int) -> None:
@@ -167,6 +135,59 @@ def test_gradients_are_those_of_one_device(ranks: RankPool):
 @pytest.mark.parametrize("first", [1000, 1750])
 def test_many_gradients_are_those_of_one_device(ranks: RankPool, first: int):
     check_passes(ranks.run(many_passes, 750, first, timeout=3000.0), 750)
+
+
+def products(rows: Any, *xs: Any) -> Any:
+    return tuple(rows.view(-1, *(1,) * x.dim()) * x * x for x in xs)
+
+
+class Nested(torch.autograd.Function):
+    """`products` whose backward pass computes them again, and runs a backward pass of its own to aliases of leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, *xs: Any) -> Any:
+        ctx.rows, ctx.xs = rows, xs
+        ctx.set_materialize_grads(False)
+        return products(rows, *xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        aliases = [alias_of_leaf(x) for x in ctx.xs]
+        with torch.enable_grad():
+            every = zip(products(ctx.rows, *aliases), grads, strict=True)
+            outs, given = zip(*((y, grad) for y, grad in every if grad is not None), strict=True)
+        with within_backward_pass(), no_torch_function():
+            return None, *torch.autograd.grad(outs, aliases, given, allow_unused=True)
+
+
+def nested_passes(count: int, first: int) -> list[object]:
+    """Backward passes over random leaves, of which one rank runs parts in backward passes within the pass."""
+    mesh, all_sent = init_device_mesh("cpu", (4,), mesh_dim_names=("d",)), []
+    for seed in range(first, first + count):
+        draw, (single, distributed) = random.Random(seed), leaves(seed, mesh, 1, 0.0)
+        for _ in range(4):
+            rows = torch.randn(6, dtype=torch.float64)
+            split = distribute_tensor(rows, mesh, [Shard(0)], src_data_rank=None)
+            within = [i for i in range(len(single)) if draw.random() < 0.5]
+            used = {i for i in range(len(single)) if draw.random() < 0.7} or {0}
+            function = Nested.apply if dist.get_rank() == 2 and used & {*within} else products
+            inner = dict(zip(within, function(split, *(distributed[i] for i in within)), strict=True))
+            ours = [(inner[i] if i in inner else products(split, distributed[i])[0]).sum() for i in used]
+            theirs = [products(rows, single[i])[0].sum() for i in used]
+            with trace() as found:
+                torch.stack(ours).sum().backward()
+            torch.stack(theirs).sum().backward()
+            all_sent.append(sent(found))
+            for x, y in zip(distributed, single, strict=True):
+                matches(x.grad, y.grad)
+    return all_sent
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(400, marks=pytest.mark.thorough)])
+def test_backward_passes_within_the_pass_of_one_rank_send_the_same(ranks: RankPool, count: int):
+    found = ranks.run(nested_passes, count, 0, timeout=3000.0)
+    assert all(each == found[0] for each in found)
+    assert any("gradients of" in event[0] for each in found[0] for event in each)
 
 
 def alone_and_not(reset: bool) -> None:
