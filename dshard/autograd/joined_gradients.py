@@ -13,10 +13,10 @@ all wait for the same.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain, count, groupby
 from math import sqrt
 from operator import attrgetter
 from typing import TypeAlias
@@ -103,32 +103,22 @@ class Pending:
         return self._value
 
 
-class Awaited:
-    """The gradients that a backward pass over a mesh waits for: the bucket of each, and its place in that.
-
-    Buckets stand in the order in which they begin; `sizes` has the number of gradients of each.
-    """
-
-    __slots__ = ("places", "sizes")
-
-    def __init__(self, buckets: Iterable[Iterable[Pending]]) -> None:
-        members = [dict.fromkeys(map(_KEY, bucket)) for bucket in buckets]
-        self.places = {key: (i, j) for i, bucket in enumerate(members) for j, key in enumerate(bucket)}
-        self.sizes = [*map(len, members)]
+Buckets: TypeAlias = dict[Key, tuple[int, int]]
+"""The number of the bucket of each gradient. Buckets begin in the order of their numbers."""
 
 
 class MeshLeaves:
     """The leaves of a mesh, cut into buckets, and the gradients that the next pass over it waits for.
 
-    `buckets` has the number of the bucket of each gradient; buckets begin in the order of these. `last` are the
-    gradients of the last pass, `before` those of the one before.
+    `last` are the gradients of the last pass, `before` those of the one before; all in the order in which they begin.
     """
 
     __slots__ = ("awaited", "before", "buckets", "last")
 
     def __init__(self) -> None:
-        self.buckets: dict[Key, tuple[int, int]] = {}
-        self.awaited = self.before = self.last = Awaited(())
+        self.buckets: Buckets = {}
+        self.awaited: Buckets = {}
+        self.before = self.last = self.awaited
 
     def cut(self, gradients: Sequence[Pending]) -> None:
         """Cut the lanes of these gradients, in order, into buckets: those lanes in which one has no bucket yet."""
@@ -137,23 +127,15 @@ class MeshLeaves:
             alone = x.move.lane is None  # a step of another kind, or several kinds
             lanes[x.leaf.number if alone else (x.move.lane, x.move.spec.dtype, x.move.spec.device)].append(x)
         for members in lanes.values():
-            if all(x.key in self.buckets for x in members):
-                continue
-            for bucket in _cut(members):
-                self.buckets |= dict.fromkeys(map(_KEY, bucket), (-bucket[-1].leaf.number, next(_NUMBERS)))
+            if not all(x.key in self.buckets for x in members):
+                for bucket in _cut(members):
+                    self.buckets |= dict.fromkeys(map(_KEY, bucket), (-bucket[-1].leaf.number, next(_NUMBERS)))
         if len(self.buckets) > _MOST:
             self.buckets = {x.key: self.buckets[x.key] for x in gradients}
 
-    def in_buckets(self, gradients: Iterable[Pending]) -> list[list[Pending]]:
-        """Sort gradients by their buckets, in the order in which these begin."""
-        buckets: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
-        for x in gradients:
-            buckets[self.buckets[x.key]].append(x)
-        return [buckets[number] for number in sorted(buckets)]
-
-    def has_run(self, gradients: Awaited) -> None:
+    def has_run(self, gradients: Buckets) -> None:
         """Record that a pass with these gradients has ended; if it equals the last but one, the last comes next."""
-        alternates = gradients is self.before or gradients.places.keys() == self.before.places.keys()
+        alternates = gradients is self.before or gradients.keys() == self.before.keys()
         self.awaited = self.last if alternates else gradients
         self.before, self.last = self.last, gradients
 
@@ -163,39 +145,41 @@ _MESHES: Cache = Cache("gradient meshes", 256, record=True)
 
 
 class MeshPass:
-    """The gradients on one mesh in one backward pass."""
+    """The gradients on one mesh in one backward pass: those that arrived by bucket, `rest` those that nobody awaited.
 
-    __slots__ = ("arrived", "awaited", "leaves", "missing", "rest", "turn")
+    `awaited` are those still to come, `missing` how many of each bucket, `turns` the buckets to begin, the next last.
+    """
+
+    __slots__ = ("arrived", "awaited", "expected", "leaves", "missing", "rest", "turns")
 
     def __init__(self, leaves: MeshLeaves) -> None:
-        self.leaves, self.awaited = leaves, leaves.awaited
-        self.missing = [*self.awaited.sizes]  # how many gradients of each bucket
-        self.arrived: list[list[Pending | None]] = [[None] * n for n in self.missing]
+        self.leaves, self.expected = leaves, leaves.awaited
+        self.awaited, self.missing = self.expected.copy(), Counter(self.expected.values())
+        self.turns = [*reversed(self.missing)]
+        self.arrived: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
         self.rest: list[Pending] = []
-        self.turn = 0  # the bucket that is to begin next
 
     def add(self, pending: Pending) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
-        place = self.awaited.places.get(pending.key)
-        if place is None or self.arrived[place[0]][place[1]] is not None:
+        bucket, turns, missing = self.awaited.pop(pending.key, None), self.turns, self.missing
+        if bucket is None:
             self.rest.append(pending)
             return
-        missing, (bucket, i) = self.missing, place
-        self.arrived[bucket][i] = pending
+        self.arrived[bucket].append(pending)
         missing[bucket] -= 1
-        while self.turn < len(missing) and not missing[self.turn]:
-            _begin(self.arrived[self.turn])
-            self.turn += 1
+        while turns and not missing[turns[-1]]:
+            _begin(sorted(self.arrived[turns.pop()], key=_NUMBER, reverse=True))
 
     def end(self) -> None:
         """Begin all that has not begun, and record the pass."""
-        every, gradients = self.every(), self.awaited
-        if self.rest or self.turn < len(self.missing):
+        every, gradients = self.every(), self.expected
+        if self.rest or self.turns:
             self.leaves.cut(every)
-            begun = {id(x) for bucket in self.arrived[: self.turn] for x in bucket}
-            for bucket in self.leaves.in_buckets(x for x in every if id(x) not in begun):
-                _begin(bucket)
-            gradients = Awaited(self.leaves.in_buckets(every))
+            numbers = self.leaves.buckets
+            every.sort(key=lambda x: numbers[x.key])
+            for _, bucket in groupby(every, lambda x: numbers[x.key]):
+                _begin([*bucket])
+            gradients = {x.key: numbers[x.key] for x in every}
         self.leaves.has_run(gradients)
         for x in every:
             if x.move.has_steps:  # so that later ones begin in one order, too
@@ -203,7 +187,7 @@ class MeshPass:
 
     def every(self) -> list[Pending]:
         """All gradients of the pass, in order: backward passes mostly reach last the leaves that were made first."""
-        return sorted([x for x in chain(*self.arrived, self.rest) if x is not None], key=_NUMBER, reverse=True)
+        return sorted(chain(*self.arrived.values(), self.rest), key=_NUMBER, reverse=True)
 
 
 class BackwardPass:
@@ -339,11 +323,11 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
     return total / max(1, int(sqrt(transfer / latency))) if latency > 0 else 0.0
 
 
-def _begin(members: Sequence[Pending | None]) -> None:
-    """Begin the collective of one lane's gradients, except those that were used before."""
+def _begin(members: Sequence[Pending]) -> None:
+    """Begin the collective of one lane's gradients, except those that have begun or were used before."""
     waiting, local = list[Pending](), list[Tensor]()
     for pending in members:
-        if pending is not None and pending.local is not None:
+        if pending.local is not None:
             waiting.append(pending)
             local.append(pending.local)
             if pending.stream is not None:
