@@ -225,6 +225,10 @@ check_attention_shapes: Callable[..., bool] = _needed(
 )
 _attribute("torch.nn.Module", "_parameters _buffers", "laying out the parameters of modules", torch.nn.Module())
 
+chunk_cat: Callable[[Any, int, int], Tensor] = _needed(
+    "torch._chunk_cat", "packing the tensors of a joined collective by one operator"
+)
+
 # -- autograd and transforms
 
 graph_task_id: Callable[[], int] = _needed(

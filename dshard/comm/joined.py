@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +20,18 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
-from dshard.comm.pieces import view_of
+from dshard.comm.pieces import JoinedPieces
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
 from dshard.comm.recorded_calls import RECORDERS
 from dshard.comm.run import launch_on, received_at_once, run_program
 from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.workspace import Session
-from dshard.layout import Region, Shape
+from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
-from dshard.redistribute import Plan, all_reduce_sizes, numel
+from dshard.redistribute import Plan, all_reduce_sizes
 
-_DTYPE = attrgetter("dtype")
 Finish = Callable[[], Results]
 """Waits for the collective, and returns the local tensors."""
 
@@ -80,32 +77,17 @@ class Joined:
 class JoinedStep:
     """One collective that runs the corresponding collectives of several plans.
 
-    `sent` are the pieces in the buffer to send, each the index of a tensor and its region, None for the full tensor:
-    the pieces of all tensors for the first rank, then those for the second, and so on; `sizes` are their elements.
-    `of_vectors` says that these are whole tensors of one dim, each once.
-    `arriving` are the pieces in the buffer received, after its terms are reduced, and `received` their elements.
+    `sent` are the pieces in the buffer to send, `received` those in the buffer received, after its terms are reduced.
     """
 
-    __slots__ = ("arriving", "dtype", "gathers", "members", "of_vectors", "parts", "received", "sent", "sizes")
+    __slots__ = ("dtype", "gathers", "members", "parts", "received", "sent")
 
     def __init__(self, members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> None:
         self.members, self.dtype = members, dtype
-        of_ranks = self._by_rank("sent")
-        self.sizes = [numel(region) for regions in of_ranks for region in regions]
-        self.sent = [
-            (i, None if tuple(map(len, region)) == members[i].before else region)
-            for regions in of_ranks
-            for i, region in enumerate(regions)
-        ]
-        self.of_vectors = self.sent == [(i, None) for i, moved in enumerate(members) if len(moved.before) == 1]
-        self.arriving = [pair for regions in self._by_rank("received") for pair in enumerate(regions)]
-        self.received = [numel(region) for _, region in self.arriving]
+        self.sent = JoinedPieces([moved.sent for moved in members], [moved.before for moved in members])
+        self.received = JoinedPieces([moved.received for moved in members], [moved.after for moved in members])
         self.gathers = members[0].collective.kind == "all_gather"
-        self.parts = lowered(self._collective(), None, None, (sum(self.received),), dtype, backend)
-
-    def _by_rank(self, which: Literal["sent", "received"]) -> list[tuple[Region, ...]]:
-        """The regions of all members for each rank, or from each."""
-        return list(zip(*(getattr(moved, which) for moved in self.members), strict=True))
+        self.parts = lowered(self._collective(), None, None, (sum(self.received.sizes),), dtype, backend)
 
     def _collective(self) -> Collective:
         of = [moved.collective for moved in self.members]
@@ -114,7 +96,7 @@ class JoinedStep:
         reports = [c.report for c in of if c.report is not None]
         elements = sum(report.elements for report in reports)
         if of[0].kind == "all_reduce":  # one rounding of chunks, not one for each
-            elements = sum(all_reduce_sizes(sum(self.received), of[0].ranks, of[0].ranks[of[0].index]))
+            elements = sum(all_reduce_sizes(sum(self.received.sizes), of[0].ranks, of[0].ranks[of[0].index]))
         return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements))
 
     @property
@@ -134,25 +116,14 @@ class JoinedStep:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The flat buffer to send."""
-        if self.of_vectors and all(map(is_, map(_DTYPE, tensors), repeat(self.dtype))):
-            return torch.cat(list(tensors))  # of any strides
-        pieces = [tensors[i] if region is None else view_of(tensors[i], region) for i, region in self.sent]
-        if all(x.is_contiguous() and x.dtype is self.dtype for x in pieces):
-            return torch.cat([x.flatten() for x in pieces])
-        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
-        places = [place.view(x.shape) for place, x in zip(flat.split(self.sizes), pieces, strict=True)]
-        torch._foreach_copy_(places, pieces)
-        return flat
+        return self.sent.pack(tensors, self.dtype)
 
     def unpack(self, flat: Tensor) -> Results:
         """The local tensors in the buffer received, whose terms are reduced."""
-        parts = flat.split(self.received)
-        if not self.gathers:
-            return tuple([_of_memory(part, moved.after) for part, moved in zip(parts, self.members, strict=True)])
-        out = [flat.new_empty(moved.after) for moved in self.members]
-        places = [view_of(out[i], region) for i, region in self.arriving]
-        torch._foreach_copy_(places, [part.view(x.shape) for part, x in zip(parts, places, strict=True)])
-        return tuple(out)
+        if self.gathers:
+            return tuple(self.received.unpack(flat))
+        parts = zip(flat.split(self.received.sizes), self.members, strict=True)
+        return tuple([_of_memory(part, moved.after) for part, moved in parts])
 
 
 def _place_to_receive(part: Transfer, flat: Tensor) -> Tensor:

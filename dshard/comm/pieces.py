@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from math import prod
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -12,8 +14,10 @@ from dshard.comm.traced_collectives import joined, traced
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.redistribute import numel
+from dshard.torch_private import chunk_cat
 
 Local = Callable[[Tensor], Tensor]
+_DTYPE = attrgetter("dtype")
 
 
 class Pieces:
@@ -107,6 +111,85 @@ class Pieces:
         for part, region in zip(parts, self.regions, strict=True):
             view_of(out, region).copy_(part)
         return out
+
+
+class JoinedPieces:
+    """The pieces of several local tensors in one flat buffer: those of all tensors for a rank, then for the next rank.
+
+    Each tensor has a region for each rank, or one for all; `sizes` are the elements of the pieces in the order of the
+    buffer. A tensor has `cuts` along a dim if its pieces divide it there. Where these are equal for every tensor, the
+    buffer is a matrix with a row for each rank, in which a tensor is one block, of `widths` elements in a row.
+    """
+
+    __slots__ = ("cuts", "dims", "regions", "rows", "shapes", "sizes", "widths")
+
+    def __init__(self, regions: Sequence[Sequence[Region]], shapes: Sequence[Shape]) -> None:
+        self.regions, self.shapes, self.rows = regions, shapes, len(regions[0])
+        self.sizes = [numel(region) for of_rank in zip(*regions, strict=True) for region in of_rank]
+        self.dims = [_dim_of(of_tensor, shape) for of_tensor, shape in zip(regions, shapes, strict=True)]
+        self.cuts = [
+            [len(region[dim]) if numel(region) else 0 for region in of_tensor] if dim is not None else []
+            for of_tensor, dim in zip(regions, self.dims, strict=True)
+        ]
+        is_even = all(len({*cut}) == 1 and prod(shape) for cut, shape in zip(self.cuts, shapes, strict=True))
+        self.widths = [prod(shape) // self.rows for shape in shapes] if is_even else []
+
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The flat buffer of these tensors, cast to `dtype`."""
+        if self._is_one_block() and all(map(is_, map(_DTYPE, tensors), repeat(dtype))):
+            if self.rows == 1 and all(x.dim() == 1 for x in tensors):
+                return torch.cat(list(tensors))  # of any strides
+            if all(map(Tensor.is_contiguous, tensors)):
+                return chunk_cat(tensors, 0, self.rows).view(-1)
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=dtype)
+        places, pieces = zip(*self._pairs(flat, tensors), strict=True)
+        torch._foreach_copy_(places, pieces)
+        return flat
+
+    def unpack(self, flat: Tensor) -> list[Tensor]:
+        """New local tensors with the elements of a flat buffer."""
+        out = [flat.new_empty(shape) for shape in self.shapes]
+        if self._is_one_block():
+            rows = [x.view(self.rows, -1) for x in out]
+            torch.split_with_sizes_copy(flat.view(self.rows, -1), self.widths, 1, out=rows)
+        else:
+            parts, pieces = zip(*self._pairs(flat, out), strict=True)
+            torch._foreach_copy_(pieces, parts)
+        return out
+
+    def _is_one_block(self) -> bool:
+        """Whether the rows of the buffer are those of the tensors, each viewed as a matrix of so many rows."""
+        return bool(self.widths) and not any(self.dims)
+
+    def _pairs(self, flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the buffer and of the tensors with the same elements."""
+        if self.widths:
+            blocks = flat.view(self.rows, -1).split(self.widths, 1)
+            for x, block, dim, (size, *_) in zip(tensors, blocks, self.dims, self.cuts, strict=True):
+                cut = x.view(*x.shape[:dim], self.rows, size, *x.shape[dim + 1 :])  # of any strides
+                cut = cut.movedim(dim, 0) if dim else cut
+                yield block.view(cut.shape), cut
+            return
+        pieces = [self._cut(i, x) for i, x in enumerate(tensors)]
+        for part, piece in zip(flat.split(self.sizes), chain(*zip(*pieces, strict=True)), strict=True):
+            yield part if piece.dim() == 1 else part.view(piece.shape), piece
+
+    def _cut(self, i: int, x: Tensor) -> Sequence[Tensor]:
+        """The pieces of the `i`th tensor, flat where that is a view."""
+        dim, cut, split = self.dims[i], self.cuts[i], torch.split_with_sizes
+        if dim is None:
+            return [view_of(x, region) for region in self.regions[i]]
+        if dim == 0 and x.is_contiguous():
+            return split(x.view(-1), [size * prod(x.shape[1:]) for size in cut])
+        return split(x, cut, dim)
+
+
+def _dim_of(regions: Sequence[Region], shape: Shape) -> int | None:
+    """The dim along which the regions of all ranks divide a tensor, 0 for the full tensor; None if there is none."""
+    filled = [region for region in regions if numel(region)]
+    if shape and len(filled) == 1 and tuple(map(len, filled[0])) == shape:
+        return 0
+    return cut_dim(filled, shape) if filled else None
 
 
 def cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
