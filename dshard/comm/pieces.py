@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from math import prod
 from operator import attrgetter, is_
 
@@ -36,7 +36,7 @@ class Pieces:
         self.sizes = [numel(region) for region in self.regions]
         self.shapes = [tuple(map(len, region)) for region in self.regions]
         self.shape, self.span = shape, span_of(self.regions, shape)
-        self.dim = None if self.span is not None else cut_dim(self.regions, shape)
+        self.dim = cut_dim(self.regions, shape)
         self.cut: Shape | None = None
         if self.dim is not None and len(set(self.sizes)) == 1:
             n = len(self.sizes)
@@ -47,9 +47,8 @@ class Pieces:
         if self.span is not None:
             start, stop = self.span.start, self.span.stop
             return Tensor.flatten if stop - start == prod(self.shape) else lambda x: x.reshape(-1)[start:stop]
-        cut, dim = self.cut, self.dim
-        if cut is not None and dim is not None:
-            return lambda x: x.view(cut).movedim(dim, 0).flatten()  # a dim is always cut by a view
+        if self.cut is not None:
+            return lambda x: self.block(x).flatten()
         return self._gathered
 
     def unpacker(self) -> Local:
@@ -86,11 +85,23 @@ class Pieces:
 
     def _pairs(self, x: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of a local tensor and of its flat buffer with the same elements."""
-        if self.cut is not None and self.dim is not None:
-            yield x.view(self.cut).movedim(self.dim, 0), flat.view(len(self.shapes), *self.shapes[0])
+        if self.cut is not None:
+            yield self.block(x), flat.view(len(self.shapes), *self.shapes[0])
             return
-        for region, part, size in zip(self.regions, flat.split(self.sizes), self.shapes, strict=True):
-            yield view_of(x, region), part.view(size)
+        for piece, part in zip(self.views(x), flat.split(self.sizes), strict=True):
+            yield piece, part.view(piece.shape)
+
+    def block(self, x: Tensor) -> Tensor:
+        """The equal pieces of a local tensor as one view, whose first dim is their number."""
+        assert self.cut is not None
+        cut = x.view(self.cut)  # a dim is always cut by a view
+        return cut.movedim(self.dim, 0) if self.dim else cut
+
+    def views(self, x: Tensor) -> Sequence[Tensor]:
+        """The pieces of a local tensor."""
+        if self.dim is None:
+            return [view_of(x, region) for region in self.regions]
+        return torch.split_with_sizes(x, [size[self.dim] for size in self.shapes], self.dim)
 
     def _gathered(self, x: Tensor) -> Tensor:
         if traced(x):
@@ -117,89 +128,74 @@ class JoinedPieces:
     """The pieces of several local tensors in one flat buffer: those of all tensors for a rank, then for the next rank.
 
     Each tensor has a region for each rank, or one for all; `sizes` are the elements of the pieces in the order of the
-    buffer. A tensor has `cuts` along a dim if its pieces divide it there. Where these are equal for every tensor, the
-    buffer is a matrix with a row for each rank, in which a tensor is one block, of `widths` elements in a row.
+    buffer. Where all tensors have equal pieces along a dim, the buffer is a matrix with a row for each rank, in which a
+    tensor is one block, of `widths` elements in a row; `is_by_rows` if these are the rows of the tensors, too.
     """
 
-    __slots__ = ("cuts", "dims", "regions", "rows", "shapes", "sizes", "widths")
+    __slots__ = ("is_by_rows", "members", "owners", "rows", "shapes", "sizes", "widths")
 
     def __init__(self, regions: Sequence[Sequence[Region]], shapes: Sequence[Shape]) -> None:
-        self.regions, self.shapes, self.rows = regions, shapes, len(regions[0])
-        self.sizes = [numel(region) for of_rank in zip(*regions, strict=True) for region in of_rank]
-        self.dims = [_dim_of(of_tensor, shape) for of_tensor, shape in zip(regions, shapes, strict=True)]
-        self.cuts = [
-            [len(region[dim]) if numel(region) else 0 for region in of_tensor] if dim is not None else []
-            for of_tensor, dim in zip(regions, self.dims, strict=True)
-        ]
-        is_even = all(len({*cut}) == 1 and prod(shape) for cut, shape in zip(self.cuts, shapes, strict=True))
-        self.widths = [prod(shape) // self.rows for shape in shapes] if is_even else []
+        self.members, self.rows = [*map(Pieces, regions, shapes)], len(regions[0])
+        pieces = [(i, numel(region)) for of_rank in zip(*regions, strict=True) for i, region in enumerate(of_rank)]
+        self.sizes, self.owners = [size for _, size in pieces], [i for i, size in pieces if size]
+        is_even = all(member.cut is not None and len(member.sizes) == self.rows for member in self.members)
+        self.widths = self.sizes[: len(shapes)] if is_even else []
+        self.is_by_rows = is_even and not any(member.dim for member in self.members)
 
     def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The flat buffer of these tensors, cast to `dtype`."""
-        if self._is_one_block() and all(map(is_, map(_DTYPE, tensors), repeat(dtype))):
+        if self.is_by_rows and all(map(is_, map(_DTYPE, tensors), repeat(dtype))):
             if self.rows == 1 and all(x.dim() == 1 for x in tensors):
                 return torch.cat(list(tensors))  # of any strides
             if all(map(Tensor.is_contiguous, tensors)):
                 return chunk_cat(tensors, 0, self.rows).view(-1)
         flat = tensors[0].new_empty(sum(self.sizes), dtype=dtype)
-        places, pieces = zip(*self._pairs(flat, tensors), strict=True)
-        torch._foreach_copy_(places, pieces)
+        if self.owners:
+            parts, pieces = zip(*self._pairs(flat, tensors), strict=True)
+            torch._foreach_copy_(parts, pieces)
         return flat
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
         """New local tensors with the elements of a flat buffer."""
-        out = [flat.new_empty(shape) for shape in self.shapes]
-        if self._is_one_block():
+        out = [flat.new_empty(member.shape) for member in self.members]
+        if self.is_by_rows:
             rows = [x.view(self.rows, -1) for x in out]
             torch.split_with_sizes_copy(flat.view(self.rows, -1), self.widths, 1, out=rows)
-        else:
+        elif self.owners:
             parts, pieces = zip(*self._pairs(flat, out), strict=True)
             torch._foreach_copy_(pieces, parts)
         return out
 
-    def _is_one_block(self) -> bool:
-        """Whether the rows of the buffer are those of the tensors, each viewed as a matrix of so many rows."""
-        return bool(self.widths) and not any(self.dims)
-
     def _pairs(self, flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of the buffer and of the tensors with the same elements."""
         if self.widths:
-            blocks = flat.view(self.rows, -1).split(self.widths, 1)
-            for x, block, dim, (size, *_) in zip(tensors, blocks, self.dims, self.cuts, strict=True):
-                cut = x.view(*x.shape[:dim], self.rows, size, *x.shape[dim + 1 :])  # of any strides
-                cut = cut.movedim(dim, 0) if dim else cut
-                yield block.view(cut.shape), cut
+            parts = flat.view(self.rows, -1).split(self.widths, 1)
+            blocks = [member.block(x) for member, x in zip(self.members, tensors, strict=True)]
+            yield from ((part.view(block.shape), block) for part, block in zip(parts, blocks, strict=True))
             return
-        pieces = [self._cut(i, x) for i, x in enumerate(tensors)]
-        for part, piece in zip(flat.split(self.sizes), chain(*zip(*pieces, strict=True)), strict=True):
+        pieces = [iter(_views(member, x)) for member, x in zip(self.members, tensors, strict=True)]
+        for i, part in zip(self.owners, flat.split([size for size in self.sizes if size]), strict=True):
+            piece = next(pieces[i])
             yield part if piece.dim() == 1 else part.view(piece.shape), piece
 
-    def _cut(self, i: int, x: Tensor) -> Sequence[Tensor]:
-        """The pieces of the `i`th tensor, flat where that is a view."""
-        dim, cut, split = self.dims[i], self.cuts[i], torch.split_with_sizes
-        if dim is None:
-            return [view_of(x, region) for region in self.regions[i]]
-        if dim == 0 and x.is_contiguous():
-            return split(x.view(-1), [size * prod(x.shape[1:]) for size in cut])
-        return split(x, cut, dim)
 
-
-def _dim_of(regions: Sequence[Region], shape: Shape) -> int | None:
-    """The dim along which the regions of all ranks divide a tensor, 0 for the full tensor; None if there is none."""
-    filled = [region for region in regions if numel(region)]
-    if shape and len(filled) == 1 and tuple(map(len, filled[0])) == shape:
-        return 0
-    return cut_dim(filled, shape) if filled else None
+def _views(pieces: Pieces, x: Tensor) -> Sequence[Tensor]:
+    """The pieces of a local tensor, flat where they are all of it, in order of its memory."""
+    if pieces.span is None or len(pieces.span) != x.numel() or not x.is_contiguous():
+        return pieces.views(x)
+    return torch.split_with_sizes(x.view(-1), pieces.sizes)
 
 
 def cut_dim(pieces: Sequence[Region], shape: Shape) -> int | None:
-    """The one dim along which the pieces divide a tensor of `shape`, in order; None if there is no such dim.
+    """The one dim along which the pieces divide a tensor of `shape`, in order; None if there is none.
+
+    The full tensor is one piece along dim 0.
 
     >>> cut_dim([(range(3), range(0, 3)), (range(3), range(3, 4))], (3, 4))
     1
     """
-    cut = [dim for dim, size in enumerate(shape) if len(pieces[0][dim]) != size]
-    if len(cut) != 1:
+    cut = [dim for dim, size in enumerate(shape) if pieces and len(pieces[0][dim]) != size] or [0]
+    if len(cut) != 1 or not pieces or not shape:
         return None
     end = 0
     for piece in pieces:
