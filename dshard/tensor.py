@@ -38,8 +38,8 @@ from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.ops.foreach import support
-from dshard.ops.fused_steps import support_fused_steps
 from dshard.ops.optimiser_states import support_states
+from dshard.ops.optimiser_steps import support_local_steps
 from dshard.placements import Placement
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
@@ -374,7 +374,7 @@ class DTensor(Wrapper):
 
 support()
 support_states()
-support_fused_steps()
+support_local_steps()
 skip_frames(DTensor)
 
 

@@ -185,6 +185,9 @@ without_dispatch_mode: Callable[[], _GeneratorContextManager[object]] = _needed(
     "torch.utils._python_dispatch._pop_mode_temporarily", "gathered weights in selectively checkpointed blocks"
 )
 n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stack", "fast calls only outside of modes")
+n_function_modes: Callable[[], int] = _needed(
+    "torch._C._len_torch_function_stack", "steps of optimisers on local tensors only outside of modes"
+)
 is_autocasting: Callable[[], bool] = _needed("torch._C._is_any_autocast_enabled", "autocast of composite operators")
 decomposition_table: dict[OpOverload, Callable[..., Any]] = _needed(
     "torch._decomp.decomposition_table", "operators without a rule that torch can take apart"

@@ -8,5 +8,5 @@ attention/           attention: loops b, h, q and k, merged partial results
 embedding vocab_parallel mean_loss batch_norm   torch functions of several operators, planned as one, in composite.py
 scans exchange move_split split_pieces small_reductions   alternatives that need not gather a sharded dim
 foreach out_argument decompositions custom   lists of tensors, `out=`, operators composed of others
-fused_steps optimiser_states   what optimisers of distributed parameters do by default, and load
+optimiser_steps optimiser_states   how optimisers of distributed parameters step, and what they load
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard import Layout, Mesh, Replicate, Shard, StrategyError, manual_seed, randn, use_strategy
-from dshard.ops import fused_steps
+from dshard.ops import optimiser_steps
 from dshard.ops.attention import block_kernels
 from dshard.ops.attention.block_kernels import BlockResult, Panel
 from dshard.ops.attention.flex import RankScores
@@ -246,9 +246,9 @@ def test_optimisers_on_a_gpu_step_as_torch_does_by_default() -> None:
     mesh = Mesh((2,), ("x",))
     with simulated(mesh):
         group = {"params": [distribute(torch.ones(4), Layout(mesh, (Shard(0),)))]}
-        assert fused_steps._leaves_open(group)
+        assert optimiser_steps._leaves_open(group)
         with cuda_contract():
-            assert not fused_steps._leaves_open(group)
+            assert not optimiser_steps._leaves_open(group)
 
 
 def test_flex_attention_of_a_range_runs_by_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
