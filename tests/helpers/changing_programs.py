@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import time
 import traceback
 import warnings
@@ -701,21 +702,24 @@ def outcomes_on(pool: RankPool, programs: list[Program]) -> list[tuple[str, int,
     return outcomes
 
 
+def kind_of(text: str) -> str:
+    """What sort of difference a text tells: an error by its class, wrong values, or values that are rounded otherwise."""
+    error = re.search(r"raises (\w+)|(\w+): [^\n]* (?:hangs|raised)", text)
+    far = [float(each) for each in re.findall(r"is off by ([\d.e+-]+)", text)]
+    if error:
+        return error.group()
+    return "rounded" if far and max(far) < TOLERANCE else "wrong" if text else ""
+
+
 def shrunk(pool: RankPool, program: Program) -> Program:
-    """The program with fewer parts that still differs."""
-    plainer = [
-        replace(program, changes=program.changes[:i] + program.changes[i + 1 :]) for i in range(len(program.changes))
-    ]
-    plainer += [
-        replace(program, blocks=program.blocks[:i] + program.blocks[i + 1 :]) for i in range(len(program.blocks))
-    ]
-    plainer += [
-        replace(program, **{name: value}) for name, value in (("dropout", 0.0), ("norm", False), ("plan", "data"))
-    ]
-    for line in LINES[:1]:
-        plainer += [replace(program, blocks=(line,))]
+    """The program with fewer parts that differs in the same way."""
+    kind, changes, blocks = kind_of(outcome_on(pool, program)[0]), program.changes, program.blocks
+    plainer = [replace(program, changes=changes[:i] + changes[i + 1 :]) for i in range(len(changes))]
+    plainer += [replace(program, blocks=blocks[:i] + blocks[i + 1 :]) for i in range(len(blocks))]
+    plainer += [replace(program, **each) for each in ({"dropout": 0.0}, {"norm": False}, {"plan": "data"})]
+    plainer += [replace(program, blocks=(LINES[0],))]
     for each in plainer:
-        if each != program and each.blocks and outcome_on(pool, each)[0]:
+        if each != program and each.blocks and kind_of(outcome_on(pool, each)[0]) == kind:
             return shrunk(pool, each)
     return program
 
