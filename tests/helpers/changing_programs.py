@@ -703,7 +703,7 @@ def outcomes_on(pool: RankPool, programs: list[Program]) -> list[tuple[str, int,
 
 
 def kind_of(text: str) -> str:
-    """What sort of difference a text tells: an error by its class, wrong values, or values that are rounded otherwise."""
+    """The kind of a difference: an error by its class, wrong values, or values that are rounded otherwise."""
     error = re.search(r"raises (\w+)|(\w+): [^\n]* (?:hangs|raised)", text)
     far = [float(each) for each in re.findall(r"is off by ([\d.e+-]+)", text)]
     if error:
