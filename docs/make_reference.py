@@ -78,7 +78,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Errors": {
         "dshard": "DShardError ArgumentError CheckpointError CompileError DtypeError LayoutError MeshError "
-        "MixedError NotationError PeerError RankError ShapeError StrategyError TopologyError",
+        "MixedError NotationError PeerError RankError ReplayError ShapeError StrategyError TopologyError",
     },
 }
 """What names are for, and where they are imported from."""

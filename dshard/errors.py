@@ -14,6 +14,7 @@
     ├── ScheduleError   stages or a schedule that cannot be             (also a ValueError)
     ├── PipelineError   a rank failed within a pipeline's step          (also a RuntimeError)
     ├── PeerError       a rank that this one waits for does not come    (also a RuntimeError)
+    ├── ReplayError     a replayed step that Python runs otherwise      (also a RuntimeError)
     ├── RankError       a rank of the pool failed                       (also a RuntimeError)
     └── RuleError       check_rule found an operator wrong              (also an AssertionError)
 
@@ -79,6 +80,10 @@ class PipelineError(DShardError, RuntimeError):
 
 class PeerError(DShardError, RuntimeError):
     """A rank ended, or runs other operators, while this one waits for it in a collective."""
+
+
+class ReplayError(DShardError, RuntimeError):
+    """A replayed step does something else by Python, for what it reads beside its arguments has changed unseen."""
 
 
 class CompileError(DShardError, RuntimeError):

@@ -23,6 +23,7 @@ the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `grap
 
 from dshard.comm.agreement import (
     COLLECTIVES_OF_TORCH,
+    MeshesOfRows,
     begin_rows,
     checked_shape,
     even_shape,
@@ -32,6 +33,7 @@ from dshard.comm.agreement import (
     group_of_hosts,
     group_rank,
     group_with_data,
+    noting_rows,
     ranks_in,
     ranks_of_group,
     same_replicas,
@@ -125,6 +127,7 @@ __all__ = [
     "Lane",
     "LazyLocal",
     "LocalTensor",
+    "MeshesOfRows",
     "Program",
     "Request",
     "Resharding",
@@ -189,6 +192,7 @@ __all__ = [
     "local_shard",
     "mark_raised_by_all",
     "neutral_state",
+    "noting_rows",
     "of_first_rank",
     "on_one_host",
     "outside_graphs",

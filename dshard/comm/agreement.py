@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from ctypes import string_at
 from typing import Any
 from zlib import crc32
@@ -22,6 +22,7 @@ from dshard.comm.events import emit
 from dshard.comm.process_groups import backend_name, group_with_shared_waits, process_group_of
 from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
 from dshard.comm.scatter_shards import device_of
+from dshard.comm.scoped import Scoped
 from dshard.comm.simulated import per_rank, plain, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, DtypeError, LayoutError, ShapeError
@@ -122,6 +123,35 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
     return shape
 
 
+class MeshesOfRows:
+    """The `meshes` on which a step asks how many rows each rank has: its ranks agree beforehand on how to run it."""
+
+    def __init__(self) -> None:
+        self.meshes: set[Mesh] = set()
+
+    def add(self, mesh: Mesh) -> None:
+        """Note that all ranks of a mesh have asked."""
+        self.meshes.add(mesh)
+
+    def exchange(self, number: int) -> tuple[int, ...]:
+        """The numbers of all ranks of these meshes, by an all_gather between their hosts."""
+        numbers = list[int]()
+        for mesh in sorted(self.meshes, key=str):
+            group = group_of_hosts(mesh)
+            if group is not None:
+                own = torch.tensor([number], device="cpu")
+                numbers += [number for (number,) in begin_rows(own, mesh, with_waits(group))().values()]
+        return tuple(numbers)
+
+
+_NOTED: Scoped[MeshesOfRows, tuple[MeshesOfRows, ...]] = Scoped("meshes of rows", tuple)
+
+
+def noting_rows(meshes: MeshesOfRows) -> AbstractContextManager[None]:
+    """Within the block, add to `meshes` those on which the ranks ask each other for their rows."""
+    return _NOTED.entered(meshes)
+
+
 def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[Coordinate, tuple[int, ...]]:
     """The rows of numbers of all ranks of the mesh, of equal length, by one all_gather.
 
@@ -130,6 +160,8 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
     """
     group = group_with_data(mesh)
     if group is not None:
+        for meshes in () if is_check else _NOTED.value():
+            meshes.add(mesh)
         own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
         if not traced(own):  # by FakeTensorMode, which has no values
             return begin_rows(own, mesh, group, None if is_check else mesh)()

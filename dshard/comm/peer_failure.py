@@ -38,7 +38,7 @@ from dshard.comm.deadlock import Waiting, stuck
 from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
 from dshard.comm.runtime import simulated_ranks
 from dshard.comm.told_waits import WAITING, host_wait, own_wait, tell_if_long
-from dshard.errors import DShardError, PeerError
+from dshard.errors import DShardError, PeerError, ReplayError
 from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
 
 PATIENCE = timedelta(seconds=1)
@@ -47,7 +47,8 @@ PATIENCE = timedelta(seconds=1)
 _CHECKS = 5  # of the records, before a wait for what all others say to have sent is given up
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (IndexError, PeerError, NotImplementedError, RuntimeError, TypeError, ValueError)
+    kind.__name__: kind
+    for kind in (IndexError, PeerError, ReplayError, NotImplementedError, RuntimeError, TypeError, ValueError)
 }
 _NAMES = {0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter"}
 """Names of collectives by torch's numbers; all other numbers are exchanges."""
@@ -76,7 +77,8 @@ def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
     if isinstance(error, stop_recomputation):  # no failure: a checkpoint ends its second forward pass so
         return
     # dshard's own errors, and what torch refuses without data, are raised on all ranks before anything is sent
-    if (isinstance(error, DShardError) and not isinstance(error, PeerError)) or is_published(error):
+    of_all = isinstance(error, DShardError) and not isinstance(error, PeerError | ReplayError)
+    if of_all or is_published(error):
         return
     if _has_others():
         leave_word(error)

@@ -203,22 +203,21 @@ _QUIET = local()
 @contextmanager
 def nothing_compared() -> Iterator[None]:
     """Compare nothing within the block, of which other ranks may run no Python."""
-    before, _QUIET.on = getattr(_QUIET, "on", False), True
+    before, _QUIET.on = is_quiet(), True
     try:
         yield
     finally:
         _QUIET.on = before
 
 
+def is_quiet() -> bool:
+    """Whether this is within a block in which nothing is compared."""
+    return getattr(_QUIET, "on", False)
+
+
 def _is_apart(mesh: Mesh) -> bool:
     """Whether nothing may be compared now: in recordings, graphs and captures, and on simulated ranks."""
-    return (
-        bool(RECORDERS)
-        or getattr(_QUIET, "on", False)
-        or simulated_ranks() is not None
-        or is_compiling()
-        or is_captured(mesh)
-    )
+    return bool(RECORDERS) or is_quiet() or simulated_ranks() is not None or is_compiling() or is_captured(mesh)
 
 
 _ALL: dict[Mesh, Comparisons] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced, warn_user
-from dshard.core.comparisons import ALIKE, EVERY, comparisons_on
+from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.parallel.batch_rows import Rows
@@ -67,7 +67,8 @@ class Inputs:
                 "there; lay the batch out before, model(distribute_batch(model, x)), or compile the blocks of the model"
             )
         self.calls += 1
-        is_turn = not self.compared or comparing() or (self.per_data_rank and self.calls % EVERY == 0)
+        is_turn = not self.compared or comparing()
+        is_turn = is_turn or (self.per_data_rank and self.calls % EVERY == 0 and not is_quiet())
         compares = is_turn and have_values(plain)
         if self.per_data_rank or (compares and not self.compared):
             rows, of_rows = self._exchange(inputs, names, compares)

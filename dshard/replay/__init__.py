@@ -1,51 +1,55 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
-`step_recorder` records a step below autograd and distributed tensors, `step_program` makes a function of the recording,
-and `step_state` says whether what the step depends on is as it was.
+`recording` records a step below autograd and distributed tensors by a `step_recorder`, `recorded_program` and
+`step_program` make a function of the recording, `options` has the numbers of optimisers that it takes, and `step_state`
+compares what is cheap to compare.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import update_wrapper
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from dshard.autograd.accumulation import accumulating
-from dshard.comm import RECORDERS, comparing, publish_failure, recording_calls, simulated_ranks
+from dshard.comm import (
+    RECORDERS,
+    MeshesOfRows,
+    comparing,
+    noting_rows,
+    publish_failure,
+    simulated_ranks,
+    warn_here,
+)
 from dshard.comm.events import LISTENERS
 from dshard.core.comparisons import nothing_compared
-from dshard.core.context import settings_in_force
 from dshard.core.observe import CALL_LOG, OBSERVERS, OperatorMode
-from dshard.core.wrapper import Wrapper, wrap
-from dshard.replay.step_program import StepProgram, simplified, written_by
-from dshard.replay.step_recorder import Slot, StepRecorder
-from dshard.replay.step_state import Entry, StepState, changed, is_plain
-from dshard.torch_private import (
-    dispatch_mode,
-    increment_version,
-    is_autocasting,
-    is_transforming,
-    n_dispatch_modes,
-    no_torch_function,
-    pytree,
-)
+from dshard.errors import ArgumentError, ReplayError
+from dshard.replay.recorded_program import RecordedProgram
+from dshard.replay.recording import CheckingRecorder, Recording, matched, record
+from dshard.replay.step_call import Call, gradient_kind
+from dshard.replay.step_recorder import StepRecorder
+from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_AUTOCASTS = ("cpu", "cuda")
 _KEPT, _TRIES, _PAUSE = 8, 4, 100
 """Keys of which something is kept; recordings of a step before it is left to Python, and calls until the next."""
+_MANY = 256
+"""Keys that are numbered."""
+_PATIENCE = 10
+"""Calls after which a step that was never replayed is warned of."""
 
 
-def replay(step: Callable[P, R]) -> Replay[P, R]:
+@overload
+def replay(step: Callable[P, R], *, check_every: int = 100) -> Replay[P, R]: ...
+@overload
+def replay(*, check_every: int = 100) -> Callable[[Callable[P, R]], Replay[P, R]]: ...
+def replay(step: Callable[P, R] | None = None, *, check_every: int = 100) -> Any:
     """Run a training step again and again without its Python: record it once, then replay its operators.
 
     `step` takes distributed and plain tensors, numbers and texts, and runs forward and backward passes, an optimiser,
@@ -59,209 +63,96 @@ def replay(step: Callable[P, R]) -> Replay[P, R]:
             loss.backward()
             return loss.detach()
 
-    A call runs by Python where a recording would not hold, and is recorded anew: for arguments of other shapes, layouts
-    or dtypes; another topology, strategy, autocast or mode of gradients; settings of modules and of optimisers, and
-    variables of `step`, that changed; and parameters that were replaced. So does every call within `trace`, `strict`,
-    `explain` or a mode of torch, and with `DSHARD_DEBUG=1`, or on simulated ranks.
+    It is a promise: what the step reads other than its arguments does not matter. Numbers among the options of
+    optimisers, such as learning rates, do: a replay takes those that a schedule has set. What is cheap to compare is
+    compared at every call, and another program recorded where it differs: arguments by type, shape, layout and dtype;
+    topology, strategies, autocast and modes of gradients; the modules that ran, their parameters, buffers, hooks and
+    plain attributes; groups and states of optimisers; variables of `step`; with `inputs="per-data-rank"` the rows of
+    all ranks. The rest is compared in one call of `check_every`, which all ranks run by Python: another operator,
+    number or tensor there is a `ReplayError`, so that nothing is wrong for longer than so many calls.
 
-    Some steps cannot be replayed: those that read a number on the host (`.item()`, a Python `if` on a tensor, an
+    Calls within `trace`, `strict`, `explain` or a mode of torch run by Python, as with `DSHARD_DEBUG=1` or on simulated
+    ranks. Some steps cannot be replayed: those that read a number on the host (`.item()`, a Python `if` on a tensor, an
     optimiser that counts its steps there: give it `fused=True` or `capturable=True`, or leave it outside), that differ
-    from one call to the next, or return a tensor whose backward pass is yet to run. They run by Python, and `why_not`
-    says why. Python that a replay cannot see must not matter to the step: a `print`, a list that is appended to, the
-    file a batch is read from; and kernels that are no operators of torch (numpy's, those without `torch.library`).
+    from one call to the next, or return a tensor whose backward pass is yet to run. They run by Python, `why_not` says
+    why, and a warning if no call is ever replayed. Python in a step runs when it is recorded or compared alone: a
+    `print`, a list that is appended to. Kernels that are no operators of torch (numpy's, those without `torch.library`)
+    are not seen.
 
     Raises:
-        ArgumentError: `step` cannot be called.
+        ArgumentError: `step` cannot be called, or `check_every` is no positive integer.
     """
+    if type(check_every) is not int or check_every < 1:
+        raise ArgumentError(f"replay: check_every={check_every!r}: give a number of calls, 1 or more")
+    if step is None:
+        return partial(replay, check_every=check_every)
     check_callable(step, "replay", "give a function that runs one step")
-    return Replay(step)
-
-
-class _Leaf(NamedTuple):
-    """A tensor whose gradient a step changes: an argument by its number, or one that the step refers to."""
-
-    number: int | None
-    tensor: Tensor | None
-
-    def of(self, call: _Call) -> Tensor:
-        """The tensor in a call."""
-        x = self.tensor if self.number is None else call.tensors[self.number]
-        assert x is not None
-        return x
-
-
-class _Call:
-    """The arguments of a call: their structure, the tensors among them, and the key of recordings that may hold."""
-
-    def __init__(self, args: object, kwargs: object) -> None:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        self.tensors: list[Tensor] = [x for x in leaves if isinstance(x, Tensor)]
-        self.values = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self.locals = [x._local_tensor if isinstance(x, Wrapper) else x for x in self.tensors]
-        self.autocast = [each for each in _AUTOCASTS if torch.is_autocast_enabled(each)] if is_autocasting() else []
-        self.key = (
-            structure,
-            self.values,
-            [_described(x, local) for x, local in zip(self.tensors, self.locals, strict=True)],
-            [[x is y for y in self.tensors[:i]] for i, x in enumerate(self.tensors)],
-            settings_in_force(),
-            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), accumulating(), torch.get_default_dtype()),
-            [(each, torch.get_autocast_dtype(each)) for each in self.autocast],
-            torch.are_deterministic_algorithms_enabled(),
-        )
-
-    def why_not(self) -> str:
-        """Why no step with these arguments can be replayed; empty if one may be."""
-        if not all(map(is_plain, self.values)):
-            return "an argument is neither a tensor nor a number or a text"
-        if any(not x.is_leaf for x in self.tensors):
-            return "a gradient passes through the step to the operators before it: give it x.detach()"
-        if any(isinstance(x, Wrapper) and x._view_sync is not None for x in self.tensors):
-            return "an argument is a view that shares its values with a copy"
-        return ""
-
-
-def _described(x: Tensor, local: Tensor) -> tuple[object, ...]:
-    layout = x._spec if isinstance(x, Wrapper) else None
-    how = (local.shape, local.stride(), local.dtype, local.device, x.is_conj())
-    return (type(x), layout, *how, x.requires_grad, _kind_of(x.grad) if x.requires_grad and x.is_leaf else None)
-
-
-def _kind_of(grad: Tensor | None) -> object:
-    """What of a gradient decides how the next one is added to it."""
-    return None if grad is None else grad._spec if isinstance(grad, Wrapper) else (grad.shape, grad.dtype)
-
-
-class _Recording(NamedTuple):
-    """One run of a step: its instructions, its result, the gradients that it changed, and the state it ran in.
-
-    `results` are the slots of the local tensors of its result, or values of Python; `specs` those of distributed
-    tensors. `grads` has the slot and the spec of each new gradient of a leaf. `sources` say where the external tensors
-    come from.
-    """
-
-    recorder: StepRecorder
-    structure: Any
-    results: list[Any]
-    specs: list[Any]
-    leaves: list[_Leaf]
-    grads: list[tuple[Slot | None, Any]]
-    entries: list[Entry]
-    sources: dict[Slot, tuple[str, Any]]
-    grads_before: list[tuple[Tensor, object]]
-
-
-_KEPT_GRAD, _NO_GRAD = "kept", "none"
-
-
-class _Program:
-    """A recording that was seen twice, as a function of the tensors of a call."""
-
-    def __init__(self, recording: _Recording) -> None:
-        self.structure, self.results, self.specs = recording.structure, recording.results, recording.specs
-        self.leaves, self.grads, self.entries = recording.leaves, recording.grads, recording.entries
-        externals = recording.recorder.externals
-        slots = [slot for slot in self.results if isinstance(slot, Slot)]
-        grads = [slot for slot, _ in self.grads if slot is not None]
-        instructions, stands_for = simplified(recording.recorder, [*slots, *grads])
-        of_kind = {
-            kind: {slot: source for slot, (each, source) in recording.sources.items() if each == kind}
-            for kind in ("owned", "literal", "constant", "argument", "grad")
-        }
-        fixed = {slot: externals[slot] for slot in (*of_kind["owned"], *of_kind["literal"])}
-        others = {slot: source for slot, source in recording.sources.items() if slot not in fixed}
-        results = [stands_for.get(slot, slot) for slot in (*slots, *grads)]
-        self.step = StepProgram(instructions, results, fixed, {*others})
-        self._inputs = [
-            ("constant", weakref.ref(externals[slot])) if kind == "constant" else (kind, source)
-            for slot in self.step.inputs
-            for kind, source in [others[slot]]
-        ]
-        self._uses_grads = {source for kind, source in self._inputs if kind == "grad"}
-        self._n_results = len(slots)
-        owned = [(owner, externals[slot]) for slot, owner in of_kind["owned"].items()]
-        self._owned = [(owner, local, local.data_ptr()) for owner, local in owned]
-        written = written_by(instructions)
-        self._written = [owner for slot, owner in of_kind["owned"].items() if slot in written]
-        self._written_arguments = [i for slot, i in of_kind["argument"].items() if slot in written]
-        self._ranks = tuple(recording.recorder.ranks)
-
-    def why_stale(self) -> str:
-        """What changed since the recording; empty if nothing did."""
-        with no_torch_function():
-            name = changed(self.entries)
-        if name:
-            return f"{name} has changed"
-        for owner, local, address in self._owned:
-            held = owner.__dict__.get("_local_tensor") if isinstance(owner, Wrapper) else owner
-            if held is not local or local.data_ptr() != address:
-                return f"a tensor of shape {tuple(owner.shape)} was replaced"
-        if any(kind == "constant" and source() is None for kind, source in self._inputs):
-            return "a tensor that the step made before is gone"
-        return ""
-
-    def run(self, call: _Call) -> Any:
-        """Run the step: its result, with the gradients in place."""
-        leaves = [leaf.of(call) for leaf in self.leaves]
-        inputs = [self._input(kind, source, call, leaves) for kind, source in self._inputs]
-        for i, (x, (_, how)) in enumerate(zip(leaves, self.grads, strict=True)):
-            if how != _KEPT_GRAD and i not in self._uses_grads:
-                x.grad = None  # so that its memory is free
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                for device in call.autocast:
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                outs = self.step.run(*inputs)
-        except Exception as error:
-            publish_failure(error, self._ranks)
-            raise
-        written = [*self._written, *(call.tensors[i] for i in self._written_arguments)]
-        written = [x for x in written if isinstance(x, Wrapper)]  # others have counted the writes themselves
-        if written:
-            increment_version(written)
-        made = iter(outs[self._n_results :])
-        for x, (slot, how) in zip(leaves, self.grads, strict=True):
-            if slot is not None:
-                local = next(made)
-                x.grad = local if how is None else wrap(local, how)
-            elif how == _NO_GRAD:
-                x.grad = None
-        return self._result(outs)
-
-    @staticmethod
-    def _input(kind: str, source: Any, call: _Call, leaves: Sequence[Tensor]) -> Any:
-        if kind == "argument":
-            return call.locals[source]
-        if kind == "grad":
-            grad = leaves[source].grad
-            assert grad is not None
-            return _local(grad)
-        return source()
-
-    def _result(self, outs: tuple[Any, ...]) -> Any:
-        given, results = iter(outs), list[Any]()
-        for result, spec in zip(self.results, self.specs, strict=True):
-            local = next(given) if isinstance(result, Slot) else result
-            results.append(wrap(local, spec) if spec is not None else local)
-        return pytree.tree_unflatten(results, self.structure)
+    return Replay(step, check_every)
 
 
 class _Known:
-    """What is known of a step with arguments of one key and gradients of one kind."""
+    """The recordings of a step for arguments of one key, rows of all ranks, and gradients of one kind."""
 
-    def __init__(self, key: object, calls_before: int) -> None:
-        self.key = key
-        self.grads: list[tuple[Tensor, object]] = []  # of the leaves that the step refers to, before it
-        self.calls_before = calls_before
-        self.tries = 0
-        self.last: _Recording | None = None
-        self.program: _Program | None = None
+    def __init__(self, key: object, due: int, calls_before: int) -> None:
+        self.key, self.due, self.calls_before = key, due, calls_before
+        self.gradients: list[tuple[Tensor, object]] = []  # of the leaves that the step refers to, before it
+        self.tries, self.compared = 0, 0
+        self.last: Recording | None = None
+        self.program: RecordedProgram | None = None
         self.why_not = "the first call runs by Python"
 
-    def give_up(self, why: str) -> None:
+    def is_due(self, call: int, check_every: int) -> bool:
+        """Whether this call is to be compared with the program: all ranks have the same calls, and compare the same."""
+        is_due = call >= self.due
+        if is_due:
+            self.due = call + check_every
+        return is_due
+
+    def why_python(self) -> str:
+        """Why the next call has to run by Python; empty if it need not.
+
+        A program of which something has changed is dropped; its recording is the next one's to compare with.
+        """
+        if self.program is None:
+            return self.why_not if self.calls_before else "this call is recorded"
+        why = self.program.why_stale()
+        if why:
+            self.program = None
+            if self.tries >= _TRIES:
+                self.pause(why)
+        return why
+
+    def pause(self, why: str) -> None:
         """Leave the step to Python for many calls: it cannot be replayed as it is."""
         self.calls_before, self.tries, self.last, self.why_not = _PAUSE, 0, None, why
+
+    def add(self, recording: Recording, call: int) -> None:
+        """Take a recording of the step: a program, if it equals the last one."""
+        self.tries, self.compared = self.tries + 1, call
+        self.gradients = recording.gradients_before
+        self.last, last = recording, self.last
+        if recording.recorder.why_not:
+            self.pause(recording.recorder.why_not)
+        elif last is not None:
+            same, why = matched(last, recording)
+            if not why:
+                self.last, self.program = same, RecordedProgram(same)
+            elif self.tries >= _TRIES:
+                self.pause(f"two calls differ: {why}")
+
+    def compare(self, recording: Recording, call: int) -> str:
+        """Take a recording that must equal that of the program; what differs, or empty."""
+        assert self.program is not None
+        before, self.compared = self.program.recording, call
+        self.last, why = matched(before, recording)
+        why = why or recording.recorder.why_not
+        if why:
+            self.program, self.last, self.tries = None, recording if not recording.recorder.why_not else None, 0
+        elif (self.last.terms, self.last.varied) == (before.terms, before.varied):
+            self.program.recording = self.last  # with what the state holds now
+        else:
+            self.program = RecordedProgram(self.last)
+        return why
 
 
 class Replay(Generic[P, R]):
@@ -273,66 +164,117 @@ class Replay(Generic[P, R]):
         why_not: Why the last call was not a replay; empty if it was.
     """
 
-    def __init__(self, step: Callable[P, R]) -> None:
-        self.step, self.calls, self.replays, self.why_not = step, 0, 0, ""
+    def __init__(self, step: Callable[P, R], check_every: int = 100) -> None:
+        self.step, self.check_every = step, check_every
+        self.calls, self.replays, self.why_not = 0, 0, ""
         self._known: list[_Known] = []
+        self._keys: list[object] = []
+        self._rows = MeshesOfRows()
+        self._has_warned = False
         update_wrapper(self, step)
 
     def replayed_step(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step, by a replay if there is a recording that holds."""
-        with nothing_compared():
-            return self._step(args, kwargs)
+        """Run the step, by a replay if there is a recording that holds.
 
-    def _step(self, args: Any, kwargs: Any) -> R:
-        self.calls += 1
-        self.why_not = _why_by_python()
-        if self.why_not:
-            return self.step(*args, **kwargs)
-        call = _Call(args, kwargs)
-        self.why_not = call.why_not()
-        if self.why_not:
-            return self.step(*args, **kwargs)
-        known = self._of(call)
-        if known.program is not None:
-            self.why_not = known.program.why_stale()
-            if not self.why_not:
-                self.replays += 1
-                return known.program.run(call)  # type: ignore[no-any-return]
-            known.program, known.last, known.tries = None, None, 0
-        if known.calls_before:
-            known.calls_before -= 1
-            self.why_not = known.why_not
-            return self.step(*args, **kwargs)
-        return self._recorded(known, call, args, kwargs)
+        Raises:
+            ReplayError: in a call that is compared the step has done something else than its replays, on this rank, or
+                on one that this rank waits for.
+        """
+        with nothing_compared():
+            return self._step(Call(args, kwargs))
 
     __call__ = replayed_step  # whose name errors have, of ranks that wait in a replay
 
-    def _of(self, call: _Call) -> _Known:
-        same = [known for known in self._known if known.key == call.key]
+    def _step(self, call: Call) -> R:
+        self.calls += 1
+        looks, unsuited = _why_looked_at(), call.why_not()
+        self.why_not = looks or unsuited
+        numbers = self._rows.exchange(0 if self.why_not else self._number_of(call.key))
+        if unsuited or 0 in numbers:
+            self.why_not = self.why_not or "another rank runs the step by Python"
+            return self._by_python(call, is_wanted=not looks)
+        known = self._of(call, numbers)
+        is_due = known.is_due(self.calls, self.check_every)
+        if looks:
+            return self._by_python(call)
+        self.why_not = known.why_python() or ("this call is compared with the program" if is_due else "")
+        if not all(self._rows.exchange(int(not self.why_not))) and not self.why_not:
+            self.why_not = "another rank runs the step by Python"
+            return self._by_python(call)
+        if known.program is not None:
+            if self.why_not:
+                return self._compared(known, known.program, call)
+            self.replays += 1
+            known.tries = 0
+            return known.program.run(call)  # type: ignore[no-any-return]
+        if known.calls_before:
+            known.calls_before -= 1
+            return self._by_python(call, is_wanted=True)
+        with noting_rows(self._rows):
+            result, recording = record(self.step, call, StepRecorder())
+        known.add(recording, self.calls)
+        self.why_not = known.why_not if known.calls_before else self.why_not
+        self._warn_if_never()
+        return result  # type: ignore[no-any-return]
+
+    def _by_python(self, call: Call, is_wanted: bool = False) -> R:
+        if is_wanted:
+            self._warn_if_never()
+        with noting_rows(self._rows):
+            return self.step(*call.args, **call.kwargs)
+
+    def _compared(self, known: _Known, program: RecordedProgram, call: Call) -> R:
+        """Run the step by Python, and compare what it does with the program.
+
+        Raises:
+            ReplayError: it does something else; all of it was run, or nothing since a collective that differs.
+        """
+        wrong = f", and replays since call {known.compared} may be wrong" if known.compared < self.calls - 1 else ""
+
+        def error(what: str) -> ReplayError:
+            return ReplayError(
+                f"call {self.calls} of {self._name} runs {what}: something has changed that the step reads beside its "
+                f"arguments{wrong}; pass it as an argument, or leave the step to Python"
+            )
+
+        try:
+            result, recording = record(self.step, call, CheckingRecorder(program.recording, error))
+        except ReplayError as raised:
+            known.program, known.last = None, None
+            publish_failure(raised, program.ranks)
+            raise
+        why = known.compare(recording, self.calls)
+        if why:
+            publish_failure(differs := error(why), program.ranks)
+            raise differs
+        return result  # type: ignore[no-any-return]
+
+    def _number_of(self, key: object) -> int:
+        """The number of a key on this rank, from 1 on; it tells other ranks which of its programs this rank has."""
+        if not self._rows.meshes:
+            return 1
+        if key not in self._keys:
+            self._keys = [*(self._keys if len(self._keys) < _MANY else ()), key]
+        return 1 + self._keys.index(key)
+
+    def _of(self, call: Call, numbers: tuple[int, ...]) -> _Known:
+        key = call.key, numbers
+        same = [known for known in self._known if known.key == key]
         for known in same:
-            if all(_kind_of(x.grad) == kind for x, kind in known.grads):
+            if all(gradient_kind(x.grad) == kind for x, kind in known.gradients):
                 return known
-        self._known = [_Known(call.key, 0 if same else 1), *self._known[: _KEPT - 1]]
+        self._known = [_Known(key, self.calls + self.check_every, 0 if same else 1), *self._known[: _KEPT - 1]]
         return self._known[0]
 
-    def _recorded(self, known: _Known, call: _Call, args: Any, kwargs: Any) -> R:
-        """Run the step by Python and record it; make a program if the recording equals the last one."""
-        self.why_not = self.why_not or "this call is recorded"
-        result, recording = _record(self.step, call, args, kwargs)
-        known.tries += 1
-        why = recording.recorder.why_not
-        if why:
-            known.give_up(why)
-            return result  # type: ignore[no-any-return]
-        known.last, last = recording, known.last
-        known.grads = recording.grads_before
-        if last is not None:
-            why = _difference(last, recording)
-            if not why:
-                known.program, known.last = _Program(recording), None
-            elif known.tries >= _TRIES:
-                known.give_up(f"two calls differ: {why}")
-        return result  # type: ignore[no-any-return]
+    def _warn_if_never(self) -> None:
+        """Warn once of a step of which many calls were made, and none could be replayed."""
+        if self.calls >= _PATIENCE and not (self._has_warned or self.replays or any(x.program for x in self._known)):
+            self._has_warned = True
+            warn_here(f"{self._name} was not replayed in {self.calls} calls: {self.why_not}")
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.step, "__qualname__", None) or repr(self.step)
 
     @property
     def code(self) -> str:
@@ -340,14 +282,13 @@ class Replay(Generic[P, R]):
         return "\n\n".join(known.program.step.code for known in self._known if known.program is not None)
 
     def __repr__(self) -> str:
-        name = getattr(self.step, "__qualname__", repr(self.step))
         programs = [known.program.step for known in self._known if known.program is not None]
         sizes = ", ".join(f"{each.n_operators} operators and {each.n_collectives} collectives" for each in programs)
-        return f"<replay of {name}: {self.replays} of {self.calls} calls replayed; {sizes or 'no program'}>"
+        return f"<replay of {self._name}: {self.replays} of {self.calls} calls replayed; {sizes or 'no program'}>"
 
 
-def _why_by_python() -> str:
-    """Why no step is replayed now; empty if one may be."""
+def _why_looked_at() -> str:
+    """Why no step is replayed now, however it is; empty if one may be."""
     if comparing():
         return "DSHARD_DEBUG=1 compares the calls of the ranks"
     if OBSERVERS or LISTENERS or CALL_LOG or RECORDERS:
@@ -362,124 +303,3 @@ def _why_by_python() -> str:
 def _in_mode_of_dshard() -> bool:
     """Whether the only mode looks at operators on local tensors, as `dshard.testing.count_traffic` does."""
     return n_dispatch_modes() == 1 and type(dispatch_mode()) is OperatorMode
-
-
-def _record(step: Callable[..., Any], call: _Call, args: Any, kwargs: Any) -> tuple[Any, _Recording]:
-    """Run a step by Python, and record it."""
-    recorder, state = StepRecorder(), StepState(step)
-    state.add_tensors(call.tensors)
-    with state.gathering(), recording_calls(recorder), OperatorMode(recorder.run), _without_compiling():
-        result = step(*args, **kwargs)
-        flat, structure = pytree.tree_flatten(result)
-        results, specs = list[Any](), list[Any]()
-        for out in flat:
-            is_distributed = isinstance(out, Wrapper)
-            specs.append(out._spec if is_distributed else None)
-            results.append(recorder.slot_of(_local(out)) if isinstance(out, Tensor) else out)
-            if isinstance(out, Tensor) and out.requires_grad and not (out.is_leaf or recorder.ran_backward):
-                recorder.refuse("the step returns a tensor that requires a gradient, and runs no backward pass")
-            if not (isinstance(out, Tensor) or is_plain(out)):
-                recorder.refuse(f"the step returns a {type(out).__name__}, which is neither a tensor nor a number")
-        known = {id(x): state.tensors[i] for i, x in state.tensors.items()}
-        leaves, grads, old = list[_Leaf](), list[tuple[Slot | None, Any]](), dict[int, int]()
-        for i, before in state.grads.items():
-            x, grad = state.tensors[i], state.tensors[i].grad
-            if x._gradient_leaf is not None and x._gradient_leaf.has_partial_sum if isinstance(x, Wrapper) else False:
-                recorder.refuse("the step leaves partial gradients: accumulate within one step")
-            if before is not None:
-                old[id(_local(before))] = len(leaves)
-            number = next((n for n, each in enumerate(call.tensors) if each is x), None)
-            leaves.append(_Leaf(number, None if number is not None else x))
-            if grad is before:
-                grads.append((None, _KEPT_GRAD))
-            elif grad is None:
-                grads.append((None, _NO_GRAD))
-            else:
-                grads.append((recorder.slot_of(_local(grad)), grad._spec if isinstance(grad, Wrapper) else None))
-        recorder.close()
-    for x in recorder.externals.values():
-        recorder.slot_of(x)  # which refuses those whose memory was replaced
-    if any(leaf not in known for leaf in recorder.leaves):
-        recorder.refuse(_UNKNOWN_LEAF)
-    sources = _sources(recorder, call, state, old)
-    for slot, (kind, _) in sources.items():
-        x = recorder.externals[slot]
-        if kind == "constant" and x.requires_grad:
-            recorder.refuse(_UNKNOWN_LEAF)
-    held = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
-    grads_before = [(x, _kind_of(state.grads[id(x)])) for x in held]
-    return result, _Recording(
-        recorder, structure, results, specs, leaves, grads, state.entries(), sources, grads_before
-    )
-
-
-_UNKNOWN_LEAF = (
-    "a gradient arises for a tensor that neither an argument, a module, an optimiser nor a variable of the step holds"
-)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, Wrapper) else x
-
-
-def _sources(
-    recorder: StepRecorder, call: _Call, state: StepState, grads: dict[int, int]
-) -> dict[Slot, tuple[str, Any]]:
-    """Where the external tensors of a recording come from."""
-    arguments = {id(x): i for i, x in enumerate(call.locals)}
-    owners = {id(_local(x)): x for x in state.tensors.values()}
-    sources: dict[Slot, tuple[str, Any]] = {}
-    for slot, x in recorder.externals.items():
-        number = id(x)
-        if slot in recorder.literals:
-            sources[slot] = "literal", None
-        elif number in arguments:
-            sources[slot] = "argument", arguments[number]
-        elif number in grads:
-            sources[slot] = "grad", grads[number]
-        elif number in owners:
-            sources[slot] = "owned", owners[number]
-        else:
-            sources[slot] = "constant", x
-    return sources
-
-
-def _same(a: object, b: object) -> bool:
-    """Whether two values are one tensor, or equal numbers."""
-    return a is b or (isinstance(a, int) and a == b)
-
-
-def _difference(first: _Recording, second: _Recording) -> str:
-    """What differs in two recordings; empty if nothing does."""
-    name = changed(first.entries)
-    if name:
-        return f"{name} has changed"
-    one, two = first.recorder, second.recorder
-    for a, b in zip(one.instructions, two.instructions, strict=False):
-        if not a.same_as(b):
-            return f"{a.name} at {a.line} and {b.name} at {b.line}"
-    if len(one.instructions) != len(two.instructions):
-        return f"{len(one.instructions)} and {len(two.instructions)} operators"
-    for slot, (kind, source) in first.sources.items():
-        other = second.sources.get(slot)
-        if other is None or other[0] != kind or not _same(other[1], source):
-            return f"a tensor of shape {tuple(one.externals[slot].shape)} that no operator made"
-        if kind == "literal" and not torch.equal(one.literals[slot], two.literals[slot]):
-            return "numbers of which a tensor is made"
-    if (first.structure, first.results, first.specs) != (second.structure, second.results, second.specs):
-        return "the results"
-    leaves = [*zip(first.leaves, second.leaves, strict=False)]
-    same = all(_same(a.number, b.number) and _same(a.tensor, b.tensor) for a, b in leaves)
-    if not same or len(first.leaves) != len(second.leaves) or first.grads != second.grads:
-        return "the tensors that get a gradient"
-    return ""
-
-
-@contextmanager
-def _without_compiling() -> Iterator[None]:
-    """Within the block compiled functions run by Python: what a compiled graph does is not seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -1,68 +1,97 @@
-"""The state beside its arguments on which a step depends: modules, optimisers, tensors, and numbers in Python.
+"""State beside its arguments that a step uses, as far as it is cheap to compare before each replay.
 
-A replay runs no Python of the step, so a recording holds only while this state is as it was: settings of modules and of
-optimisers, variables of the function that are numbers, and the tensors that modules and variables hold.
+That are the modules which are called, the optimisers which step, and the variables of the function: the objects that
+they hold, parameters, buffers and hooks among them. What these objects hold in turn is not looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import ismethod
-from operator import itemgetter
-from types import CellType, FunctionType, ModuleType
+from itertools import chain, islice
+from operator import is_
+from types import CellType, FunctionType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dshard.torch_private import no_torch_function
+
 _PLAIN = (bool, int, float, complex, str, type(None))
-_MISSING = object()
-_LIBRARIES = ("torch", "dshard", "builtins")
 _MANY = 4096
 """Containers of more values are data, not state of a step."""
-Entry: TypeAlias = tuple[MutableMapping[Any, Any], Any, Any]
+_GLOBAL_HOOKS = [
+    value
+    for names in (vars(torch_module), vars(torch_optimizer))
+    for name, value in names.items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+Read: TypeAlias = Callable[[], dict[Any, object]]
 
 
-class _Read(dict[Any, Any]):
-    """A value that a function reads, as a mapping of any name."""
+class Held:
+    """What a state holds, by identity: the values of dicts, those that functions `read`, and the hooks of tensors.
 
-    def __init__(self, read: Callable[[], object]) -> None:
-        super().__init__()
-        self._read = read
+    Numbers that have changed without that the step did anything else are ignored: `since` finds them.
+    """
 
-    def get(self, key: object, default: object = None) -> Any:
-        """The present value."""
-        return self._read()
+    def __init__(self, dicts: list[dict[Any, object]], read: list[Read], tensors: list[Tensor]) -> None:
+        self._dicts, self._read, self._tensors = dicts, read, tensors
+        self._needs = [f"requires_grad of tensor {i}" for i in range(len(tensors))]
+        self._before, self._ignored = self._now(), set[int]()
 
+    def _all(self) -> Iterator[dict[Any, object]]:
+        with no_torch_function():
+            hooks: list[Any] = [x._backward_hooks for x in self._tensors if x._backward_hooks]
+            hooks += [x._post_accumulate_grad_hooks for x in self._tensors if x._post_accumulate_grad_hooks]
+            needs = dict(zip(self._needs, [x.requires_grad for x in self._tensors], strict=True))
+        return chain(self._dicts, hooks, [read() for read in self._read], [needs])
 
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
-        return _MISSING
+    def _now(self) -> list[object]:
+        return [*chain.from_iterable(map(dict.values, self._all()))]
 
+    def changed(self) -> str:
+        """The name of an object that is another now; empty if there is none."""
+        now, before = self._now(), self._before
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return ""
+        others = [i for i, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b and not alike(a, b)]
+        if len(now) == len(before):
+            others = [i for i in others if i not in self._ignored]
+            if not others:
+                return ""
+        name = next(islice(chain.from_iterable(self._all()), min(others, default=len(now)), None), "an entry")
+        return "a hook" if type(name) is int else str(name)
 
-def _hook_count(module: nn.Module) -> Callable[[], int]:
-    """A function that counts the hooks of a module; each replay counts those of all modules."""
-    read: Callable[[Any], tuple[Any, ...]] = itemgetter(*(n for n in module.__dict__ if n.endswith("_hooks")))
-    return lambda: sum(map(len, read(module.__dict__)))
+    def since(self, last: Held) -> Held:
+        """The same, where numbers that are others than the `last` time are ignored."""
+        if len(self._before) == len(last._before):
+            pairs = enumerate(zip(self._before, last._before, strict=True))
+            self._ignored = last._ignored | {i for i, (a, b) in pairs if type(a) in (int, float) and not alike(a, b)}
+        return self
 
 
 class StepState:
-    """The modules, optimisers and variables of a step, gathered while it runs."""
+    """The modules, optimisers, tensors and variables of a step, gathered while it runs."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.optimizers: dict[int, Optimizer] = {}
         self.tensors: dict[int, Tensor] = {}
-        self.variables: list[tuple[MutableMapping[Any, Any], Any]] = []
         self.grads: dict[int, Tensor | None] = {}  # as they were before the step
-        self._known: set[int] = set()
-        self._add_function(function)
+        self._options: list[tuple[str, object]] = []  # before the step
+        self._variables = [*_variables(function)]
+        held = [value for read in self._variables for value in read().values()]
+        self._variables += [partial(_members, x) for x in held if isinstance(x, list | dict) and len(x) <= _MANY]
+        for value in (*held, *(x for read in self._variables for x in read().values())):
+            self._add(value)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -74,92 +103,84 @@ class StepState:
             yield
 
     def _add(self, value: object) -> None:
-        if id(value) in self._known:
-            return
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and id(value) not in self.modules:
             for module in value.modules():
-                self._known.add(id(module))
                 self.modules[id(module)] = module
                 self.add_tensors((*module._parameters.values(), *module._buffers.values()))
-        elif isinstance(value, Optimizer):
-            self._known.add(id(value))
+        elif isinstance(value, Optimizer) and id(value) not in self.optimizers:
             self.optimizers[id(value)] = value
+            self._options += _options(value.param_groups)
             for group in value.param_groups:
                 self.add_tensors(group["params"])
         elif isinstance(value, Tensor):
             self.add_tensors([value])
-        elif isinstance(value, list | tuple | set | frozenset | dict):
-            self._known.add(id(value))
-            for each in (value.values() if isinstance(value, dict) else value) if len(value) <= _MANY else ():
-                self._add(each)
-        elif isinstance(value, FunctionType | partial) or ismethod(value):
-            self._add_function(value)
-        elif _is_users(value):
-            self._known.add(id(value))
-            self._add_variables((vars(value), name) for name in vars(value))
 
     def add_tensors(self, tensors: Iterable[Tensor | None]) -> None:
         """Add tensors, with the gradients of the leaves among them."""
         for x in tensors:
             if x is not None and id(x) not in self.tensors:
-                self._known.add(id(x))
                 self.tensors[id(x)] = x
                 if x.requires_grad and x.is_leaf:
                     self.grads[id(x)] = x.grad
 
-    def _add_function(self, function: Any) -> None:
-        """Add what a function refers to: its variables, the object of a method, and the functions among these."""
-        if id(function) in self._known:
-            return
-        self._known.add(id(function))
-        if isinstance(function, partial):
-            for each in (function.func, *function.args, *function.keywords.values()):
-                self._add(each)
-        elif ismethod(function):
-            self._add_function(function.__func__)
-            self._add(function.__self__)
-        elif isinstance(function, FunctionType):
-            if function.__module__.partition(".")[0] in _LIBRARIES:
-                return
-            code = function.__code__
-            cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-            self._add_variables((_Read(partial(_contents, cell)), name) for name, cell in cells)
-            self._add_variables((function.__globals__, name) for name in code.co_names if name in function.__globals__)
-            for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._add(each)
-        else:
-            self._known.discard(id(function))
-            self._add(function)
-            if _is_users(function):
-                self._add_function(function.__call__)
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of the optimisers."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def _add_variables(self, variables: Iterable[tuple[MutableMapping[Any, Any], Any]]) -> None:
-        for mapping, name in variables:
-            self.variables.append((mapping, name))
-            self._add(mapping.get(name))
+    @property
+    def options_changed(self) -> bool:
+        """Whether the step has changed options of its optimisers."""
+        return _options(self.groups()) != self._options
 
-    def entries(self) -> list[Entry]:
-        """The present values of the state, each with the mapping that holds it, and its key there."""
-        modules = self.modules.values()
-        places = [(module.__dict__, name) for module in modules for name in module.__dict__]
-        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
-        places += [(group, name) for group in groups for name in group if name != "params"]
-        entries = [(of, name, of.get(name)) for of, name in (*places, *self.variables)]
-        entries = [entry for entry in entries if is_plain(entry[2]) or isinstance(entry[2], Tensor | nn.Module)]
-        for module in modules:
-            count = _hook_count(module)
-            entries.append((_Read(count), "the number of hooks", count()))
-            for held in (module._parameters, module._buffers, module._modules):
-                entries += [(held, name, value) for name, value in held.items()]
-        for x in self.tensors.values():
-            entries.append((_Read(partial(getattr, x, "requires_grad")), "requires_grad", x.requires_grad))
-        return entries
+    def held(self, arguments: Iterable[Tensor]) -> Held:
+        """What the state holds now, without the tensors that are arguments."""
+        modules, optimizers = self.modules.values(), self.optimizers.values()
+        dicts: list[dict[Any, Any]] = [*map(vars, (*modules, *optimizers))]
+        dicts += [each for optimizer in optimizers for each in optimizer.state.values()]
+        dicts += [*_GLOBAL_HOOKS, *(value for each in dicts for value in each.values() if isinstance(value, dict))]
+        lists = [optimizer.param_groups for optimizer in optimizers] + [group["params"] for group in self.groups()]
+        reads: list[Read] = [*self._variables, *(partial(_members, x) for x in lists)]
+        reads += [partial(_settings, group) for group in self.groups()]
+        tensors = [x for x in self.tensors.values() if not any(x is each for each in arguments)]
+        return Held(dicts, reads, tensors)
 
 
-def _is_users(value: object) -> bool:
-    """Whether a value is an object of a class of the program."""
-    kind = type(value)
-    return hasattr(value, "__dict__") and kind is not ModuleType and kind.__module__.partition(".")[0] not in _LIBRARIES
+def _members(values: list[object] | dict[Any, object]) -> dict[Any, object]:
+    return values if isinstance(values, dict) else {f"entry {i}": value for i, value in enumerate(values)}
+
+
+def _options(groups: Iterable[dict[str, object]]) -> list[tuple[str, object]]:
+    return [(name, value) for group in groups for name, value in group.items() if is_option(value)]
+
+
+def _settings(group: dict[str, object]) -> dict[str, object]:
+    """The entries of a group of parameters that are no numbers, which are `options`."""
+    return {name: value for name, value in group.items() if not is_option(value)}
+
+
+def _variables(function: Any) -> Iterator[Read]:
+    """Functions that read the variables which a function names, and the attributes of the object that it belongs to."""
+    if isinstance(function, partial):
+        yield from _variables(function.func)
+        yield lambda: {**dict(enumerate(function.args)), **function.keywords}
+    elif ismethod(function):
+        yield from _variables(function.__func__)
+        yield lambda: vars(function.__self__) if hasattr(function.__self__, "__dict__") else {}
+    elif isinstance(function, FunctionType):
+        code, cells = function.__code__, function.__closure__ or ()
+        names = [name for name in code.co_names if name in function.__globals__]
+        yield lambda: dict(zip(code.co_freevars, map(_contents, cells), strict=True))
+        yield lambda: {name: function.__globals__.get(name) for name in names}
+        yield lambda: {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+    elif hasattr(function, "__dict__"):
+        yield lambda: vars(function)
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return None
 
 
 def is_plain(value: object) -> bool:
@@ -167,10 +188,12 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
 
 
-def changed(entries: Iterable[Entry]) -> str:
-    """The name of an entry whose value is another now; empty if there is none."""
-    for mapping, name, value in entries:
-        now = mapping.get(name, _MISSING)
-        if now is not value and not (is_plain(value) and type(now) is type(value) and now == value):
-            return str(name)
-    return ""
+def alike(a: object, b: object) -> bool:
+    """Whether two plain values are equal in type and value, zeros in their sign too."""
+    return is_plain(a) and type(a) is type(b) and repr(a) == repr(b)
+
+
+def is_option(value: object) -> bool:
+    """Whether an entry of a group of parameters is a number, or a tuple of numbers."""
+    each = value if type(value) is tuple else (value,)
+    return all(type(number) in (int, float) for number in each)

@@ -265,9 +265,7 @@ def replayed_steps(place: Place) -> str:
         run(batch)
     for name in CAPTURED:
         model = parallelize(model_of(place, 32, blocks=1), place.mesh(*PLANS[name]), name, x)
-        run = _step_of(model)
-        run.__module__ = "selftest"  # of functions in libraries a replay does not see the variables
-        step = replay(run)
+        step = replay(_step_of(model))
         for batch in batches:
             step(batch)
         _same_parameters(model, right, f"{name}, after replayed steps")

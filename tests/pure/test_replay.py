@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.errors import ArgumentError
+from dshard.errors import ArgumentError, ReplayError
 from dshard.replay import Replay
 from dshard.topology import FLAT_CPU
 
@@ -145,6 +149,17 @@ def test_results_of_a_replay_are_its_own() -> None:
 
 CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
     "the rate": (lambda t: t.optimizer.param_groups[0].update(lr=0.1), "lr has changed"),
+    "the rate, to none": (lambda t: t.optimizer.param_groups[0].update(lr=0.0), "lr has changed"),
+    "the group": (lambda t: t.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "has changed"),
+    "the parameters of a group": (lambda t: t.optimizer.param_groups[0]["params"].pop(), "has changed"),
+    "a hook of the optimiser": (
+        lambda t: t.optimizer.register_step_post_hook(lambda o, *a: o.param_groups[0]["params"][0].data.clamp_(-1, 1)),
+        "a hook has changed",
+    ),
+    "a hook of a parameter": (lambda t: t.model.up.weight.register_hook(lambda g: g * 2), "a hook has changed"),
+    "the state of the optimiser": (lambda t: t.optimizer.load_state_dict(t.optimizer.state_dict()), "has changed"),
+    "the forward pass": (lambda t: setattr(t.model.drop, "forward", lambda x: x * 2), "has changed"),
+    "a variable": (lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.5)), "optimizer has"),
     "the mode": (lambda t: t.model.eval(), "training has changed"),
     "an attribute": (lambda t: setattr(t.model, "scale", 0.5), "scale has changed"),
     "the rate of dropout": (lambda t: setattr(t.model.drop, "p", 0.9), "p has changed"),
@@ -154,8 +169,8 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
     ),
     "memory": (lambda t: setattr(t.model.up.weight, "data", t.model.up.weight.data + 1), "was replaced"),
     "a module": (lambda t: setattr(t.model, "drop", nn.Dropout(0.7)), "drop has changed"),
-    "a hook": (lambda t: t.model.up.register_forward_hook(lambda m, a, out: out * 2), "the number of hooks"),
-    "a frozen parameter": (lambda t: t.model.down.requires_grad_(False), "requires_grad has changed"),
+    "a hook": (lambda t: t.model.up.register_forward_hook(lambda m, a, out: out * 2), "a hook has changed"),
+    "a frozen parameter": (lambda t: t.model.down.requires_grad_(False), "requires_grad of tensor . has changed"),
 }  # fmt: skip
 
 
@@ -223,6 +238,209 @@ def test_settings_around_a_call_have_programs_of_their_own() -> None:
                 with block():
                     assert torch.equal(step(x, power), model(x).pow(power).detach())
                     assert bool(step.why_not) == (number < 3)
+
+
+RATES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, dampening=0.1, momentum=0.9, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "two groups": lambda p: torch.optim.SGD([{"params": [x]} for x in p], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("what", RATES)
+def test_options_that_a_schedule_sets_are_inputs(what: str) -> None:
+    one, other, step = both(make=lambda p, lr: RATES[what](p))
+    for number in range(14):
+        for trainer in (one, other):
+            for i, group in enumerate(trainer.optimizer.param_groups):
+                group["lr"] = 0.1 * 0.9**number if number < 7 else 0.1 / (number + i)
+                group["betas" if "betas" in group else "momentum"] = (
+                    (0.9 - number / 99, 0.99) if "betas" in group else 0.9
+                )
+        check_steps(one, other, step, range(number, number + 1))
+    assert step.replays >= 14 - 3 - 2, (step, step.why_not)  # two groups with one rate at first
+    assert not step.why_not
+
+
+def test_a_step_that_changes_its_options_is_refused() -> None:
+    _, other, _ = both(make=torch.optim.SGD)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.9)
+
+    @dshard.replay
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        loss = other.step(ids, targets)
+        schedule.step()
+        return loss
+
+    for number in range(6):
+        step(*batch(number))
+    assert "the step changes options of its optimiser: let a schedule step outside" in step.why_not
+
+
+# -- what is only promised
+
+
+SCALE = [1.0]
+
+
+class Settings:
+    scale = 1.0
+    branch = False
+
+
+def scaled(x: Tensor) -> Tensor:
+    return (x.relu() if Settings.branch else x.tanh()) * Settings.scale
+
+
+@pytest.fixture
+def settings() -> Iterator[type[Settings]]:
+    yield Settings
+    Settings.scale, Settings.branch = 1.0, False
+
+
+def test_a_broken_promise_is_found_when_a_call_is_compared(settings: type[Settings]) -> None:
+    step, x = dshard.replay(scaled, check_every=10), torch.ones(2)
+    for number in range(1, 30):
+        if number == 15:
+            settings.scale = 3.0
+        if number == 21:
+            line = rf"{__file__}:{scaled.__code__.co_firstlineno + 1}"
+            with pytest.raises(
+                ReplayError,
+                match=rf"call 21 of scaled runs aten\.mul\.Tensor at {line} with 3.0, where it "
+                "took 1.0: something has changed that the step reads beside its arguments, and replays since "
+                "call 11 may be wrong; pass it as an argument",
+            ):
+                step(x)
+            continue
+        assert torch.equal(step(x), scaled(x)) == (number not in range(15, 21))
+    assert (step.replays, step.why_not) == (26 - 3, "")
+
+
+def test_other_operators_are_named(settings: type[Settings]) -> None:
+    step, x = dshard.replay(scaled, check_every=1), torch.ones(2)
+    for _ in range(5):
+        step(x)
+    assert step.replays == 0
+    assert step.why_not == "this call is compared with the program"
+    settings.branch = True
+    with pytest.raises(
+        ReplayError, match=r"aten\.relu\.default at .*, where it was aten\.tanh\.default at .*arguments; pass"
+    ):
+        step(x)
+
+
+def test_each_kind_of_arguments_is_compared() -> None:
+    step = dshard.replay(scaled, check_every=4)
+    python = []
+    for number in range(40):
+        step(torch.ones(2 + number % 2))
+        if step.why_not == "this call is compared with the program":
+            python.append(number)
+    assert {number % 2 for number in python} == {0, 1}
+    assert all(b - a <= 4 for a, b in zip(python[::2], python[2::2], strict=False))
+
+
+def test_arguments_differ_by_type_and_sign() -> None:
+    step, x = dshard.replay(lambda x, k: x * k), torch.arange(3)
+    for k in (2, 2.0, True, 0.0, -0.0):
+        for _ in range(4):
+            out = step(x, k)
+            assert (out.dtype, repr(out)) == ((x * k).dtype, repr(x * k))
+
+
+def test_operators_that_only_raise_are_kept() -> None:
+    @dshard.replay
+    def positive(x: Tensor) -> Tensor:
+        torch._assert_async(x.sum() > 0)
+        return x * 2
+
+    for step, good, bad in (
+        (positive, torch.ones(2), -torch.ones(2)),
+        (dshard.replay(torch.linalg.inv), torch.eye(2), torch.zeros(2, 2)),
+    ):
+        for _ in range(5):
+            step(good)
+        assert step.replays == 2
+        with pytest.raises(RuntimeError):
+            step(bad)
+
+
+def test_a_step_that_is_never_replayed_warns_once() -> None:
+    step = dshard.replay(lambda x: x * x.sum().item())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            step(torch.ones(2))
+    (warning,) = seen
+    assert re.search("was not replayed in 10 calls: .* reads numbers on the host", str(warning.message))
+
+
+CHANGE = Callable[["Guarded"], object]
+
+
+class Guarded:
+    """A model and a step that reads numbers from everywhere, of which some are watched, some promised."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.table, self.places = Net(0.0), {"scale": 1.0}, [2, 3]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.nested = {"deep": {"scale": 1.0}}
+        Settings.scale = 1.0
+
+    def step(self, ids: Tensor, factor: float = 1.0) -> Tensor:
+        self.optimizer.zero_grad()
+        logits = self.model(ids) * self.table["scale"] * self.nested["deep"]["scale"] * Settings.scale * SCALE[0]
+        loss = logits.square().mean() * factor + self.places[0]
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+UNSEEN: dict[str, tuple[CHANGE, bool]] = {
+    "lr": (lambda g: g.optimizer.param_groups[0].update(lr=g.optimizer.param_groups[0]["lr"] * 0.7), False),
+    "momentum": (lambda g: g.optimizer.param_groups[0].update(momentum=0.5), False),
+    "attribute": (lambda g: setattr(g.model, "scale", g.model.scale * 0.9), False),
+    "mode": (lambda g: g.model.train(not g.model.training), False),
+    "hook": (lambda g: g.model.up.register_forward_hook(lambda m, a, out: out * 1.1), False),
+    "hook of a tensor": (lambda g: g.model.down.weight.register_hook(lambda grad: grad * 0.5), False),
+    "parameter": (lambda g: setattr(g.model.down, "weight", nn.Parameter(g.model.down.weight.detach() * 0.9)), False),
+    "optimiser": (lambda g: setattr(g, "optimizer", torch.optim.SGD(g.model.parameters(), lr=0.05)), False),
+    "frozen": (lambda g: g.model.up.bias.requires_grad_(not g.model.up.bias.requires_grad), False),
+    "table": (lambda g: g.table.update(scale=g.table["scale"] * 0.9), True),
+    "nested": (lambda g: g.nested["deep"].update(scale=g.nested["deep"]["scale"] * 0.9), True),
+    "class": (lambda g: setattr(Settings, "scale", Settings.scale * 0.9), True),
+    "list": (lambda g: g.places.__setitem__(0, g.places[0] + 1), True),
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+@settings_of_hypothesis(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(UNSEEN))), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 100]),
+)
+def test_a_step_of_which_something_changes_is_right_or_an_error(changes: list[tuple[int, str]], every: int) -> None:
+    one, other = Guarded(), Guarded()
+    step, wrong = dshard.replay(other.step, check_every=every), 0
+    for quiet, change in [(5, ""), *changes]:
+        if change:
+            for each in (one, other):
+                if change != "class" or each is one:
+                    UNSEEN[change][0](each)
+        for number in range(quiet):
+            expected = one.step(batch(number)[0])
+            try:
+                same = torch.equal(step(batch(number)[0]), expected)
+            except ReplayError:
+                assert any(UNSEEN[each][1] for _, each in changes)
+                return
+            wrong = 0 if same else wrong + 1
+            assert wrong < every
+    Settings.scale = 1.0
 
 
 def test_variables_of_the_function_are_guarded() -> None:
@@ -321,8 +539,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "reads a number": (lambda x: x * x.sum().item(), r"aten\._local_scalar_dense\.default reads numbers on the host"),
     "branches": (lambda x: x if x.sum() > 0 else -x, "reads numbers on the host"),
     "selects": (lambda x: x[x > 0], r"aten\.index\.Tensor reads numbers on the host"),
-    "counts": (counted, "two calls differ: aten.mul.Tensor at .* and aten.mul.Tensor at"),
-    "draws in Python": (lambda x: x + torch.tensor(np.random.rand()), "two calls differ: numbers of which a tensor"),
+    "counts": (counted, r"two calls differ: aten\.mul\.Tensor at .* with 5, where it took 4"),
+    "draws in Python": (lambda x: x + torch.tensor(np.random.rand()), "two calls differ: .* with other numbers of"),
     "returns a graph": (lambda x: MODEL(x).sum(), "returns a tensor that requires a gradient, and runs no backward"),
     "returns an object": (lambda x: object(), "returns a object, which is neither"),
     "hides a parameter": (lambda x: (SLOTS.w * x).sum().backward(), "a gradient arises for a tensor that neither"),
@@ -399,6 +617,8 @@ def test_calls_that_are_looked_at_run_by_python(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_words() -> None:
+    with pytest.raises(ArgumentError, match="replay: check_every=0: give a number of calls, 1 or more"):
+        dshard.replay(counted, check_every=0)
     with pytest.raises(ArgumentError, match="replay: 3 cannot be called: give a function that runs one step"):
         dshard.replay(3)  # type: ignore[arg-type]
     step = dshard.replay(counted)
