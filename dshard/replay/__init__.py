@@ -1,7 +1,7 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
-`recording` records a step below autograd and distributed tensors by a `step_recorder`, `recorded_program` and
-`step_program` make a function of the recording, `options` has the numbers of optimisers that it takes, and `step_state`
+`step_recording` records a step below autograd and distributed tensors by a `step_recorder`, `recorded_program` and
+`step_program` make a function of that, with the numbers of `optimizer_options` as inputs, and `step_state`
 compares what is cheap to compare.
 """
 
@@ -28,9 +28,9 @@ from dshard.core.comparisons import nothing_compared
 from dshard.core.observe import CALL_LOG, OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.replay.recorded_program import RecordedProgram
-from dshard.replay.recording import CheckingRecorder, Recording, matched, record
 from dshard.replay.step_call import Call, gradient_kind
 from dshard.replay.step_recorder import StepRecorder
+from dshard.replay.step_recording import CheckingRecorder, Recording, matched, record
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dshard.comm import publish_failure
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.replay.options import Term, values_in, with_values
-from dshard.replay.recording import Recording
+from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
 from dshard.replay.step_call import Call, local_of
 from dshard.replay.step_program import StepProgram, simplified, written_by
 from dshard.replay.step_recorder import Slot, StepRecorder
+from dshard.replay.step_recording import Recording
 from dshard.replay.step_state import alike
 from dshard.torch_private import increment_version, pytree
 
@@ -49,7 +49,7 @@ class RecordedProgram:
         recorder, varied = copy(self.recording.recorder), self.recording.varied
         recorder.instructions = [*recorder.instructions]
         for (i, j), terms in self.recording.terms.items():
-            if any(option in varied for term in terms for option in term.options):
+            if any(option in varied for _, option in terms):
                 each = recorder.instructions[i]
                 key = type(values_in(each)[j]), terms
                 slot = self._terms.setdefault(key, Slot(len(recorder.views) + len(self._terms)))
@@ -72,18 +72,17 @@ class RecordedProgram:
 
     def _changed_option(self) -> str:
         """The name of an option whose present value was not recorded, and which no argument is known to follow."""
-        options, before = self.recording.options, self.recording.numbers
-        numbers = options.read()
-        if numbers is None:
-            return "an option of the optimiser"
-        for i, (a, b) in enumerate(zip(numbers, before, strict=True)):
-            follows = i in self.recording.varied and type(a) is type(b) and bool(a) == bool(b)
-            if not follows and not alike(a, b):
-                return options.names[i]
+        before, now = self.recording.options, options_of(self.recording.groups)
+        if now.keys() != before.keys():
+            return "an option of an optimiser"
+        for option, number in now.items():
+            a, b, varies = number, before[option], option in self.recording.varied
+            if not (alike(a, b) or (varies and type(a) is type(b) and bool(a) == bool(b))):
+                return option[1]
         for (kind, terms), slot in self._terms.items():
-            values = {kind(term(numbers)) for term in terms}
+            values = {kind(FUNCTIONS[name](now[option])) for name, option in terms}
             if len(values) > 1:
-                return options.names[min(option for term in terms for option in term.options)]
+                return min(option[1] for _, option in terms)
             self._values[slot] = values.pop()
         return ""
 

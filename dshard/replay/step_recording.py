@@ -17,7 +17,7 @@ from dshard.comm import Collective, recording_calls, user_line
 from dshard.core.observe import OperatorMode
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ReplayError
-from dshard.replay.options import Numbers, Options, Place, Term, values_in, with_values
+from dshard.replay.optimizer_options import Option, Place, Term, options_of, terms_in, values_in, with_values
 from dshard.replay.step_call import Call, gradient_kind, local_of
 from dshard.replay.step_recorder import Instruction, Slot, StepRecorder
 from dshard.replay.step_state import Held, StepState, alike, is_plain
@@ -72,8 +72,8 @@ class Recording(NamedTuple):
     """One run of a step.
 
     `results` are the slots of the local tensors of its result, or values of Python; `specs` those of distributed
-    tensors. `numbers` are the `options` before the step, `terms` what arguments may follow of them, and `varied` those
-    that were seen with two values.
+    tensors. `options` are those of the `groups` of parameters, `terms` what arguments may follow of them, and `varied`
+    those that were seen with two values.
     """
 
     recorder: StepRecorder
@@ -85,10 +85,10 @@ class Recording(NamedTuple):
     gradients_before: list[tuple[Tensor, object]]
     sources: dict[Slot, Source]
     held: Held
-    options: Options
-    numbers: Numbers
+    groups: list[dict[str, Any]]
+    options: dict[Option, int | float]
     terms: dict[Place, frozenset[Term]]
-    varied: frozenset[int] = frozenset()
+    varied: frozenset[Option] = frozenset()
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -148,8 +148,8 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
             "step holds"
         )
     recorder.externals.clear()  # which would keep the tensors of this call
-    options = Options(state.groups())
-    numbers = options.read() or []
+    groups = state.groups()
+    options = options_of(groups)
     if state.options_changed:
         recorder.refuse("the step changes options of its optimiser: let a schedule step outside")
     held = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
@@ -163,9 +163,9 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
         [(x, gradient_kind(state.grads[id(x)])) for x in held],
         sources,
         state.held(call.tensors),
+        groups,
         options,
-        numbers,
-        options.terms_in(recorder.instructions, numbers),
+        terms_in(recorder.instructions, options),
     )
 
 
@@ -227,7 +227,7 @@ def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
     common = {place: terms & second.terms[place] for place, terms in first.terms.items() if place in second.terms}
     common = {place: terms for place, terms in common.items() if terms}
     why = _difference(first, second, common)
-    changed = {i for i, pair in enumerate(zip(first.numbers, second.numbers, strict=False)) if pair[0] != pair[1]}
+    changed = {option for option, number in second.options.items() if number != first.options.get(option)}
     held = second.held if why else second.held.since(first.held)
     return second._replace(terms=common, varied=first.varied | changed, held=held), why
 
