@@ -27,10 +27,11 @@ def along(call: Call) -> Rule:
     return call.rule("*... [d] ... -> *... [d] ...", at="dim")
 
 
-def layer_norm(call: Call) -> Rule:
+def norm(call: Call) -> Rule:
     """Leading dims may be sharded; the normalised dims may not."""
     normalized, ones = _normalized(call)
-    return call.rule(f"... {normalized}, *{normalized} -> ... {normalized}, ... {ones}, ... {ones}")
+    statistics = f", ... {ones}" * (len(call.func._schema.returns) - 1)
+    return call.rule(f"... {normalized}, *{normalized} -> ... {normalized}{statistics}")
 
 
 def _normalized(call: Call) -> tuple[str, str]:
@@ -39,12 +40,14 @@ def _normalized(call: Call) -> tuple[str, str]:
     return " ".join(f"[n{i}]" for i in range(n)), "1 " * n
 
 
-def layer_norm_backward(call: Call) -> Rule:
+def norm_backward(call: Call) -> Rule:
     """Leading dims may be sharded, and leave the gradients of the parameters partial; the normalised dims may not."""
     normalized, ones = _normalized(call)
-    gradients = zip((f"... {normalized}", normalized, normalized), call.argument("output_mask"), strict=True)
+    mask = call.argument("output_mask")  # of the input and the parameters, of which there are as many as statistics
+    statistics = f"... {ones}, " * (len(mask) - 1)
+    gradients = zip((f"... {normalized}", normalized, normalized), mask, strict=False)
     outputs = ", ".join(term for term, is_needed in gradients if is_needed)
-    text = f"... {normalized}, ... {normalized}, ... {ones}, ... {ones}, *{normalized} -> {outputs}"
+    text = f"... {normalized}, ... {normalized}, {statistics}*{normalized} -> {outputs}"
     return call.rule(text, passes=linear(0))
 
 
@@ -168,10 +171,12 @@ RULES: dict[str, Operator] = {
     "aten::_log_softmax": Operator(along, alternatives=(small_reductions("max", "sum"),)),
     "aten::_softmax_backward_data": Operator(along, alternatives=(small_reductions("sum", operand=1),)),
     "aten::_log_softmax_backward_data": Operator(along, alternatives=(small_reductions("sum", operand=1),)),
-    "aten::native_layer_norm": Operator(layer_norm, alternatives=(small_reductions("sum", "sum"),)),
+    "aten::native_layer_norm": Operator(norm, alternatives=(small_reductions("sum", "sum"),)),
     "aten::native_layer_norm_backward": Operator(
-        layer_norm_backward, alternatives=(small_reductions("sum", "sum", operand=1),)
+        norm_backward, alternatives=(small_reductions("sum", "sum", operand=1),)
     ),
+    "aten::_fused_rms_norm": Operator(norm, alternatives=(small_reductions("sum"),)),
+    "aten::_fused_rms_norm_backward": Operator(norm_backward, alternatives=(small_reductions("sum", operand=1),)),
     "aten::embedding": Operator(embedding, embedding_kernel, check=check_embedding),
     "aten::embedding_dense_backward": Operator(embedding_backward),
     "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),

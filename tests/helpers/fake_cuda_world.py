@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from dshard.comm import streams, traced_collectives
 from dshard.comm.workspace import WORKSPACE
+from dshard.core import replaced_parameters
 from dshard.testing.host_sync import _reason
 
 RANKS = 4
@@ -81,6 +82,8 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(traced_collectives, "_TRACED", frozenset()))
+        # which takes from a tensor what it keeps in its attributes
+        stack.enter_context(patch.object(replaced_parameters, "traced", lambda old: True))
         stack.enter_context(patch.dict(streams._CURRENT, clear=True))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))

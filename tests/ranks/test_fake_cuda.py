@@ -50,6 +50,37 @@ def test_warm_programs_make_no_cpu_tensor_and_the_host_waits_for_nothing() -> No
     assert sum(" under " in name for name in told) > 20
 
 
+SENT = {
+    "c10d.allreduce_",
+    "c10d._allgather_base_",
+    "c10d._reduce_scatter_base_",
+    "c10d.alltoall_",
+    "c10d.alltoall_base_",
+}
+PACKED = {"cat", "new_empty", "_foreach_copy_", "copy_"}
+LOOKED_UP = {
+    *("lt.Scalar", "ge.Scalar", "bitwise_or.Tensor", "bitwise_and.Tensor", "bitwise_not", "any", "_assert_async.msg"),
+    *("sub.Tensor", "where.self", "scalar_tensor", "masked_fill_.Scalar", "masked_fill.Scalar"),
+}
+"""Kernels of a table of words that is split over the ranks: which rows others have, and that nobody lacks one."""
+OURS = {
+    "div.Tensor": "a mean loss is a sum over a count, each reduced over all ranks",
+    "clone": "gradients of matmuls of batches copy the operands, of which torch saves its copies; and what is reduced",
+    "bmm": "the gradient of a linear layer's operand, of one that is no contiguous rows",
+    "sum.dim_IntList": "gradients of biases, reduced by themselves",
+}
+
+
+def test_kernels_that_one_of_plain_torch_and_dshard_runs_alone() -> None:
+    told = told_by("fake_cuda_kernels")
+
+    assert len(told) == 11
+    for case, (plain, ours) in told.items():
+        of_matmuls = {"mm", "clone", "new_empty_strided", "copy_"}  # where dshard has another form, or makes no copy
+        assert plain.keys() <= of_matmuls, case
+        assert ours.keys() <= SENT | PACKED | OURS.keys() | (LOOKED_UP if "megatron" in case else set()), case
+
+
 def test_checkpoints_and_all_stages_of_pipelines_keep_to_the_device(tmp_path: Path) -> None:
     """Four ranks: saved on one mesh and loaded on another; every stage of a step, whose loss all ranks get."""
     with ThreadPoolExecutor(4) as threads:
