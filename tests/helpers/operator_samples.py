@@ -322,7 +322,7 @@ SAMPLES: dict[str, Sample] = {f"{family}: {name}": s for family, table in FAMILI
 WITHOUT_VALUES = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 """Operators that leave memory as it is: only the shape and layout of what they make can be checked."""
 ELSEWHERE = ("aten::_grouped_mm", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward")
-"""Operators that take no double precision, or not on CPUs: `test_grouped_matmul.py` and `test_fused_norms.py` have theirs."""
+"""Those of no double precision, or not on CPUs: `test_grouped_matmul.py` and `test_fused_norms.py` have theirs."""
 
 
 # -- every operator that torch tags pointwise, its arguments made up from its schema
