@@ -12,7 +12,6 @@ from functools import partial, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from dshard.comm import (
     RECORDERS,
@@ -30,7 +29,7 @@ from dshard.errors import ArgumentError, ReplayError
 from dshard.replay.recorded_program import RecordedProgram
 from dshard.replay.step_call import Call, gradient_kind
 from dshard.replay.step_recorder import StepRecorder
-from dshard.replay.step_recording import CheckingRecorder, Recording, matched, record
+from dshard.replay.step_recording import CheckingRecorder, Leaf, Recording, matched, record
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 
@@ -95,7 +94,7 @@ class _Known:
 
     def __init__(self, key: object, due: int, calls_before: int) -> None:
         self.key, self.due, self.calls_before = key, due, calls_before
-        self.gradients: list[tuple[Tensor, object]] = []  # of the leaves that the step refers to, before it
+        self.leaves: list[Leaf] = []
         self.tries, self.compared = 0, 0
         self.last: Recording | None = None
         self.program: RecordedProgram | None = None
@@ -129,7 +128,7 @@ class _Known:
     def add(self, recording: Recording, call: int) -> None:
         """Take a recording of the step: a program, if it equals the last one."""
         self.tries, self.compared = self.tries + 1, call
-        self.gradients = recording.gradients_before
+        self.leaves = [leaf for leaf in recording.leaves if leaf.tensor is not None]
         self.last, last = recording, self.last
         if recording.recorder.why_not:
             self.pause(recording.recorder.why_not)
@@ -261,7 +260,7 @@ class Replay(Generic[P, R]):
         key = call.key, numbers
         same = [known for known in self._known if known.key == key]
         for known in same:
-            if all(gradient_kind(x.grad) == kind for x, kind in known.gradients):
+            if all(gradient_kind(leaf.of(call).grad) == leaf.before for leaf in known.leaves):
                 return known
         self._known = [_Known(key, self.calls + self.check_every, 0 if same else 1), *self._known[: _KEPT - 1]]
         return self._known[0]

@@ -29,7 +29,7 @@ class RecordedProgram:
         self.recording, sources = recording, recording.sources
         self._terms: dict[tuple[type, frozenset[Term]], Slot] = {}
         slots = [slot for slot in recording.results if isinstance(slot, Slot)]
-        grads = [gradient.slot for gradient in recording.gradients if gradient.slot is not None]
+        grads = [leaf.slot for leaf in recording.leaves if leaf.slot is not None]
         instructions, stands_for = simplified(self._with_options(), [*slots, *grads])
         fixed = {slot: source.tensor() for slot, source in sources.items() if source.kind in ("owned", "literal")}
         results = [stands_for.get(slot, slot) for slot in (*slots, *grads)]
@@ -90,8 +90,8 @@ class RecordedProgram:
         """Run the step: its result, with the gradients in place."""
         leaves = [leaf.of(call) for leaf in self.recording.leaves]
         inputs = [self._input(slot, call, leaves) for slot in self.step.inputs]
-        for i, (x, gradient) in enumerate(zip(leaves, self.recording.gradients, strict=True)):
-            if gradient.kind != "kept" and i not in self._gradients:
+        for i, (x, leaf) in enumerate(zip(leaves, self.recording.leaves, strict=True)):
+            if leaf.change != "keeps" and i not in self._gradients:
                 x.grad = None  # so that its memory is free
         try:
             with ExitStack() as stack:
@@ -109,11 +109,11 @@ class RecordedProgram:
         if wrappers:
             increment_version(wrappers)
         made = iter(outs[self._n_results :])
-        for x, gradient in zip(leaves, self.recording.gradients, strict=True):
-            if gradient.kind == "new":
+        for x, leaf in zip(leaves, self.recording.leaves, strict=True):
+            if leaf.change == "sets":
                 local = next(made)
-                x.grad = local if gradient.spec is None else wrap(local, gradient.spec)
-            elif gradient.kind == "none":
+                x.grad = local if leaf.spec is None else wrap(local, leaf.spec)
+            elif leaf.change == "drops":
                 x.grad = None
         return self._result(outs)
 

@@ -27,16 +27,28 @@ T = TypeVar("T")
 
 
 class Leaf(NamedTuple):
-    """A tensor whose gradient a step changes: an argument by its number, or one that the step refers to."""
+    """A tensor whose gradient a step may change: an argument by its number, or one that the step refers to.
+
+    The step keeps its gradient, drops it, or sets it to the value of the `slot`, of this spec, or plain. `before` is
+    the kind of the gradient before the step.
+    """
 
     number: int | None
     tensor: Tensor | None
+    before: object
+    change: Literal["keeps", "drops", "sets"]
+    slot: Slot | None = None
+    spec: Any = None
 
     def of(self, call: Call) -> Tensor:
         """The tensor in a call."""
         x = self.tensor if self.number is None else call.tensors[self.number]
         assert x is not None
         return x
+
+    def same_as(self, leaf: Leaf) -> bool:
+        """Whether both are one tensor, and the step does the same to its gradient."""
+        return self.tensor is leaf.tensor and self._replace(tensor=None) == leaf._replace(tensor=None)
 
 
 class Source(NamedTuple):
@@ -60,14 +72,6 @@ class Source(NamedTuple):
         return same and (self.kind != "other" or self.tensor() is source.tensor())
 
 
-class Gradient(NamedTuple):
-    """What a step does to the gradient of a leaf: keeps it, drops it, or sets it to a value of this spec, or plain."""
-
-    kind: Literal["kept", "none", "new"]
-    slot: Slot | None = None
-    spec: Any = None
-
-
 class Recording(NamedTuple):
     """One run of a step.
 
@@ -81,8 +85,6 @@ class Recording(NamedTuple):
     results: list[Any]
     specs: list[Any]
     leaves: list[Leaf]
-    gradients: list[Gradient]
-    gradients_before: list[tuple[Tensor, object]]
     sources: dict[Slot, Source]
     held: Held
     groups: list[dict[str, Any]]
@@ -135,11 +137,11 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
         flat, structure = pytree.tree_flatten(result)
         results = [recorder.slot_of(local_of(out)) if isinstance(out, Tensor) else out for out in flat]
         _check_results(flat, recorder)
-        leaves, gradients = _gradients(call, state, recorder)
+        leaves = _leaves(call, state, recorder)
         recorder.close()
     for x in recorder.externals.values():
         recorder.slot_of(x)  # which refuses those whose memory was replaced
-    sources = _sources(recorder, call, state, leaves)
+    sources = _sources(recorder, call, state)
     if any(leaf not in state.tensors for leaf in recorder.leaves) or any(
         source.kind == "other" and recorder.externals[slot].requires_grad for slot, source in sources.items()
     ):
@@ -152,15 +154,12 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
     options = options_of(groups)
     if state.options_changed:
         recorder.refuse("the step changes options of its optimiser: let a schedule step outside")
-    held = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
     return result, Recording(
         recorder,
         structure,
         results,
         [out._spec if isinstance(out, Wrapper) else None for out in flat],
         leaves,
-        gradients,
-        [(x, gradient_kind(state.grads[id(x)])) for x in held],
         sources,
         state.held(call.tensors),
         groups,
@@ -178,30 +177,29 @@ def _check_results(results: list[Any], recorder: StepRecorder) -> None:
             recorder.refuse(f"the step returns a {type(out).__name__}, which is neither a tensor nor a number")
 
 
-def _gradients(call: Call, state: StepState, recorder: StepRecorder) -> tuple[list[Leaf], list[Gradient]]:
+def _leaves(call: Call, state: StepState, recorder: StepRecorder) -> list[Leaf]:
     """The leaves, and what the step has done to their gradients."""
     numbers = {id(x): i for i, x in reversed([*enumerate(call.tensors)])}
-    leaves, gradients = list[Leaf](), list[Gradient]()
+    leaves = list[Leaf]()
     for i, before in state.grads.items():
         x, grad = state.tensors[i], state.tensors[i].grad
         if isinstance(x, Wrapper) and x._gradient_leaf is not None and x._gradient_leaf.has_partial_sum:
             recorder.refuse("the step leaves partial gradients: accumulate within one step")
-        leaves.append(Leaf(numbers.get(i), None if i in numbers else x))
-        if grad is before:
-            gradients.append(Gradient("kept"))
-        elif grad is None:
-            gradients.append(Gradient("none"))
-        else:
+        leaf = Leaf(numbers.get(i), None if i in numbers else x, gradient_kind(before), "keeps")
+        if grad is None and before is not None:
+            leaf = leaf._replace(change="drops")
+        elif grad is not None and grad is not before:
             spec = grad._spec if isinstance(grad, Wrapper) else None
-            gradients.append(Gradient("new", recorder.slot_of(local_of(grad)), spec))
-    return leaves, gradients
+            leaf = leaf._replace(change="sets", slot=recorder.slot_of(local_of(grad)), spec=spec)
+        leaves.append(leaf)
+    return leaves
 
 
 def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _sources(recorder: StepRecorder, call: Call, state: StepState, leaves: list[Leaf]) -> dict[Slot, Source]:
+def _sources(recorder: StepRecorder, call: Call, state: StepState) -> dict[Slot, Source]:
     """Where the external tensors of a recording come from."""
     arguments = {id(x): i for i, x in enumerate(call.locals)}
     before = {id(local_of(x)): i for i, x in enumerate(state.grads.values()) if x is not None}
@@ -235,6 +233,8 @@ def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
 def _difference(first: Recording, second: Recording, terms: Mapping[Place, frozenset[Term]]) -> str:
     one, two = first.instructions, second.instructions
     for i, (a, b) in enumerate(zip(one, two, strict=False)):
+        if a.same_as(b):
+            continue
         new = dict(enumerate(values_in(b)))
         args, kwargs = with_values(a, {j: value for j, value in new.items() if (i, j) in terms})
         if not replace(a, args=args, kwargs=kwargs).same_as(b):
@@ -248,12 +248,11 @@ def _difference(first: Recording, second: Recording, terms: Mapping[Place, froze
             what = "other numbers of a tensor" if source.kind == "literal" else "another tensor that no operator made"
             user = next((each for each in one if slot in values_in(each)), None)
             return f"{user.name} at {user.line} with {what}" if user is not None else f"with {what}"
-    if (first.structure, first.results, first.specs) != (second.structure, second.results, second.specs):
+    kinds = [list(map(type, each.results)) for each in (first, second)]
+    if kinds[0] != kinds[1] or first[1:4] != second[1:4]:
         return "to other results"
-    same = [a.number == b.number and a.tensor is b.tensor for a, b in zip(first.leaves, second.leaves, strict=False)]
-    if not all(same) or len(first.leaves) != len(second.leaves) or first.gradients != second.gradients:
-        return "to other gradients"
-    return ""
+    same = len(first.leaves) == len(second.leaves) and all(map(Leaf.same_as, first.leaves, second.leaves))
+    return "" if same else "to other gradients"
 
 
 def _instruction_difference(a: Instruction, b: Instruction) -> str:
