@@ -1,0 +1,1 @@
+"""Rehearsed modules."""

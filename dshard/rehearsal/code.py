@@ -1,0 +1,113 @@
+"""Python code of recorded instructions: one function of local tensors for a list of instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.rehearsal.local_recorder import Instruction, Slot
+
+aten = torch.ops.aten
+
+_NAMED = {
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.mul.Scalar: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.neg.default: torch.neg,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.mm.default: torch.mm,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.select.int: torch.select,
+    aten.detach.default: torch.detach,
+    aten.view.default: Tensor.view,
+    aten.expand.default: Tensor.expand,
+    aten.embedding.default: torch.embedding,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+}
+"""torch's own functions of some operators: they parse their arguments faster than the operators in `torch.ops`."""
+
+
+def function_of(instruction: Instruction) -> Callable[..., Any]:
+    """The function that runs an instruction."""
+    op = instruction.operator
+    return instruction.function if op is None else _NAMED.get(op, op._op)
+
+
+class Code:
+    """Lines of code, and the values that they name: constants that Python does not write as numbers.
+
+    `place` says how the code names the value of a slot.
+    """
+
+    def __init__(self, place: Callable[[Slot], str], names: dict[str, Any] | None = None) -> None:
+        self.names: dict[str, Any] = {} if names is None else names
+        self.place = place
+        self._known: dict[tuple[str, int], str] = {}
+
+    def constant(self, value: object, prefix: str = "c") -> str:
+        """The name of a constant."""
+        name = self._known.get((prefix, id(value)))
+        if name is None:
+            name = self._known[prefix, id(value)] = f"{prefix}{len(self._known)}"
+            self.names[name] = value  # which keeps its id its own
+        return name
+
+    def text(self, value: object) -> str:
+        """An argument."""
+        if isinstance(value, Slot):
+            return self.place(value)
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(self.text, value))}]"
+        if value is None or type(value) in (bool, int) or (type(value) is float and isfinite(value)):
+            return repr(value)
+        return self.constant(value)
+
+    def line(self, each: Instruction) -> str:
+        """The line that runs an instruction; its results are named by the numbers of their slots."""
+        op = each.operator
+        name = "f" if op is None else op._schema.name.partition("::")[2].replace(".", "_") + "_"
+        function = self.constant(function_of(each), name)
+        arguments = [*map(self.text, each.args), *(f"{name}={self.text(value)}" for name, value in each.kwargs)]
+        outs = ["_" if out is None else variable(out) for out in each.outs]
+        target = "" if not any(each.outs) else f"{', '.join(outs)}{',' if each.is_tuple else ''} = "
+        return f"{target}{function}({', '.join(arguments)})"
+
+    def function(self, name: str, parameters: str, lines: Sequence[str], file: str) -> tuple[Callable[..., Any], str]:
+        """The function of these lines, and its source."""
+        source = "\n    ".join([f"def {name}({parameters}):", *(lines or ["pass"])])
+        exec(compile(source, file, "exec"), self.names)  # made here, of numbers and names alone
+        return self.names[name], source
+
+
+def variable(slot: Slot) -> str:
+    """The name of a slot's value in the function that makes it."""
+    return f"t{slot.number}"
+
+
+def filled(value: Any, values: Mapping[Slot, Any]) -> Any:
+    """An argument with the values of its slots; sequences are lists."""
+    if isinstance(value, Slot):
+        return values[value]
+    return [filled(each, values) for each in value] if isinstance(value, tuple) else value
+
+
+def run_once(instructions: Sequence[Instruction], values: dict[Slot, Any]) -> None:
+    """Run instructions on the values of their slots, and add their results."""
+    for each in instructions:
+        out = each.function(*filled(each.args, values), **{name: filled(x, values) for name, x in each.kwargs})
+        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
+            if slot is not None:
+                values[slot] = x

@@ -1,0 +1,129 @@
+"""What a recording needs: its instructions without equal views, and without those whose results nobody uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from dshard.rehearsal.local_recorder import Instruction, Slot, View
+
+aten = torch.ops.aten
+
+
+class Recorded(Protocol):
+    """Instructions, with the views of all slots by number."""
+
+    @property
+    def instructions(self) -> Sequence[Instruction]:
+        """The instructions, in order."""
+        ...
+
+    @property
+    def views(self) -> Sequence[View | None]:
+        """How the tensor of each slot lies in its storage."""
+        ...
+
+
+def slots_in(value: object) -> Iterator[Slot]:
+    """The slots among arguments."""
+    if isinstance(value, Slot):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from slots_in(each)
+
+
+def reads(instruction: Instruction) -> Iterator[Slot]:
+    """The slots that an instruction reads."""
+    yield from slots_in(instruction.args)
+    for _, value in instruction.kwargs:
+        yield from slots_in(value)
+
+
+def written_by(instructions: Iterable[Instruction]) -> set[Slot]:
+    """The slots whose memory operators write to, by themselves or by views of them."""
+    roots: dict[Slot, Slot] = {}
+    written = set[Slot]()
+    for each in instructions:
+        if each.is_view:
+            base = each.args[0]
+            roots |= {out: roots.get(base, base) for out in each.outs if out is not None}
+        elif each.operator is not None:
+            written.update(slot for x in each.written() for slot in (x, roots.get(x, x)))
+    return written
+
+
+def simplified(recording: Recorded, results: Iterable[Slot]) -> tuple[list[Instruction], dict[Slot, Slot]]:
+    """The instructions that the results need, without views that equal others, and the slots that stand for others."""
+    instructions, stands_for = _without_equal_views(recording)
+    needed = {stands_for.get(slot, slot) for slot in results}
+    kept: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if instruction.writes or any(out in needed for out in instruction.outs):
+            needed.update(reads(instruction))
+            kept.append(instruction)
+    return kept[::-1], stands_for
+
+
+def _without_equal_views(recording: Recorded) -> tuple[list[Instruction], dict[Slot, Slot]]:
+    """The instructions, each view taken of the first tensor that has its memory, and only once."""
+    views, kept = recording.views, list[Instruction]()
+    stands_for: dict[Slot, Slot] = {}
+    roots: dict[Slot, Slot] = {}  # the tensor whose storage a view has
+    known: dict[tuple[Slot, View | None], Slot] = {}
+    made_of: dict[Slot, Slot] = {}
+
+    def same(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return stands_for.get(value, value)
+        return tuple([same(each) for each in value]) if isinstance(value, tuple) else value
+
+    for each in recording.instructions:
+        kwargs = tuple((name, same(value)) for name, value in each.kwargs)
+        instruction = replace(each, args=same(each.args), kwargs=kwargs)
+        base = instruction.args[0] if instruction.args and isinstance(instruction.args[0], Slot) else None
+        if base is None or not instruction.is_view:
+            kept.append(instruction)
+            continue
+        root = roots.get(base, base)
+        known.setdefault((root, views[root.number]), root)
+        outs: list[Slot | None] = []
+        for out in instruction.outs:
+            equal = None if out is None else known.setdefault((root, views[out.number]), out)
+            if out is not None and equal is not None and equal != out:
+                stands_for[out] = equal
+            elif out is not None:
+                roots[out] = root
+            outs.append(out if equal == out else None)
+        if any(outs):
+            instruction = replace(instruction, outs=tuple(outs))
+            by_sizes = instruction.operator is aten.view.default
+            kept.append(_of_first(instruction, base, made_of, views) if by_sizes else instruction)
+    return kept, stands_for
+
+
+def _of_first(
+    instruction: Instruction, base: Slot, made_of: dict[Slot, Slot], views: Sequence[View | None]
+) -> Instruction:
+    """A view by sizes of a contiguous tensor, taken of that tensor rather than of another view by sizes."""
+    (out,) = instruction.outs
+    assert out is not None
+    first = made_of.get(base, base)
+    view = views[first.number]
+    if view is None or not view.is_contiguous:
+        first = base
+    made_of[out] = first
+    return replace(instruction, args=(first, *instruction.args[1:]))
+
+
+def only_of(fixed: Iterable[Slot], instructions: Iterable[Instruction]) -> list[Instruction]:
+    """The views of fixed tensors alone, which are made once."""
+    known, once = set(fixed), list[Instruction]()
+    for each in instructions:
+        if each.is_view and all(slot in known for slot in reads(each)):
+            known.update(out for out in each.outs if out is not None)
+            once.append(each)
+    return once
