@@ -105,6 +105,8 @@ __all__ = [
     "randn",
     "randperm",
     "register_rule",
+    "rehearsal_of",
+    "rehearsing",
     "replay",
     "rules",
     "set_rng_state",
@@ -140,6 +142,7 @@ if _TYPE_CHECKING:
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_model
+    from dshard.rehearsal import rehearsal_of, rehearsing
     from dshard.replay import replay
     from dshard.tensor import DTensor
     from dshard.trace import strict, trace
@@ -161,6 +164,7 @@ _LATE = {
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
+    "dshard.rehearsal": ("rehearsal_of", "rehearsing"),
     "dshard.replay": ("replay",),
     "dshard.report.visualize": ("visualize",),
     "dshard.tensor": ("DTensor",),

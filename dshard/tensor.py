@@ -30,8 +30,6 @@ from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
-from dshard.dispatch import fast_path
-from dshard.dispatch.fast_path import QUERIES, through
 from dshard.dispatch.operator import dispatch
 from dshard.dispatch.other_classes import by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
@@ -41,6 +39,7 @@ from dshard.ops.foreach import support
 from dshard.ops.optimiser_states import support_states
 from dshard.ops.optimiser_steps import support_local_steps
 from dshard.placements import Placement
+from dshard.rehearsal.session import HERE, call_torch_function, own_call
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
@@ -208,6 +207,7 @@ class DTensor(Wrapper):
         placements: Any = self._spec.placements
         return TorchDTensor.from_local(self.to_local(), mesh, placements, shape=self.shape, stride=self.stride())
 
+    @own_call
     def redistribute(  # it takes a pure mesh, too
         self,
         device_mesh: DeviceMesh | Mesh | None = None,
@@ -259,11 +259,8 @@ class DTensor(Wrapper):
     ) -> Any:
         if len(types) > 1 and (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
             return out
-        of_graph = QUERIES.get(func)
-        if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
-            with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
-                return func(*args, **(kwargs or {}))
-        return fast_path.call(func, args, kwargs or {}, through)
+        answer = HERE.answer
+        return (call_torch_function if answer is None else answer)(func, args, kwargs or {})
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 

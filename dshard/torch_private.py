@@ -246,6 +246,9 @@ sequence_number: Callable[[], int] = _needed(
 will_execute_node: Callable[[Any], bool] = _needed(
     "torch._C._will_engine_execute_node", "leaving out matmuls of gradients that are not needed"
 )
+keeps_graph: Callable[[], bool] = _needed(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "freeing values of rehearsed modules in a backward pass"
+)
 autograd_engine: Any = _needed(
     "torch.autograd.Variable._execution_engine", "telling other ranks that a backward pass has failed"
 )

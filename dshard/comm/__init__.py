@@ -98,7 +98,7 @@ from dshard.comm.runtime import (
     simulated_ranks,
 )
 from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
-from dshard.comm.scoped import Scoped
+from dshard.comm.scoped import Changes, Scoped, State
 from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured
@@ -110,6 +110,7 @@ from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "COLLECTIVES_OF_TORCH",
+    "Changes",
     "EMULATED",
     "ENDS",
     "FORGET",
@@ -133,6 +134,7 @@ __all__ = [
     "Resharding",
     "Runtime",
     "Scoped",
+    "State",
     "Session",
     "Start",
     "Steps",

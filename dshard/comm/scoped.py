@@ -16,6 +16,12 @@ E = TypeVar("E")
 T = TypeVar("T")
 
 
+class Changes:
+    """How often a block was entered or left: while the count stays, a thread's values do, too."""
+
+    count = 0
+
+
 class _Block(Generic[E]):
     """An entered block, with its change; `is_first` says that the context was never changed before."""
 
@@ -54,7 +60,7 @@ class Scoped(Generic[E, T]):
 
     def value(self) -> T:
         """The value in the context of the call."""
-        return (self.here() or self.outer()).value
+        return self.state().value
 
     def outer(self) -> State[E, T]:
         """The state of a context that entered no block; on autograd's threads, that of the caller of backward."""
@@ -84,10 +90,28 @@ class Scoped(Generic[E, T]):
         outside = block.is_first and remaining == self.outer().blocks
         self._set(None if outside else self._state(remaining))
 
+    @contextmanager
+    def restored(self, state: State[E, T]) -> Iterator[None]:
+        """Within the block, the value is that of a `state` of before."""
+        here = self.here()
+        self.anywhere.extend(state.blocks)
+        self._set(state)
+        try:
+            yield
+        finally:
+            for block in state.blocks:
+                self.anywhere.remove(block)
+            self._set(here)
+
+    def state(self) -> State[E, T]:
+        """The state in the context of the call."""
+        return self.here() or self.outer()
+
     def _state(self, blocks: tuple[_Block[E], ...]) -> State[E, T]:
         return State(blocks, self._fold([block.change for block in blocks])) if blocks else self._none
 
     def _set(self, state: State[E, T] | None) -> None:
+        Changes.count += 1
         self._var.set(state)
         if self._backward_caller_state() is None:
             _stash(self._key, (get_ident(), state))

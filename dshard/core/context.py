@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dshard.caches import Cache, clear_records
-from dshard.comm import FORGET, DeviceMesh, Scoped, bind, outside_graphs, ranks_per_host, same_topology
+from dshard.comm import FORGET, DeviceMesh, Scoped, State, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 from dshard.topology.network import check_topology
@@ -82,6 +82,20 @@ def settings_in_force() -> list[object]:
         if setting.anywhere:
             return [each.value() for each in _ALL_SETTINGS]
     return _DEFAULTS
+
+
+@contextmanager
+def settings_restored(states: Sequence[State[Any, Any]]) -> Iterator[None]:
+    """Within the block, the settings are those of `settings_states()` of before."""
+    with ExitStack() as stack:
+        for setting, state in zip(_ALL_SETTINGS, states, strict=True):
+            stack.enter_context(setting.restored(state))
+        yield
+
+
+def settings_states() -> list[State[Any, Any]]:
+    """The states of the settings in this thread and asynchronous task."""
+    return [each.state() for each in _ALL_SETTINGS]
 
 
 def planning_context_of(topology: Topology | None) -> PlanningContext:

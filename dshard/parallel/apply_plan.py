@@ -34,6 +34,8 @@ from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
+from dshard.rehearsal.module import declare
+from dshard.rehearsal.session import own_call
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
@@ -43,12 +45,15 @@ from dshard.torch_private import graph_task_id, no_torch_function
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     hooks = take_inputs(model, plan)
+    rehearsal = declare(model)
+    hooks.append(before(model, rehearsal.enter, with_kwargs=True))
     hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
     pins = pin_schedules(model, plan)
     for name, schedule in plan.products.items():
         if not (name in pins and _sends_nothing(schedule, pins[name].weight)):
             hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    return [*hooks, *pins.values(), *gather_in_groups(model, plan)]
+    hooks += [*pins.values(), *gather_in_groups(model, plan)]
+    return [*hooks, after(model, rehearsal.leave, always=True)]
 
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
@@ -142,6 +147,7 @@ def _is_split(spec: Spec, loops: tuple[str, ...]) -> bool:
     return all(map(lambda loop, at: loop == "m" and isinstance(at, Shard), loops, spec.layout.placements))
 
 
+@own_call
 def _reduce_gradient_once(x: DTensor) -> None:
     """Sum the gradients of all uses of `x`, a tensor in the middle of the graph, and redistribute the sum."""
     if torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
@@ -218,6 +224,7 @@ def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
     return enter_options(MatmulOptions(saved=current_options().saved, attention=loops))
 
 
+@own_call
 def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
     """`x` redistributed as the first operand of `schedule`, features last; cached for all modules that share `x`."""
     placements = tuple(

@@ -1,1 +1,5 @@
-"""Rehearsed modules."""
+"""Rehearsed modules: Python runs the forward pass, and what its calls do is run at once from a record."""
+
+from dshard.rehearsal.module import Rehearsal, rehearsal_of, rehearsing
+
+__all__ = ["Rehearsal", "rehearsal_of", "rehearsing"]

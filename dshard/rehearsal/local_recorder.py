@@ -7,7 +7,7 @@ operators on local tensors there. Tensors are numbered as they arise; those that
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,6 +99,10 @@ class Instruction:
         writes = [values[a.name] for a in arguments if a.name in values and a.alias_info and a.alias_info.is_write]
         flat = [each for value in writes for each in (value if isinstance(value, tuple) else (value,))]
         return [each for each in flat if isinstance(each, Slot)]
+
+    def with_arguments(self, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Instruction:
+        """The same call with other arguments."""
+        return replace(self, args=args, kwargs=kwargs)
 
     def same_as(self, other: Instruction) -> bool:
         """Whether both are the same call of the same values."""

@@ -1,0 +1,527 @@
+"""The backward pass of a rehearsed module: a program for each pattern of gradients that arrives.
+
+A pattern that is met first is derived: the calls run again under autograd, on aliases of the module's own tensors, but
+what their local operators give is taken from the run, so that nothing is sent, drawn or computed twice. What the inner
+backward pass then runs is recorded, and is the program of later passes. Gradients of the module's own tensors are given
+to autograd as they arise, often partial sums: the hooks of the leaves reduce them, as those of eager passes, so that
+all ranks send the same, whatever each of them has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.accumulation import accumulating
+from dshard.comm import publish_failure, recording_calls
+from dshard.core.context import settings_in_force, settings_restored
+from dshard.core.observe import OperatorMode
+from dshard.core.plain_tensors import count_as_replicated
+from dshard.core.signature import Args, Kwargs
+from dshard.core.spec import is_for_shapes
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.rehearsal.calls import Call, Ref, local_of
+from dshard.rehearsal.code import Code, filled, variable
+from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
+from dshard.rehearsal.plan import only_of, reads, simplified
+from dshard.rehearsal.record import FILE, Record
+from dshard.rehearsal.region import Run
+from dshard.rehearsal.session import run_eagerly
+from dshard.torch_private import OpOverload, keeps_graph, no_torch_function, pytree
+
+aten = torch.ops.aten
+MAX_PATTERNS = 8
+OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+    "{}, of a rehearsed module; write to it before the forward pass uses it, or after the backward pass, or to a copy"
+)
+TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+
+
+class Pattern(NamedTuple):
+    """What a backward program depends on: the calls answered, and the gradients that arrived, by place."""
+
+    n_answered: int
+    grads: tuple[tuple[int, object, tuple[int, ...]], ...]
+    settings: tuple[object, ...]
+    accumulates: bool
+
+
+class Program(NamedTuple):
+    """The backward pass of a pattern: `run(values, own, grads)` gives the local gradients of `specs`.
+
+    It reads the forward values in `slots`, of which those in `fresh` were never written to within the module, the
+    operands `reads`, by number; `code` is its source.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    specs: list[Any]
+    fresh: tuple[int, ...]
+    slots: frozenset[Slot]
+    reads: frozenset[int]
+    code: str
+
+
+def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the operands of a run.
+
+    Raises:
+        RuntimeError: what they are computed of was freed, or written to.
+    """
+    record = run.record
+    if not run.values:
+        raise RuntimeError(TWICE)
+    given = [i for i, grad in enumerate(grads) if grad is not None]
+    arrived: list[Any] = [grads[i] for i in given]
+    _check_versions(run)
+    if torch.is_grad_enabled() or run.hooks:
+        return _recomputed(run, given, arrived)
+    locals_ = [local_of(grad) for grad in arrived]
+    pattern = Pattern(
+        run.n_answered,
+        tuple(
+            (i, grad._spec if isinstance(grad, Wrapper) else None, local.stride())
+            for i, grad, local in zip(given, arrived, locals_, strict=True)
+        ),
+        tuple(settings_in_force()),
+        accumulating(),
+    )
+    program = next((known for key, known in record.programs if key == pattern), None)
+    if program is None:
+        return _derived(run, pattern, given, arrived)
+    for number in program.fresh:
+        if run.values[number]._version:
+            raise RuntimeError(OVERWRITTEN.format(tuple(run.values[number].shape)))
+    if run.overwritten:
+        _check_overwritten(run, program.slots)
+    values = run.values
+    if keeps_graph():
+        values = values.copy()
+    else:
+        run.values = []
+    if len(run.fixed.values) < record.n_slots:
+        run.fixed.extend(record)
+    del grads, arrived
+    record.n_programs_run += 1
+    try:
+        outs = program.run(values, run.fixed.values, locals_)
+    except Exception as error:
+        publish_failure(error, record.ranks)
+        raise
+    return [
+        None if x is None else x if spec is None else wrap(x, spec) for x, spec in zip(outs, program.specs, strict=True)
+    ]
+
+
+def _check_versions(run: Run) -> None:
+    with no_torch_function():
+        for x, version in run.versions:
+            if x._version != version:
+                raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
+
+
+def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        x = run.values[slot.number]
+        if isinstance(x, Tensor) and x.untyped_storage()._cdata in run.overwritten:
+            raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
+
+
+# -- the calls once more
+
+
+class _Token:
+    """Stands for a collective that has begun in the forward pass."""
+
+
+class Derivation(LocalRecorder):
+    """Runs calls again with the results that their local operators had in a run; then records the backward pass.
+
+    Slots are those of the record, and go on where it ends. `unreal` are the slots of tensors without their values.
+    """
+
+    def __init__(self, run: Run, *, is_real: bool = False) -> None:
+        super().__init__()
+        record = run.record
+        self.record, self.values, self.is_real = record, run.values, is_real
+        self.views = [*record.views] + [None] * (record.n_slots - len(record.views))
+        self._addresses = [0] * len(self.views)
+        self.n_forward = len(self.views)
+        self.expected: list[Instruction] = []
+        self.is_backward = False
+        self.unreal = set[Slot]()
+        self._made: dict[Slot, Any] = {}
+        self.read = set[Slot]()
+        own = dict(zip(record.leaves, run.fixed.locals, strict=True))
+        for slot, n in record.sources.items():
+            x = own.get(n)
+            if x is None:
+                x = self.values[slot.number]
+            if isinstance(x, Tensor):
+                self._tensors[x] = slot
+        for slot, x in record.literals.items():
+            self._tensors[x] = slot
+
+    def slot_of(self, x: Tensor) -> Slot:
+        """The slot of a tensor; one that no instruction made becomes external."""
+        slot: Slot | None = self._tensors.get(x)
+        if slot is None:
+            slot = self._new_slot(x)
+            self.externals[slot] = x
+        return slot
+
+    def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator on plain tensors: what it gave in the run, or, in the backward pass, record it."""
+        if self._within or is_for_shapes() or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default and not self.is_backward and self.expected:
+            literal = next((each for each in self.expected if each.args and each.args[0] in self.record.literals), None)
+            if literal is not None:
+                self.expected.remove(literal)
+                return self._known_result(literal, args)
+        recorded_args = self._recorded(args)
+        recorded_kwargs = tuple((name, self._recorded(value)) for name, value in kwargs.items())
+        if not self.is_backward:
+            each = self._take(func, recorded_args, recorded_kwargs)
+            if each is not None and each.is_view:
+                return self._view(each, func(*args, **kwargs))
+            if each is not None:
+                return self._known_result(each, args)
+        args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
+        return super().run(func, args, kwargs)
+
+    def call(self, key: object, function: Callable[..., Any], *args: object) -> Any:
+        """Call a function: what it gave in the run, or, in the backward pass, record it."""
+        if self._within or is_for_shapes():
+            return function(*args)
+        if not self.is_backward:
+            each = self._take(key, self._recorded(args), (), by_key=True)
+            if each is not None:
+                return self._known_result(each, args)
+        return super().call(key, function, *self._real(args))
+
+    def _take(self, what: object, args: Any, kwargs: Any, *, by_key: bool = False) -> Instruction | None:
+        """The first instruction of the call that is this one, which then has run."""
+        for i, each in enumerate(self.expected):
+            if by_key:
+                same = each.key is not None and equal(each.key, what) and equal(each.args, args)
+            else:
+                same = each.key is None and each.function is what and equal((each.args, each.kwargs), (args, kwargs))
+                if not same and each.is_view and what in VIEWS_IF_POSSIBLE:
+                    same = each.function is aten.view.default and equal(each.args[0], args[0])
+            if same:
+                return self.expected.pop(i)
+        return None
+
+    def _view(self, each: Instruction, out: Any) -> Any:
+        is_unreal = each.args[0] in self.unreal
+        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
+            if slot is not None:
+                self._tensors[x] = slot
+                if is_unreal:
+                    self.unreal.add(slot)
+        return out
+
+    def _known_result(self, each: Instruction, args: Args) -> Any:
+        """What an instruction gave: tensors of its results, with their values where the run has kept them."""
+        new = {*each.outs}
+        outs = [
+            (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
+            for x in each.returned
+        ]
+        return outs if each.is_tuple else outs[0]
+
+    def _operand(self, slot: Slot, args: Any) -> Any:
+        for x in pytree.tree_leaves(args):
+            if isinstance(x, Tensor) and self._tensors.get(x) == slot:
+                return x
+        return self.value(slot)
+
+    def _stand_in(self, slot: Slot) -> Any:
+        view = self.views[slot.number]
+        if view is None:
+            token = _Token()
+            self._values[token] = slot
+            self.unreal.add(slot)
+            return token
+        value = self._kept(slot)
+        if value is None and self.is_real:
+            value = self.value(slot)
+        if value is None:
+            self.unreal.add(slot)
+            out = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+        else:
+            out = aten.alias.default(value)
+        self._tensors[out] = slot
+        return out
+
+    def _kept(self, slot: Slot) -> Any:
+        at = self.record.at(slot).number
+        return self.values[at] if at < len(self.values) else None
+
+    def _real(self, value: Any) -> Any:
+        """An argument with the values of tensors that have none."""
+        if isinstance(value, Tensor):
+            slot = self._tensors.get(value)
+            return self.value(slot) if slot in self.unreal else value
+        if isinstance(value, _Token):
+            return self.value(self._values[value])
+        if isinstance(value, list | tuple):
+            return type(value)([self._real(each) for each in value]) if type(value) in (list, tuple) else value
+        return value
+
+    def value(self, slot: Slot) -> Any:
+        """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
+        kept = self._kept(slot)
+        if kept is not None:
+            return kept
+        if slot not in self._made:
+            each = self.record.makers[slot]
+            arguments = {read: self.value(read) for read in reads(each)}
+            kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
+            out = each.function(*filled(each.args, arguments), **kwargs)
+            for made, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
+                if made is not None:
+                    self._made[made] = x
+        return self._made[slot]
+
+
+def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
+    """The operands by number: those that get a gradient as aliases, of which autograd knows nothing else."""
+    record = run.record
+    inner: dict[int, Any] = {**record.leaves, **dict(enumerate(run.inputs)), **run.late}
+    for n in record.trained:
+        x = inner[n]
+        if create:
+            inner[n] = x.view_as(x)
+            continue
+        with no_torch_function():
+            alias = x.detach().requires_grad_()
+        if isinstance(x, Wrapper):
+            alias._matmul, alias._leaf = x._matmul, x._leaf
+        inner[n] = alias
+    return inner
+
+
+def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
+    """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
+    for call in run.record.calls[: run.n_answered]:
+        derivation.number = -2
+        derivation.expected = [*call.instructions]
+        with _as_before(call):
+            args, kwargs = pytree.tree_map(lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs))
+            out = run_eagerly(call.func, args, kwargs)
+        for ref, x in zip(call.outs, pytree.tree_leaves(out), strict=True):
+            if isinstance(ref, Ref) and ref.number not in inner:
+                inner[ref.number] = x
+                if isinstance(x, Wrapper) and x._spec is not run.record.made[ref.number][1]:
+                    raise RuntimeError(f"{call.name} at {call.line} gives another layout when it runs again")
+
+
+@contextmanager
+def _as_before(call: Call) -> Iterator[None]:
+    """Within the block, the state of a call."""
+    count_as_replicated(int(call.within), forward=call.within)
+    try:
+        with settings_restored(call.states), torch.set_grad_enabled(call.grad):
+            yield
+    finally:
+        count_as_replicated(-int(call.within), forward=call.within)
+
+
+def _derived(run: Run, pattern: Pattern, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of a pattern without a program, which is made of them."""
+    record = run.record
+    derivation = Derivation(run)
+    record.n_derived += 1
+    with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
+        inner = _inner_tensors(run, create=False)
+        for n in record.trained:
+            _share(derivation, inner[n], record.leaves.get(n, run.inputs[n] if n < record.n_inputs else None))
+        _run_again(run, derivation, inner)
+        outs = [inner[record.needing[i]] for i in given]
+        derivation.is_backward, derivation.expected = True, []
+        grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
+        with torch.no_grad():
+            found = torch.autograd.grad(outs, [inner[n] for n in record.trained], grads, allow_unused=True)
+        slots = [None if x is None else derivation.slot_of(local_of(x)) for x in found]
+    specs = [x._spec if isinstance(x, Wrapper) else None for x in found]
+    _check_overwritten(run, {record.at(slot) for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)})
+    if not derivation.why_not and len(record.programs) < MAX_PATTERNS:
+        program = _program(record, derivation, grad_slots, slots, specs)
+        if isinstance(program, str):
+            record.why_not = program
+        else:
+            record.add_program(pattern, program)
+    else:
+        record.why_not = derivation.why_not or record.why_not
+    if not keeps_graph():
+        run.values = []
+    return list(found)
+
+
+def _share(derivation: Derivation, alias: Any, x: Any) -> None:
+    """Let the local tensor of an alias have the slot of the tensor's own."""
+    local = local_of(alias)
+    if local is not local_of(x):
+        derivation._tensors[local] = derivation.slot_of(local_of(x))
+
+
+def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients by autograd of the calls, which are run again: a graph is created, or hooks wait for gradients."""
+    record = run.record
+    creates = torch.is_grad_enabled()
+    derivation = Derivation(run, is_real=True)
+    record.n_derived += 1
+    with torch.enable_grad():
+        inner = _inner_tensors(run, create=creates)
+        with recording_calls(derivation), OperatorMode(derivation.run):
+            for n in record.trained:
+                _share(derivation, inner[n], record.leaves.get(n, run.inputs[n] if n < record.n_inputs else None))
+            _run_again(run, derivation, inner)
+        for n, hook in run.hooks:
+            if n in inner:
+                inner[n].register_hook(hook)
+    outs = [inner[record.needing[i]] for i in given]
+    found = torch.autograd.grad(
+        outs, [inner[n] for n in record.trained], grads, create_graph=creates, allow_unused=True
+    )
+    if not keeps_graph():
+        run.values = []
+    return list(found)
+
+
+# -- programs
+
+
+def _program(
+    record: Record,
+    derivation: Derivation,
+    grad_slots: Mapping[Slot, int],
+    results: Sequence[Slot | None],
+    specs: list[Any],
+) -> Program | str:
+    """The program of a recorded backward pass, or why there is none."""
+    n_forward = derivation.n_forward
+    stored = record.kept | record.fixed_slots | set(record.sources) | set(record.literals)
+    instructions, again = list[Instruction](), set[int]()
+    external = {slot for slot in derivation.externals if slot not in grad_slots and slot not in derivation.literals}
+    if external:
+        return "the backward pass reads a tensor that nothing has made"
+
+    def provide(slot: Slot) -> str:
+        if slot.number >= n_forward or record.at(slot) in stored:
+            return ""
+        each = record.makers.get(slot)
+        if each is None or record.at(slot) in record.written:
+            return "the backward pass reads a value that cannot be made again"
+        if id(each) not in again:
+            again.add(id(each))
+            for read in reads(each):
+                why = provide(read)
+                if why:
+                    return why
+            instructions.append(each)
+        return ""
+
+    for each in derivation.instructions:
+        for slot in reads(each):
+            why = provide(slot)
+            if why:
+                return why
+        instructions.append(each)
+    instructions = [_renamed(each, record) for each in instructions]
+    wanted = [record.at(slot) for slot in results if slot is not None]
+    instructions, same = simplified(SimpleNamespace(instructions=instructions, views=derivation.views), wanted)
+    results = [None if slot is None else same.get(record.at(slot), record.at(slot)) for slot in results]
+    fixed = record.fixed_slots | set(derivation.literals)
+    once = only_of(fixed, instructions)
+    rest = [each for each in instructions if not any(each is other for other in once)]
+    known = fixed | {out for each in once for out in each.outs if out is not None}
+    record.literals |= derivation.literals
+    record.once += once
+    record.n_slots = len(derivation.views)
+    made = {out for each in rest for out in each.outs if out is not None}
+    lines, code = _lines(rest, results, known, made, grad_slots)
+    run, source = code.function("backward", "v, w, g", lines, FILE)
+    read = {slot for each in rest for slot in reads(each)} | {slot for slot in results if slot is not None}
+    read = {slot for slot in read if slot not in made and slot not in grad_slots}
+    once_reads = {slot for each in once for slot in reads(each)}
+    numbers = {record.sources[slot] for slot in read | once_reads if slot in record.sources}
+    values = {slot for slot in read if slot not in known}
+    fresh = [s.number for s in values if s in record.maker and record.maker[s] >= 0 and s in record.new_memory]
+    return Program(run, specs, tuple(fresh), frozenset(values), frozenset(numbers), source)
+
+
+def _renamed(each: Instruction, record: Record) -> Instruction:
+    """An instruction that reads the values which stand for others in the record."""
+
+    def at(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return record.at(value)
+        return tuple([at(x) for x in value]) if isinstance(value, tuple) else value
+
+    return each.with_arguments(at(each.args), tuple((name, at(value)) for name, value in each.kwargs))
+
+
+def _lines(
+    instructions: Sequence[Instruction],
+    results: Sequence[Slot | None],
+    known: set[Slot],
+    made: set[Slot],
+    grad_slots: Mapping[Slot, int],
+) -> tuple[list[str], Code]:
+    """The lines of a backward program: each value is freed after its last use, also those of the forward pass."""
+
+    def place(slot: Slot) -> str:
+        if slot in made or slot in grad_slots:
+            return variable(slot)
+        return f"w[{slot.number}]" if slot in known else f"v[{slot.number}]"
+
+    code = Code(place)
+    lines = [f"{variable(slot)} = g[{i}]" for slot, i in grad_slots.items()]
+    lines.append("g.clear()")
+    last: dict[Slot, int] = {}
+    for i, each in enumerate(instructions):
+        for slot in (*reads(each), *(out for out in each.outs if out is not None)):
+            last[slot] = i
+    ends: dict[int, list[Slot]] = {}
+    for slot, i in last.items():
+        if slot not in results and slot not in known:
+            ends.setdefault(i, []).append(slot)
+    for i, each in enumerate(instructions):
+        lines.append(code.line(each))
+        own = [variable(slot) for slot in ends.get(i, ()) if slot in made or slot in grad_slots]
+        if own:
+            lines.append(f"del {', '.join(own)}")
+        lines += [f"{place(slot)} = None" for slot in ends.get(i, ()) if slot not in made and slot not in grad_slots]
+    roots: dict[Slot, Slot] = {}
+    for each in instructions:
+        if each.is_view:
+            roots |= {out: roots.get(each.args[0], each.args[0]) for out in each.outs if out is not None}
+    seen, texts = set[Slot](), list[str]()
+    code.names["own"] = _own
+    for slot in results:
+        if slot is None:
+            texts.append("None")
+            continue
+        root = roots.get(slot, slot)
+        shares = root in seen or root not in made  # a leaf may keep it, and write to it
+        seen.add(root)
+        texts.append(f"own({place(slot)})" if shares else place(slot))
+    lines.append(f"return [{', '.join(texts)}]")
+    return lines, code
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

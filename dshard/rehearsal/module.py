@@ -1,0 +1,227 @@
+"""The region of a module that `parallelize` has laid out: hooks around its forward pass, and what is known of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
+from dshard.comm.events import LISTENERS
+from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.spec import is_for_shapes
+from dshard.core.wrapper import Wrapper
+from dshard.rehearsal.backward import gradients
+from dshard.rehearsal.calls import is_ready, kind_of
+from dshard.rehearsal.record import Record
+from dshard.rehearsal.recording import Recording
+from dshard.rehearsal.region import Run
+from dshard.rehearsal.session import HERE
+from dshard.torch_private import is_autocasting, is_transforming, n_dispatch_modes, pytree
+
+MAX_RECORDS, TRIES, PAUSE = 16, 3, 100
+"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next."""
+_DEFAULT = os.environ.get("DSHARD_REHEARSE", "0") not in ("", "0")
+_ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
+
+
+@contextmanager
+def rehearsing(on: bool = True) -> Iterator[None]:
+    """Within the block parallelized modules are rehearsed, or not; without, as DSHARD_REHEARSE says."""
+    with _ON.entered(on):
+        yield
+
+
+class _Known:
+    """What is known of calls with inputs of one kind."""
+
+    def __init__(self) -> None:
+        self.calls = self.tries = self.missed = self.pause = 0
+        self.record: Record | None = None
+
+
+class Rehearsal:
+    """How a module's calls are rehearsed.
+
+    Attributes:
+        calls: Calls of the module so far.
+        answered: Those of which all calls were answered by a record.
+        why_not: Why the last call was not one of these; empty if it was.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.name = type(module).__name__
+        self.calls = self.answered = 0
+        self.why_not = "it was not called"
+        self._known: dict[object, _Known] = {}
+        self._stack: list[tuple[FrameType, Recording | Run | None, _Known | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
+        copy = Rehearsal.__new__(Rehearsal)
+        memo[id(self)] = copy
+        copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
+        copy._known, copy._stack = {}, []
+        return copy
+
+    @property
+    def records(self) -> list[Record]:
+        """The records, the last made last."""
+        return [known.record for known in self._known.values() if known.record is not None]
+
+    @property
+    def code(self) -> str:
+        """The functions that answer calls, and the backward programs."""
+        sources = [source for record in self.records for source in record.sources_of_code]
+        programs = [program.code for record in self.records for _, program in record.programs]
+        return "\n\n".join([*sources, *programs])
+
+    def __repr__(self) -> str:
+        records = self.records
+        n_calls, patterns = sum(len(r.calls) for r in records), sum(len(r.programs) for r in records)
+        ran, derived = sum(r.n_programs_run for r in records), sum(r.n_derived for r in records)
+        return (
+            f"<rehearsed {self.name}: {self.answered} of {self.calls} calls; {n_calls} calls of torch in "
+            f"{len(records)} records; backward: {patterns} patterns, {ran} of {ran + derived} by program>"
+        )
+
+    # -- hooks
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The forward pass begins, with its inputs laid out."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        frame = sys._getframe(1)
+        self.calls += 1
+        session, known = self._session(module, args, kwargs)
+        self._stack.append((frame, session, known))
+        if session is not None:
+            HERE.answer = session.session() if isinstance(session, Run) else session
+
+    def leave(self, module: nn.Module, args: object, out: object) -> None:
+        """The forward pass has ended, or failed."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        frame = sys._getframe(1)
+        while self._stack and self._stack[-1][0] is not frame:
+            if not any(entered is frame for entered, _, _ in self._stack):
+                return  # it failed before it was entered
+            self._close(*self._stack.pop()[1:])
+        if self._stack:
+            self._close(*self._stack.pop()[1:])
+
+    def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Recording | Run | None, _Known | None]:
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        inputs = [x for x in flat if isinstance(x, Tensor)]
+        if HERE.answer is not None:
+            return None, None  # within a module that is rehearsed
+        self.why_not = _why_eager() or _why_not_with(inputs)
+        if self.why_not:
+            return None, None
+        key = (
+            structure,
+            tuple([_key_of(x) for x in flat if not isinstance(x, Tensor)]),
+            tuple(map(kind_of, inputs)),
+            tuple([next(i for i, y in enumerate(inputs) if y is x) for x in inputs]),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training),
+        )
+        known = self._known.pop(key, None) or _Known()
+        self._known[key] = known
+        for old in [*self._known][: -4 * MAX_RECORDS]:
+            del self._known[old]
+        known.calls += 1
+        record = known.record
+        if record is not None and (record.running or not record.is_current()):
+            if record.running:
+                self.why_not = "another thread runs the module"
+                return None, None
+            known.record = record = None
+        if record is not None and known.missed < 2:
+            record.running = True
+            return Run(record, inputs, gradients), known
+        if known.pause:
+            known.pause -= 1
+            self.why_not = "its calls differ each time"
+            return (None, None) if record is None else (self._run(record, inputs), known)
+        n_records = len(self.records)
+        if known.calls < 2 + n_records // 4 or (record is None and n_records >= MAX_RECORDS):
+            self.why_not = "the first call runs by Python"
+            return None, None
+        known.tries += 1
+        if known.tries >= TRIES:
+            known.tries, known.pause = 0, PAUSE
+        known.missed = 0
+        own = {id(x): x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()) if x is not None}
+        self.why_not = "this call is recorded"
+        return Recording(own, inputs), known
+
+    @staticmethod
+    def _run(record: Record, inputs: list[Tensor]) -> Run:
+        record.running = True
+        return Run(record, inputs, gradients)
+
+    def _close(self, session: Recording | Run | None, known: _Known | None) -> None:
+        if session is None or known is None:
+            return
+        HERE.answer = None
+        if isinstance(session, Recording):
+            record = Record(session)
+            if record.calls:
+                known.record = record
+            self.why_not = f"this call was recorded: {record.why_not}" if record.why_not else self.why_not
+            return
+        session.stop()
+        known.missed = 0 if session.is_whole else known.missed + 1
+        self.answered += session.is_whole
+        self.why_not = session.why_not or ("" if session.is_whole else "the module made fewer calls")
+
+
+def _key_of(value: object) -> object:
+    """What of an argument that is no tensor selects a record; the calls compare the rest."""
+    plain = isinstance(value, bool | int | float | str | type(None) | torch.dtype | torch.device)
+    return type(value), repr(value) if plain else None
+
+
+def _why_eager() -> str:
+    """Why no module is rehearsed now; empty if one may be."""
+    if not _ON.value():
+        return "it is turned off"
+    if OBSERVERS or LISTENERS or CALL_LOG or RECORDERS or comparing():
+        return "a trace, strict, explain, a replay or debug mode looks at the calls"
+    if simulated_ranks() is not None or is_for_shapes():
+        return "the ranks are simulated"
+    if is_autocasting() or n_dispatch_modes() or is_transforming() or torch.compiler.is_compiling():
+        return "the call is within autocast, a mode, a transform or a compiled region of torch"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "derivatives are taken forward"
+    return ""
+
+
+def _why_not_with(inputs: list[Tensor]) -> str:
+    """Why these inputs are not rehearsed with; empty if they may be."""
+    for x in inputs:
+        if not isinstance(x, Wrapper) and type(x) is not Tensor:
+            return f"an input is a {type(x).__name__}"
+        if not is_ready(x):
+            return "an input is in flight, or a copy of a view"
+        if isinstance(x, Wrapper) and (x._local_tensor.is_meta or is_outside(x._spec.layout.mesh)):
+            return "an input has no data on this rank"
+    return ""
+
+
+def rehearsal_of(model: nn.Module) -> Rehearsal | None:
+    """How the calls of a parallelized module are rehearsed; None for another."""
+    return model.__dict__.get("rehearsed")
+
+
+def declare(model: nn.Module) -> Rehearsal:
+    """The rehearsal of a module, which `model.rehearsed` gives."""
+    known = model.__dict__.get("rehearsed")
+    if not isinstance(known, Rehearsal):
+        known = model.__dict__["rehearsed"] = Rehearsal(model)
+    return known

@@ -1,0 +1,313 @@
+"""The session of a call of a module that is recorded: it runs by Python, and its calls are kept.
+
+Nothing is kept alive but the module's own tensors and inputs: so what of the results is alive when the module ends is
+what autograd has saved, or the program holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dshard.comm import ENDS, recording_calls, user_line
+from dshard.core.context import settings_in_force, settings_states
+from dshard.core.observe import OperatorMode
+from dshard.core.plain_tensors import is_within_forward
+from dshard.core.signature import Args, Kwargs
+from dshard.core.wrapper import Wrapper
+from dshard.rehearsal.calls import Call, Kind, Ref, is_ready, kind_of, local_of
+from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
+from dshard.rehearsal.session import HERE, OWN_CALLS, run_eagerly
+from dshard.torch_private import (
+    OpOverload,
+    is_autocasting,
+    is_transforming,
+    n_dispatch_modes,
+    no_torch_function,
+    pytree,
+    saved_tensor_hooks,
+)
+
+CHANGE_GRAPHS = frozenset(
+    {
+        "backward",
+        "grad",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "__set__",
+        "__delete__",
+        "requires_grad_",
+        "detach_",
+        "set_",
+        "resize_",
+    }
+)
+"""Functions that change a tensor, or autograd's graph, without a result: they end what is recorded and answered."""
+
+
+class Ends(Exception):
+    """What is recorded ends before a call, for a reason; before that call number `at`, if it has one."""
+
+    def __init__(self, why: str, at: int | None = None) -> None:
+        super().__init__(why)
+        self.at = at
+
+
+class RegionRecorder(LocalRecorder):
+    """The local operators of one call of a module.
+
+    `storages` has the memory of each new tensor. `reads_host` names an operator of the running call that reads numbers
+    on the host. Draws of random numbers are run again in their places, so their states need no instructions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_host = ""
+        self.storages: dict[Slot, StorageWeakRef] = {}
+
+    def _check(self, func: OpOverload, args: Args) -> None:
+        super()._check(func, args)
+        self.reads_host, self.why_not = self.reads_host or self.why_not, ""
+
+    def _new_slot(self, x: object) -> Slot:
+        slot = super()._new_slot(x)
+        if isinstance(x, Tensor) and not x.is_meta:
+            self.storages[slot] = StorageWeakRef(x.untyped_storage())
+        return slot
+
+    def undo(self, start: int) -> None:
+        """Forget the instructions from number `start` on."""
+        del self.instructions[start:]
+        self.reads_host = ""
+
+
+class Recording:
+    """The calls of one run of a module on `inputs`, as a session; `ended` says why it did not last to the end.
+
+    Tensors have numbers: first the inputs, then others as they are seen. `leaves` are the module's own, and leaves of
+    autograd, by number; `made` has the kind of each result, `locals` the slot of its local tensor, `offsets` its place in storage, `dropped` the number
+    of the call at which Python had dropped it.
+    """
+
+    def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor]) -> None:
+        self.own, self.inputs, self.ended = own, inputs, ""
+        self.calls: list[Call] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.made: dict[int, Kind] = {}
+        self.locals: dict[int, Slot] = {}
+        self.offsets: dict[int, int] = {}
+        self.dropped: dict[int, int] = {}
+        self.sources: dict[Slot, int] = {}  # of slots that no instruction made: the number of the tensor
+        self.recorder = RegionRecorder()
+        self.settings: list[list[object]] = []
+        self.n_tensors = 0
+        self._numbers: dict[int, int] = {}  # by id, while the tensor lives
+        self._refs: dict[int, Any] = {}
+        self._seen: dict[int, tuple[int, ...]] = {}
+        for x in inputs:
+            self._give(self._number(x), x)
+            graph = getattr(x, "_local_graph", None)
+            for home in () if graph is None else (graph.home, *graph.others.values()):
+                if home is not None:
+                    self.recorder.add_alias(home, local_of(x))
+
+    def _number(self, x: Tensor) -> int:
+        number, self.n_tensors = self.n_tensors, self.n_tensors + 1
+        self._numbers[id(x)] = number
+        self._refs[number] = ref(x, lambda _, i=id(x): self._drop(i, number))
+        self._see(number, x)
+        return number
+
+    def _drop(self, i: int, number: int) -> None:
+        if self._numbers.get(i) == number:
+            del self._numbers[i]
+        self.dropped.setdefault(number, len(self.calls))
+
+    def _see(self, number: int, x: Tensor) -> None:
+        self._seen[number] = state_of(x)
+
+    def _give(self, number: int, x: Tensor) -> None:
+        self.sources[self.recorder.slot_of(local_of(x))] = number
+
+    # -- as a session
+
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run a call, and record it."""
+        HERE.answer = None
+        try:
+            if self.ended:
+                return run_eagerly(func, args, kwargs)
+            start = len(self.recorder.instructions)
+            try:
+                call, operands = self._begin(func, args, kwargs)
+            except Ends as end:
+                self._end(end)
+                return run_eagerly(func, args, kwargs)
+            self.recorder.number = len(self.calls)
+            with recording_calls(self.recorder), OperatorMode(self.recorder.run):
+                out = run_eagerly(func, args, kwargs)
+            try:
+                self._add(call, operands, out, start)
+            except Ends as end:
+                self.recorder.undo(start)
+                self._end(end)
+            return out
+        finally:
+            HERE.answer = self
+
+    def _end(self, end: Ends) -> None:
+        self.ended = str(end) or "?"
+        if end.at is not None:
+            del self.calls[end.at :]
+
+    def _begin(self, func: Any, args: Args, kwargs: Kwargs) -> tuple[Call, list[Tensor]]:
+        """The record of a call that begins, and its operands.
+
+        Raises:
+            Ends: it cannot be answered later.
+        """
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        operands = [x for x in flat if isinstance(x, Tensor)]
+        if getattr(func, "__name__", "") in CHANGE_GRAPHS:
+            raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))
+        if is_autocasting() or n_dispatch_modes() or is_transforming():
+            raise Ends("autocast, a mode or a transform of torch")
+        call = Call(func, None, None, torch.is_grad_enabled(), self._settings(), settings_states(), is_within_forward())
+        hooks = saved_tensor_hooks(True)
+        if hooks is not None:
+            if not is_checkpoint(hooks):
+                raise Ends("hooks of saved tensors")
+            call.checkpoint = hooks[0]
+        templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
+        call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
+        call.line = user_line()
+        return call, operands
+
+    def _settings(self) -> list[object]:
+        """The settings of dshard, one list for all that are equal."""
+        now = [*settings_in_force()]
+        for known in self.settings:
+            if known == now:
+                return known
+        self.settings.append(now)
+        return now
+
+    def _first_use(self, operands: Sequence[Tensor]) -> int | None:
+        """The first call that used one of these tensors: a hook would not see the gradients of those that it answers."""
+        numbers = {self._numbers.get(id(x)) for x in operands} & set(self.made)
+        return next((i for i, call in enumerate(self.calls) if call.refs & numbers), None)
+
+    def _operand(self, x: Tensor, call: Call) -> Ref:
+        number = self._numbers.get(id(x))
+        if number is not None:
+            if self._seen[number][:3] != state_of(x)[:3]:
+                raise Ends("an operand has another node of autograd: a custom Function, or a write")
+            return Ref(number)
+        if not is_ready(x):
+            raise Ends("an operand is in flight, or a copy of a view")
+        with no_torch_function():
+            is_leaf, needs_grad = x.is_leaf, x.requires_grad
+        if id(x) in self.own or (isinstance(x, Wrapper) and is_leaf and needs_grad):
+            number = self._number(x)
+            self.leaves[number] = x
+        elif needs_grad:
+            raise Ends("an operand needs a gradient, and no recorded call made it")
+        elif not (isinstance(x, Wrapper) or (type(x) is Tensor and call.within)):
+            raise Ends(f"an operand is a {type(x).__name__}, or outside of the module's forward pass")
+        else:
+            number = self._number(x)
+            call.late[number] = kind_of(x)
+        self._give(number, x)
+        return Ref(number)
+
+    def _add(self, call: Call, operands: Sequence[Tensor], out: Any, start: int) -> None:
+        """Add a call that has run.
+
+        Raises:
+            Ends: it cannot be answered later.
+        """
+        recorder = self.recorder
+        results, call.structure = pytree.tree_flatten(out)
+        returns_none = not any(isinstance(x, Tensor) for x in results)
+        written = [x for x in operands if state_of(x) != self._seen[self._numbers[id(x)]]]
+        if returns_none and not written and call.func not in OWN_CALLS:
+            recorder.undo(start)  # a question, which is asked again each time
+            for number in call.late:
+                self._forget(number)
+            return
+        if recorder.reads_host:
+            raise Ends(recorder.reads_host)
+        for x in written:
+            with no_torch_function():
+                if x.requires_grad or id(x) not in self._numbers:
+                    raise Ends("a write to a tensor that needs a gradient", self._first_view(x))
+            number = self._numbers[id(x)]
+            self._see(number, x)
+            call.writes.append(number)
+        with recording_calls(recorder), OperatorMode(recorder.run):
+            call.outs = [self._result(x) if isinstance(x, Tensor) else x for x in results]
+        call.instructions = recorder.instructions[start:]
+        self.calls.append(call)
+
+    def _forget(self, number: int) -> None:
+        """Forget an operand of a call that is not kept."""
+        self.sources = {slot: n for slot, n in self.sources.items() if n != number}
+        self._numbers = {i: n for i, n in self._numbers.items() if n != number}
+        del self._refs[number]
+
+    def _first_view(self, x: Tensor) -> int | None:
+        """The first call that made a view of the memory of `x`, which autograd has to know as such."""
+        storage = StorageWeakRef(local_of(x).untyped_storage())
+        sharing = [n for n, slot in self.locals.items() if self.recorder.storages.get(slot) == storage]
+        makers = [i for i, call in enumerate(self.calls) if any(Ref(n) in call.outs for n in sharing)]
+        if any(self.recorder.storages.get(slot) == storage for slot in self.sources):
+            return makers[0] if makers else None
+        return makers[1] if len(makers) > 1 else None
+
+    def _result(self, x: Tensor) -> Ref:
+        number = self._numbers.get(id(x))
+        if number is None:
+            is_distributed = type(x) is Wrapper.public
+            with no_torch_function():
+                if not (is_distributed or (type(x) is Tensor and not x.requires_grad)):
+                    raise Ends(f"a result is a {type(x).__name__} that needs a gradient")
+            if is_distributed and not (x._view_sync is None and "_local_tensor" in x.__dict__ and x._leaf is None):
+                raise Ends("a result is in flight, a copy of a view, or keeps partial gradients")
+            number = self._number(x)
+            self.made[number], self.locals[number] = kind_of(x), self.recorder.slot_of(local_of(x))
+            with no_torch_function():
+                self.offsets[number] = int(x.storage_offset())
+        return Ref(number)
+
+    def alive(self) -> set[Slot]:
+        """The slots whose memory is alive."""
+        return {slot for slot, storage in self.recorder.storages.items() if not storage.expired()}
+
+    def pending(self) -> set[Slot]:
+        """The slots of collectives that have begun, and not ended."""
+        begun = {each.outs[0] for each in self.recorder.instructions if isinstance(each.key, tuple) and each.key[0] == "begin"}
+        ended = {each.args[0] for each in self.recorder.instructions if each.key == ENDS}
+        return {slot for slot in begun - ended if slot is not None}
+
+
+def state_of(x: Tensor) -> tuple[int, int, bool, int]:
+    """The number of a tensor's node of autograd and its place there, whether it needs a gradient, and its version."""
+    with no_torch_function():
+        node, version = x.grad_fn, 0 if x.is_inference() else x._version
+        return -1 if node is None else node._sequence_nr(), x.output_nr, x.requires_grad, version
+
+
+def is_checkpoint(hooks: Sequence[object]) -> bool:
+    """Whether hooks of saved tensors are those of `torch.utils.checkpoint`."""
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def instructions_of(calls: Sequence[Call]) -> list[Instruction]:
+    """The instructions of calls, in order."""
+    return [each for call in calls for each in call.instructions]

@@ -1,0 +1,260 @@
+"""One run of a recorded module: a session that answers its calls, and the node of autograd that stands for them.
+
+The results are objects of the record, distributed tensors like any other, which get the node of this run before the
+first call, and their local tensors when a call makes them. An object is used again only if neither Python nor C++ holds
+it, so nothing is assumed of what a program does with results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from sys import getrefcount
+from typing import Any
+from weakref import getweakrefcount
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.crossing import unchecked_apply
+from dshard.comm import Changes, publish_failure
+from dshard.comm.events import LISTENERS
+from dshard.core.context import settings_in_force
+from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.signature import Args, Context, Kwargs
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.rehearsal.calls import MISS, Ref, local_of
+from dshard.rehearsal.record import Record
+from dshard.rehearsal.recording import CHANGE_GRAPHS, is_checkpoint, state_of
+from dshard.rehearsal.session import HERE, Answer, run_eagerly
+from dshard.torch_private import (
+    is_autocasting,
+    is_transforming,
+    n_dispatch_modes,
+    no_torch_function,
+    pytree,
+    saved_tensor_hooks,
+    tensor_references,
+)
+
+MAX_EXTRA = 64
+"""The most calls between two that the record has: after so many the module is taken to do something else."""
+_ATTRIBUTES = frozenset({"_local_tensor", "_spec", "_matmul"})
+_END = object()
+
+
+class RegionNode(torch.autograd.Function):
+    """The node of autograd that stands for all calls of one run of a module."""
+
+    @staticmethod
+    def forward(ctx: Context, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return tuple([run.tensors[n] for n in run.record.needing])
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        run.stop()
+        return None, *run.gradients(run, grads)
+
+
+_apply = unchecked_apply(RegionNode)
+
+
+class Run:
+    """A run of a module with `inputs` by its record.
+
+    `values` are the values of slots, `tensors` the objects by number, while it runs. `n_answered` calls were answered,
+    the next had another reason: `why_not`. `late` keeps the operands that were seen on the way, for the backward pass.
+    """
+
+    def __init__(self, record: Record, inputs: Sequence[Tensor], gradients: Callable[..., Any]) -> None:
+        self.record, self.inputs, self.gradients = record, inputs, gradients
+        self.fixed = record.fixed()
+        self.values: list[Any] = self.fixed.values.copy()
+        self.tensors: list[Any] = record.tensors
+        self.n_answered, self.n_extra, self.why_not = 0, 0, ""
+        self.is_over = False
+        self.late: dict[int, Tensor] = {}
+        self.overwritten: list[int] = []
+        self.hooks: list[tuple[int, Callable[[Tensor], Any]]] = []
+        for n, x in enumerate(inputs):
+            self.tensors[n] = x
+        for slot, n in record.sources.items():
+            if n < record.n_inputs:
+                self.values[slot.number] = local_of(inputs[n])
+        for n, kind in record.made.items():
+            if self.tensors[n] is None and kind[0] is not Tensor:
+                self.tensors[n] = _stand_in(kind, record.offsets[n])
+        self.versions: list[tuple[Tensor, int]] = []
+        if record.needing:
+            with no_torch_function():
+                own = [record.leaves[n] if n in record.leaves else inputs[n] for n in record.read if n not in record.late]
+                self.versions = [(x, x._version) for x in own]
+                _apply(self, *self.operands())
+
+    def operands(self) -> list[Tensor]:
+        """The tensors that get a gradient."""
+        leaves = self.record.leaves
+        return [leaves[n] if n in leaves else self.inputs[n] for n in self.record.trained]
+
+    def session(self) -> Answer:
+        """The function that answers calls."""
+        steps = iter(self.record.steps)
+        tensors, values, other = self.tensors, self.values, self._other
+        is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.ranks
+        settings_now: Any = None
+        changes = -1
+        expected, grad, settings, checkpoint, run = next(steps, _LAST)
+
+        def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
+            nonlocal expected, grad, settings, checkpoint, run, settings_now, changes
+            if func is expected and is_grad() is grad:
+                if (Changes.count != changes or settings is not settings_now) and settings is not None:
+                    changes, settings_now = Changes.count, None
+                    if not (OBSERVERS or LISTENERS or CALL_LOG) and settings_in_force() == settings:
+                        settings_now = settings
+                hooks = get_hooks(True)
+                if (
+                    settings is settings_now
+                    and (hooks is None or (checkpoint and is_checkpoint(hooks)))
+                    and not (is_autocasting() or n_dispatch_modes() or is_transforming())
+                ):
+                    try:
+                        out = run(args, kwargs, tensors, values)
+                    except Exception as error:
+                        publish_failure(error, ranks)
+                        raise
+                    if out is not MISS:
+                        self.n_answered += 1
+                        expected, grad, settings, checkpoint, run = next(steps, _LAST)
+                        return out
+            return other(func, args, kwargs)
+
+        self.answer = answer
+        return answer
+
+    def _other(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run a call that the record does not have next: eagerly, behind the results of this run."""
+        HERE.answer = None
+        flat = pytree.tree_leaves((args, kwargs))
+        operands = [x for x in flat if isinstance(x, Tensor)]
+        name = getattr(func, "__name__", str(func))
+        if name in CHANGE_GRAPHS:
+            self._miss(name)
+            self.stop()
+            return run_eagerly(func, args, kwargs)
+        before = [*map(state_of, operands)]
+        goes_on = True
+        try:
+            out = run_eagerly(func, args, kwargs)
+            if [*map(state_of, operands)] != before:
+                self._write(operands, before)
+                self._miss(name)
+                self.stop()
+                goes_on = False
+            elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
+                self._miss(name)
+                self.n_extra += 1
+                if self.n_extra > MAX_EXTRA:
+                    self.stop()
+                    goes_on = False
+        finally:
+            if goes_on:
+                HERE.answer = self.answer
+        return out
+
+    def _miss(self, name: str) -> None:
+        if self.why_not:
+            return
+        i, calls = self.n_answered, self.record.calls
+        if i < len(calls):
+            self.why_not = f"call {i} is {name.strip('_')}, the record has {calls[i].name} at {calls[i].line}"
+
+    def _write(self, operands: Sequence[Tensor], before: Sequence[tuple[int, ...]]) -> None:
+        """A call that the record does not have wrote to operands: what the backward pass reads of them is lost."""
+        written = [x for x, state in zip(operands, before, strict=True) if state_of(x) != state]
+        self.overwritten += [local_of(x).untyped_storage()._cdata for x in written]
+        for x in written:
+            with no_torch_function():
+                needs_grad = x.requires_grad
+            if needs_grad and self._shares_memory(x):
+                raise RuntimeError(
+                    "a view of an activation was written to in a rehearsed module whose earlier calls did not write: "
+                    "write to a copy, or run the module `with dshard.rehearsing(False):`"
+                )
+
+    def _shares_memory(self, x: Tensor) -> bool:
+        """Whether another tensor that this run has made, or was given, has the memory of `x`."""
+        storage = local_of(x).untyped_storage()._cdata
+        for n, other in enumerate(self.tensors):
+            if other is None or other is x or n in self.record.late:
+                continue
+            local = other.__dict__.get("_local_tensor") if isinstance(other, Wrapper) else other
+            if local is not None and local.untyped_storage()._cdata == storage and _is_held(self.tensors, n):
+                return True
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all calls of the record were answered."""
+        return self.n_answered == len(self.record.calls)
+
+    def stop(self) -> None:
+        """End the run: calls that follow are eager. Results that somebody holds are given away, others are kept."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if HERE.answer is getattr(self, "answer", None):
+            HERE.answer = None
+        record, tensors = self.record, self.tensors
+        self.late = {n: tensors[n] for call in record.calls[: self.n_answered] for n in call.late}
+        if record.needing:
+            self.versions += [(x, self.values[record.version_slots[n]]) for n, x in self.late.items() if n in record.read]
+        for n in (*range(record.n_inputs), *record.late):
+            tensors[n] = None
+        with no_torch_function():
+            for n, kind in record.made.items():
+                x = tensors[n]
+                if kind[0] is Tensor:
+                    tensors[n] = None
+                elif (
+                    getrefcount(x) != 3
+                    or tensor_references(x) != 1
+                    or getweakrefcount(x)
+                    or not _ATTRIBUTES.issuperset(x.__dict__)
+                ):
+                    tensors[n] = None
+                else:
+                    x.__dict__.pop("_local_tensor", None)
+                    if x.requires_grad:
+                        x.detach_()  # which lets go of this run
+        self.tensors = []
+        if not record.needing:
+            self.values = []
+        else:
+            for slot in record.unread if self.is_whole else ():
+                self.values[slot.number] = None
+        record.running = False
+
+
+_LAST: Any = (_END, None, None, False, None)
+
+
+def _is_held(tensors: Sequence[Any], n: int) -> bool:
+    return getrefcount(tensors[n]) != 2 or tensor_references(tensors[n]) != 1
+
+
+def _stand_in(kind: Any, offset: int) -> Wrapper:
+    """A result without a local tensor."""
+    _, spec, _, matmul, *_ = kind
+    x = wrap(None, spec, offset or None)  # type: ignore[arg-type]
+    del x._local_tensor
+    if matmul is not None:
+        x._matmul = matmul
+    return x
+
+
+def results_of(record: Record, n_calls: int) -> set[int]:
+    """The numbers of the results of the first calls of a record."""
+    return {ref.number for call in record.calls[:n_calls] for ref in call.outs if isinstance(ref, Ref)}

@@ -1,0 +1,58 @@
+"""The session of a thread: what answers its calls on distributed tensors while a rehearsed module runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import local
+from typing import Any, ParamSpec, TypeVar
+
+from torch.compiler import is_dynamo_compiling
+
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.wrapper import Wrapper
+from dshard.dispatch import fast_path
+from dshard.dispatch.fast_path import QUERIES, through
+from dshard.torch_private import no_torch_function
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Answer = Callable[[Any, Args, Kwargs], Any]
+"""Runs a call: `(function, args, kwargs)`."""
+
+
+class _Here(local):
+    answer: Answer | None = None
+
+
+HERE = _Here()
+"""The session of this thread; autograd's own threads have none."""
+OWN_CALLS: dict[object, Function] = {}
+"""The functions of dshard that are calls by themselves, with what runs them."""
+
+
+def own_call(run: Callable[P, T]) -> Callable[P, T]:
+    """A function of dshard on distributed tensors that a session compares as it compares torch's functions."""
+
+    @wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        answer = None if is_dynamo_compiling() else HERE.answer
+        return run(*args, **kwargs) if answer is None else answer(call, args, kwargs)  # type: ignore[no-any-return]
+
+    OWN_CALLS[call] = run
+    return call
+
+
+def run_eagerly(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call as if there were no session."""
+    own = OWN_CALLS.get(func)
+    return call_torch_function(func, args, kwargs) if own is None else own(*args, **kwargs)
+
+
+def call_torch_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a function of torch on distributed tensors."""
+    of_graph = QUERIES.get(func)
+    if of_graph is not None and type(args[0]) is Wrapper.public and not (of_graph and args[0]._local_graph is not None):
+        with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
+            return func(*args, **kwargs)
+    return fast_path.call(func, args, kwargs, through)

@@ -1,0 +1,713 @@
+"""Programs around a small model, each of which uses it in another way: rehearsed, they do what they do by Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dshard
+from dshard import DTensor, Shard, distribute_tensor, init_device_mesh, parallelize
+
+WIDTH, ROWS, STEPS = 8, 8, 9
+Step = Callable[[Any, Tensor, int], list[Any]]
+Make = Callable[[], Any]
+PROGRAMS: dict[str, Callable[[], tuple[Make, Step]]] = {}
+
+
+def program(make: Callable[[], tuple[Make, Step]]) -> Callable[[], tuple[Make, Step]]:
+    PROGRAMS[make.__name__] = make
+    return make
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.n = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.flag: Any = 0
+        self.kept: Any = None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.hidden(x)))
+
+
+def squares(model: Any, x: Tensor, i: int = 0) -> list[Any]:
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss]
+
+
+def of_hidden(change: Callable[[Any, Tensor], Tensor], step: Step = squares) -> tuple[Make, Step]:
+    """A model that changes its hidden values, and a step."""
+
+    class Changed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.gelu(change(self, self.a(x))))
+
+    return Changed, step
+
+
+def with_flag(*steps: int) -> Step:
+    """A step that sets the flag of the model at some steps."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.flag = i in steps
+        return squares(model, x)
+
+    return step
+
+
+@program
+def loss_outside() -> tuple[Make, Step]:
+    class Normed(Model):
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.n(self.a(x))
+
+    return Normed, squares
+
+
+@program
+def accumulation() -> tuple[Make, Step]:
+    return Model, lambda model, x, i: squares(model, x) + squares(model, x * 2)
+
+
+@program
+def input_needs_gradient() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        mesh = model.a.weight.device_mesh
+        rows = [Shard(0) if name == "dp" else dshard.Replicate() for name in mesh.mesh_dim_names]
+        z = distribute_tensor(x, mesh, rows).requires_grad_()
+        loss = model(z * 2).square().mean()
+        loss.backward()
+        return [loss, z.grad]
+
+    return Model, step
+
+
+@program
+def tied_weights() -> tuple[Make, Step]:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b.weight = self.a.weight
+
+    return Tied, squares
+
+
+class Keeping(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = h = self.a(x)
+        return self.b(F.gelu(h))
+
+
+@program
+def kept_intermediate() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean() + model.kept.abs().sum() * 0.1
+        loss.backward()
+        return [loss, model.kept]
+
+    return Keeping, step
+
+
+@program
+def kept_every_other_step() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        if i % 2:
+            loss = loss + model.kept.abs().sum() * 0.1
+        loss.backward()
+        return [loss, model.kept]
+
+    return Keeping, step
+
+
+@program
+def kept_in_a_list_over_steps() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = squares(model, x)
+        model.flag = [*(model.flag or []), model.kept]
+        return out + model.flag[-3:]
+
+    return Keeping, step
+
+
+@program
+def forward_hook_changes_output() -> tuple[Make, Step]:
+    def make() -> Model:
+        model = Model()
+        model.flag = 1.0
+        model.a.register_forward_hook(lambda module, args, out: out * model.flag)
+        return model
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.flag = 1.0 if i < 5 else 2.0
+        return squares(model, x)
+
+    return make, step
+
+
+@program
+def branch_on_an_attribute() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: torch.relu(h) if model.flag else F.gelu(h), with_flag(4, 7))
+
+
+@program
+def number_in_a_dict() -> tuple[Make, Step]:
+    options = {"scale": 1.0}
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        options["scale"] = 0.5 * (1 + i // 3)
+        return squares(model, x)
+
+    return of_hidden(lambda model, h: h * options["scale"], step)
+
+
+@program
+def exchanged_function() -> tuple[Make, Step]:
+    class Activated(Model):
+        activation = staticmethod(F.gelu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.activation(self.a(x)))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.activation = F.silu if i >= 4 else F.gelu
+        return squares(model, x)
+
+    return Activated, step
+
+
+@program
+def plain_attribute_changes() -> tuple[Make, Step]:
+    class Scaled(Model):
+        scale = torch.ones(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.gelu(self.a(x) * self.scale))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.scale = torch.full((WIDTH,), 1.0 + i)
+        return squares(model, x)
+
+    return Scaled, step
+
+
+@program
+def plain_operand_is_overwritten() -> tuple[Make, Step]:
+    class Overwriting(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            t = torch.ones(WIDTH)
+            h = self.a(x) * t
+            t.fill_(5.0)
+            return self.b(F.gelu(h)) * t
+
+    return Overwriting, raises(squares)
+
+
+def raises(step: Step) -> Step:
+    """A step whose result says whether it raised a RuntimeError."""
+
+    def tried(model: Any, x: Tensor, i: int) -> list[Any]:
+        try:
+            return step(model, x, i)
+        except RuntimeError as error:
+            assert "inplace" in str(error) or "second time" in str(error), error
+            model.zero_grad()
+            return [torch.ones(1)]
+
+    return tried
+
+
+@program
+def dropout() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: F.dropout(h, 0.3, model.training))
+
+
+@program
+def evaluation_without_gradients() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = squares(model, x)
+        model.eval()
+        with torch.no_grad():
+            out.append(model(x))
+        model.train()
+        return out
+
+    return Model, step
+
+
+@program
+def evaluation_in_inference_mode() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        with torch.inference_mode():
+            out = model(x).full_tensor().clone()
+        return [*squares(model, x), torch.tensor(out.tolist())]
+
+    return Model, step
+
+
+@program
+def twice_before_backward() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        a, b = model(x), model(x + 1)
+        loss = (a * b).mean()
+        loss.backward()
+        return [loss, a, b]
+
+    return Model, step
+
+
+@program
+def retained_graph() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def created_graph() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True, allow_unused=True)
+        penalty = sum(grad.square().sum() for grad in grads if grad is not None)
+        penalty.backward()
+        return [loss, penalty]
+
+    return Model, step
+
+
+@program
+def second_backward_raises() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        loss.backward()
+        loss.backward()
+        return [loss]
+
+    return Model, raises(step)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3 + ctx.saved_tensors[0] * 0
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+@program
+def custom_function() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: Double.apply(h))
+
+
+@program
+def custom_function_appears_late() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: Double.apply(h) if model.flag else h * 2, with_flag(4, 5, 8))
+
+
+@program
+def custom_identity_appears_late() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: Reverse.apply(h) if model.flag else h, with_flag(4, 5, 8))
+
+
+@program
+def number_read_in_the_middle() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: h * (1.0 if h.detach().sum().item() > 0 else 2.0))
+
+
+@program
+def values_read_in_the_middle() -> tuple[Make, Step]:
+    return of_hidden(lambda model, h: h * (1.0 if h.detach().full_tensor().sum().item() > 0 else 2.0))
+
+
+@program
+def writes_to_activations() -> tuple[Make, Step]:
+    class Writing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) + 1
+            h.mul_(2)
+            h[:, 0] = 0
+            return self.b(F.relu(h, inplace=True))
+
+    return Writing, squares
+
+
+@program
+def writes_to_a_view() -> tuple[Make, Step]:
+    class Writing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) + 1
+            v = h[:, 0]
+            w = h.view(-1, 2, WIDTH // 2)
+            v.zero_()
+            w[:, 1].mul_(3)
+            return self.b(F.gelu(h))
+
+    return Writing, squares
+
+
+@program
+def batch_norm() -> tuple[Make, Step]:
+    class Normed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return self.bn(self.a(x))
+
+    return Normed, lambda model, x, i: squares(model, x) + [*model.buffers()]
+
+
+@program
+def exception_in_the_middle() -> tuple[Make, Step]:
+    class Raising(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            if self.flag:
+                raise ValueError("no")
+            return self.b(F.gelu(h))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.flag = i == 4
+        try:
+            return squares(model, x)
+        except ValueError:
+            model.flag = False
+            return squares(model, x)
+
+    return Raising, step
+
+
+@program
+def checkpointed() -> tuple[Make, Step]:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda z: F.gelu(self.n(self.a(z))), x, use_reentrant=False)
+            return self.b(h)
+
+    return Checkpointed, squares
+
+
+@program
+def checkpointed_with_dropout() -> tuple[Make, Step]:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda z: F.dropout(F.gelu(self.n(self.a(z))), 0.3), x, use_reentrant=False)
+            return self.b(h)
+
+    return Checkpointed, squares
+
+
+@program
+def checkpointed_reentrant() -> tuple[Make, Step]:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda z: F.gelu(self.n(self.a(z))), self.a(x), use_reentrant=True)
+            return self.b(h)
+
+    return Checkpointed, squares
+
+
+def _hooked(model: Any, h: Tensor) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+@program
+def hook_on_an_activation() -> tuple[Make, Step]:
+    return of_hidden(_hooked)
+
+
+@program
+def hook_on_a_used_activation() -> tuple[Make, Step]:
+    class Hooked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            y = F.gelu(h)
+            _hooked(self, h)
+            return self.b(y) + h
+
+    return Hooked, squares
+
+
+@program
+def hook_on_a_used_activation_appears_late() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = model(x)
+        if i in (4, 5, 7):
+            model.kept.register_hook(lambda grad: grad * 2)
+        loss = out.square().mean()
+        loss.backward()
+        return [loss]
+
+    return Keeping, step
+
+
+@program
+def kept_gradient_of_an_activation() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = model(x)
+        model.kept.retain_grad()
+        loss = out.square().mean()
+        loss.backward()
+        return [loss, model.kept.grad]
+
+    return Keeping, step
+
+
+@program
+def gradient_for_an_activation() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        return [loss, *torch.autograd.grad(loss, [model.kept])]
+
+    return Keeping, step
+
+
+@program
+def hook_on_a_parameter() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        if i == 4:
+            model.a.weight.register_hook(lambda grad: grad * 3)
+        return squares(model, x)
+
+    return Model, step
+
+
+@program
+def parameters_change() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        if i == 4:
+            model.a.weight.data.mul_(2)
+        if i == 5:
+            model.a.weight = nn.Parameter(model.a.weight.detach() * 0.5)
+        if i == 6:
+            model.b.bias.requires_grad_(False)
+        return squares(model, x)
+
+    return Model, step
+
+
+@program
+def weights_are_written_before_backward() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = model(x)
+        with torch.no_grad():
+            model.b.weight.add_(1)
+        out.square().mean().backward()
+        return [torch.zeros(1)]
+
+    return Model, raises(step)
+
+
+@program
+def result_is_written_before_backward() -> tuple[Make, Step]:
+    class Activated(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.a(x))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        out = model(x)
+        loss = out.square().mean()
+        with torch.no_grad():
+            out.add_(1)
+        loss.backward()
+        return [torch.zeros(1)]
+
+    return Activated, raises(step)
+
+
+@program
+def optimizer_steps() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out = squares(model, x)
+        optimizer.step()
+        return out + [*model.parameters()]
+
+    return Model, step
+
+
+def _local(model: Any, h: Any) -> Any:
+    if not isinstance(h, DTensor):
+        return h * 2
+    return DTensor.from_local(h.to_local() * 2, h.device_mesh, h.placements)
+
+
+@program
+def local_code_in_the_middle() -> tuple[Make, Step]:
+    return of_hidden(_local)
+
+
+@program
+def zeros_signs_and_types_of_numbers() -> tuple[Make, Step]:
+    class Scaled(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.gelu(self.a(x))) * self.flag
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.flag = [1, 1, 1, True, 1.0, 0.0, -0.0, float("nan"), 1][i]
+        out = model(x)
+        out.sum().backward()
+        return [out, 1 / out]
+
+    return Scaled, step
+
+
+@program
+def autocast_appears_late() -> tuple[Make, Step]:
+    class Cast(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=bool(self.flag), dtype=torch.bfloat16):
+                return self.b(F.gelu(self.a(x))).float()
+
+    return Cast, with_flag(4, 5)
+
+
+@program
+def autocast_around_the_model() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+        loss = out.float().square().mean()
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def gradients_are_off_in_a_block() -> tuple[Make, Step]:
+    class Off(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(not self.flag):
+                h = self.a(x)
+            return self.b(F.gelu(h))
+
+    return Off, with_flag(4, 5)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank()
+
+
+@program
+def one_rank_reads_a_value() -> tuple[Make, Step]:
+    def reading(model: Any, h: Any) -> Tensor:
+        if model.flag and isinstance(h, DTensor) and _rank() == 0:
+            model.kept = h.detach().to_local().sum().item()
+        return h
+
+    return of_hidden(reading, with_flag(4, 7))
+
+
+@program
+def one_rank_makes_an_extra_local_call() -> tuple[Make, Step]:
+    def extra(model: Any, h: Any) -> Tensor:
+        if model.flag and _rank() == 0:
+            model.kept = h.detach() * 2
+        return h
+
+    return of_hidden(extra, with_flag(1, 2, 4, 7))
+
+
+@program
+def one_rank_stops_making_an_extra_local_call() -> tuple[Make, Step]:
+    def extra(model: Any, h: Any) -> Tensor:
+        if model.flag and _rank() == 0:
+            model.kept = h.detach() * 2
+        return h
+
+    return of_hidden(extra, with_flag(0, 1, 2, 3))
+
+
+# -- running them
+
+
+class Outcome(NamedTuple):
+    """The steps that differ from eager ones, and what the rehearsal says."""
+
+    wrong: list[str]
+    answered: int
+    calls: int
+    seen: str
+    why_not: list[str]
+
+
+def _values(x: Any) -> Tensor | None:
+    if x is None:
+        return None
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def _one_step(model: Any, step: Step, x: Tensor, i: int) -> list[Tensor | None]:
+    torch.manual_seed(7 + i)
+    dshard.manual_seed(3 + i)
+    model.zero_grad()
+    out = step(model, x, i)
+    return [_values(each) for each in (*out, *(p.grad for p in model.parameters()))]
+
+
+def _differences(eager: list[Tensor | None], rehearsed: list[Tensor | None], tolerance: float) -> Iterator[str]:
+    for n, (a, b) in enumerate(zip(eager, rehearsed, strict=True)):
+        if a is None or b is None:
+            if a is not b:
+                yield f"value {n} is {'missing' if b is None else 'there'}"
+        elif not (torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) if tolerance else _same(a, b)):
+            yield f"value {n} differs by {(a.float() - b.float()).abs().max():.1e}"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(99.0), b.nan_to_num(99.0))
+
+
+ROUNDING = {"created_graph": 1e-6, "twice_before_backward": 1e-6}
+"""Programs whose gradients may be rounded in another order."""
+
+
+def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Outcome:
+    """Run a program by Python and rehearsed, side by side."""
+    make, step = PROGRAMS[name]()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(parallelize(make(), mesh, plan, torch.randn(ROWS, WIDTH)))
+    wrong, why_not = list[str](), list[str]()
+    for i in range(STEPS):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+        with dshard.rehearsing(False):
+            eager = _one_step(models[0], step, x, i)
+        with dshard.rehearsing(True):
+            rehearsed = _one_step(models[1], step, x, i)
+        wrong += [f"step {i}: {each}" for each in _differences(eager, rehearsed, ROUNDING.get(name, 0.0))]
+        why_not.append(models[1].rehearsed.why_not)
+    seen = models[1].rehearsed
+    return Outcome(wrong, seen.answered, seen.calls, repr(seen), why_not)
