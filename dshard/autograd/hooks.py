@@ -8,10 +8,14 @@ recorded on its local tensor yet, torch asks the distributed one, and operators 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.crossing import FromLocal, LocalGraph, ToLocal, as_distributed, local_graph_of, redistribute
 from dshard.autograd.gathered_weights import stored_part
@@ -26,6 +30,10 @@ from dshard.layout import interned
 from dshard.torch_private import no_torch_function
 
 Handler = Callable[[Any, Args, Kwargs], Any]
+UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. "
+    "Set allow_unused=True if this is the desired behavior."
+)
 
 
 def _local_graph_in_use(x: Any) -> LocalGraph | None:
@@ -52,9 +60,43 @@ def _wrap_gradient(x: Wrapper, grad: Tensor) -> Wrapper:
     return FromLocal.apply(grad, spec, x._spec.layout) if torch.is_grad_enabled() else wrap(grad, spec)  # type: ignore[no-untyped-call]
 
 
+class InnerGraph(Protocol):
+    """A node of autograd that stands for many operators: of tensors in its middle it passes only part of the gradient.
+
+    Whoever asks for the gradient of `tap` has the node run.
+    """
+
+    tap: Tensor
+
+    def uses(self, i: int) -> bool:
+        """Whether the node stands for an operator that used its output number `i`."""
+        ...
+
+    def add_hook(self, i: int, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call `hook` with the whole gradient of output number `i`."""
+        ...
+
+
+def _inner_graph(x: object) -> InnerGraph | None:
+    """The node that stands for operators which used `x`, beside the one that made it."""
+    if not isinstance(x, Wrapper):
+        return None
+    with no_torch_function():
+        graph: InnerGraph | None = getattr(x.grad_fn, "inner", None)
+        return graph if graph is not None and graph.uses(x.output_nr) else None
+
+
+def _hook_within(x: Wrapper, graph: InnerGraph, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    with no_torch_function():
+        return graph.add_hook(x.output_nr, hook)
+
+
 def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.register_hook`: the hook gets a distributed gradient."""
     x, hook = (*args, *kwargs.values())
+    inner = _inner_graph(x)
+    if inner is not None:
+        return _hook_within(x, inner, hook)
     graph = _local_graph_in_use(x)
     if graph is None:
         return call_torch(func, args, kwargs)
@@ -77,6 +119,16 @@ def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.retain_grad`."""
+    inner = _inner_graph(args[0])
+    if inner is not None:
+        held = ref(args[0])  # the graph would hold itself
+
+        def keep(grad: Tensor) -> None:
+            x = held()
+            if x is not None:
+                x.grad = grad if x.grad is None else x.grad + grad
+
+        return _hook_within(args[0], inner, keep) and None
     graph = _local_graph_in_use(args[0])
     if graph is None:
         return call_torch(func, args, kwargs)
@@ -190,6 +242,9 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
         return run(*args, **kwargs)
     inputs = options["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    inner = [_inner_graph(x) for x in inputs]
+    if any(inner):
+        return _gradients_within(run, options, inputs, inner)
     sources = gradient_sources(inputs)
     if all(len(source) == 1 and source[0] is x for source, x in zip(sources, inputs, strict=True)):
         return tuple(map(_distributed_as, inputs, run(*args, **kwargs)))
@@ -206,11 +261,28 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
         ]
         present = [grad for grad in grads if grad is not None]
         if not present and not (unused or options.get("materialize_grads")):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. "
-                "Set allow_unused=True if this is the desired behavior."
-            )
+            raise RuntimeError(UNUSED)
         out.append(present[0] + present[1] if len(present) > 1 else present[0] if present else None)
+    return tuple(out)
+
+
+def _gradients_within(
+    run: Function, options: dict[str, Any], inputs: Sequence[Any], inner: Sequence[InnerGraph | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of inputs of which some lie within a node that stands for many operators."""
+    unused = options.get("allow_unused") or options.get("materialize_grads")
+    arrived: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for i, (x, graph) in enumerate(zip(inputs, inner, strict=True)):
+            if graph is not None:
+                stack.callback(_hook_within(x, graph, partial(arrived.__setitem__, i)).remove)
+        asked = [x if graph is None else graph.tap for x, graph in zip(inputs, inner, strict=True)]
+        grads = gradients(run, (), {**options, "inputs": asked, "allow_unused": True, "materialize_grads": False})
+    out = [arrived.get(i) if inner[i] is not None else grad for i, grad in enumerate(grads)]
+    if not unused and any(grad is None for grad in out):
+        raise RuntimeError(UNUSED)
+    if options.get("materialize_grads"):
+        out = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, out, strict=True)]
     return tuple(out)
 
 
@@ -262,6 +334,12 @@ def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
     if inputs is None:
         return run(*args, **kwargs)
     inputs = inputs.values() if isinstance(inputs, dict) else inputs
+    for x in [inputs] if isinstance(inputs, Tensor) else inputs:
+        if _inner_graph(x) is not None:
+            raise RuntimeError(
+                "backward(inputs=...) with an activation in the middle of a rehearsed module: ask for its gradient by "
+                "torch.autograd.grad, or run the module `with dshard.rehearsing(False):`"
+            )
     sources = gradient_sources([inputs] if isinstance(inputs, Tensor) else list(inputs))
     for source in sources:
         if not isinstance(source[-1], Wrapper):
@@ -271,12 +349,15 @@ def accumulating(run: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _without_torch_function(handler: Handler) -> Handler:
     """`handler` with `__torch_function__` disabled; tensors without a local autograd graph go straight to torch."""
+    of_inner = handler in (register_hook, retain_grad)
 
     def handle(func: Function, args: Args, kwargs: Kwargs) -> Any:
         cls = Wrapper.public
         with no_torch_function():
             x = args[0]
-            return func(*args, **kwargs) if type(x) is cls and x._local_graph is None else handler(func, args, kwargs)
+            if type(x) is cls and x._local_graph is None and not (of_inner and _inner_graph(x) is not None):
+                return func(*args, **kwargs)
+            return handler(func, args, kwargs)
 
     return handle
 

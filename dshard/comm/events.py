@@ -75,6 +75,14 @@ def before_next_collective(function: Callable[[], None]) -> None:
     _Once(function)
 
 
+def run_pending() -> None:
+    """Call the functions of this thread that wait for its next collective."""
+    for listener, _ in _LISTENERS.value():
+        if isinstance(listener, _Once) and listener.block in _LISTENERS.anywhere:
+            _LISTENERS.leave(listener.block)
+            listener.function()
+
+
 def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
     """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:

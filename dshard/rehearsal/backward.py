@@ -249,6 +249,9 @@ class Derivation(LocalRecorder):
 
     def _stand_in(self, slot: Slot) -> Any:
         view = self.views[slot.number]
+        if view is None and (known := self._kept(slot)) is not None:
+            self._values[known] = slot
+            return known
         if view is None:
             token = _Token()
             self._values[token] = slot
@@ -306,7 +309,7 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
             inner[n] = x.view_as(x)
             continue
         with no_torch_function():
-            alias = x.detach().requires_grad_()
+            alias = Tensor.requires_grad_(x.detach())  # not the class's own, which reduces the gradient
         if isinstance(x, Wrapper):
             alias._matmul, alias._leaf = x._matmul, x._leaf
         inner[n] = alias
@@ -315,7 +318,7 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
 
 def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
-    for call in run.record.calls[: run.n_answered]:
+    for call in run.answered():
         derivation.number = -2
         derivation.expected = [*call.instructions]
         with _as_before(call):
@@ -389,7 +392,7 @@ def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Te
             for n in record.trained:
                 _share(derivation, inner[n], record.leaves.get(n, run.inputs[n] if n < record.n_inputs else None))
             _run_again(run, derivation, inner)
-        for n, hook in run.hooks:
+        for n, hook in run.hooks.values():
             if n in inner:
                 inner[n].register_hook(hook)
     outs = [inner[record.needing[i]] for i in given]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
-from dshard.comm.events import LISTENERS
+from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
@@ -120,6 +120,8 @@ class Rehearsal:
         inputs = [x for x in flat if isinstance(x, Tensor)]
         if HERE.answer is not None:
             return None, None  # within a module that is rehearsed
+        if LISTENERS:
+            run_pending()
         self.why_not = _why_eager() or _why_not_with(inputs)
         if self.why_not:
             return None, None

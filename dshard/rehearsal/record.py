@@ -90,6 +90,7 @@ class Record:
         self.locals = {n: slot for n, slot in recording.locals.items() if n in made_here}
         self.offsets, self.dropped = recording.offsets, recording.dropped
         self.first_use = {n: i for i, call in reversed([*enumerate(self.calls)]) for n in call.refs}
+        self.optional = self._optional()
         self.late = {n for call in self.calls for n in call.late}
         self.needing = [n for n, kind in self.made.items() if _needs_grad(kind)]
         needing_inputs = [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
@@ -110,13 +111,14 @@ class Record:
         self.running = False
         self.programs: list[tuple[Any, Any]] = []
         self.n_derived = self.n_programs_run = 0
-        self.read = {*self.leaves, *range(self.n_inputs), *self.late}
+        self.counted = {n for call in self.calls for n in call.writes}
+        self.read = {*self.leaves, *range(self.n_inputs), *self.late} - self.counted
         self.unread: list[Slot] = []
 
     def add_program(self, pattern: Any, program: Any) -> None:
         """Add the backward program of a pattern: from then on what no program reads is not kept."""
         self.programs.append((pattern, program))
-        self.read = {n for _, each in self.programs for n in each.reads}
+        self.read = {n for _, each in self.programs for n in each.reads} - self.counted
         slots = {slot for _, each in self.programs for slot in each.slots}
         self.unread = [slot for slot in self.kept if slot not in slots and slot not in self.sources]
 
@@ -134,6 +136,20 @@ class Record:
                 self.why_not = f"{call.name} gives a tensor that no recorded call made, at {call.line}"
                 return recording.calls[:i]
         return recording.calls
+
+    def _optional(self) -> set[int]:
+        """The calls on which no other depends, but such: a later run may leave them out."""
+        optional, used, slots = set[int](), set[int](), set[Slot]()
+        for i, call in reversed([*enumerate(self.calls)]):
+            made = {ref.number for ref in call.outs if isinstance(ref, Ref)}
+            own = {out for each in call.instructions for out in each.outs}
+            writes = call.writes or any(each.writes for each in call.instructions)
+            if not (writes or (made | set(call.late)) & used or own & slots or i == len(self.calls) - 1):
+                optional.add(i)
+                continue
+            used |= made | call.refs
+            slots.update(slot for each in call.instructions for slot in reads(each))
+        return optional
 
     # -- what is kept, and for how long
 

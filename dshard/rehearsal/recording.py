@@ -208,6 +208,7 @@ class Recording:
         if number is not None:
             if self._seen[number][:3] != state_of(x)[:3]:
                 raise Ends("an operand has another node of autograd: a custom Function, or a write")
+            self._see(number, x)  # others may have written to it since
             return Ref(number)
         if not is_ready(x):
             raise Ends("an operand is in flight, or a copy of a view")

@@ -7,6 +7,7 @@ it, so nothing is assumed of what a program does with results.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
@@ -14,6 +15,7 @@ from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.crossing import unchecked_apply
 from dshard.comm import Changes, publish_failure
@@ -22,7 +24,7 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import MISS, Ref, local_of
+from dshard.rehearsal.calls import MISS, Call, local_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.recording import CHANGE_GRAPHS, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, run_eagerly
@@ -47,18 +49,20 @@ class RegionNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = run
+        ctx.inner = run
         ctx.set_materialize_grads(False)
         return tuple([run.tensors[n] for n in run.record.needing])
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: Run = ctx.run
+        run: Run = ctx.inner
         run.stop()
-        return None, *run.gradients(run, grads)
+        return None, None, *run.gradients(run, grads)
 
 
 _apply = unchecked_apply(RegionNode)
+TAP = torch.zeros((), requires_grad=True)
+"""An operand of every run, which gets no gradient: whoever asks for one has the node of the run called."""
 
 
 class Run:
@@ -75,9 +79,10 @@ class Run:
         self.tensors: list[Any] = record.tensors
         self.n_answered, self.n_extra, self.why_not = 0, 0, ""
         self.is_over = False
+        self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
         self.overwritten: list[int] = []
-        self.hooks: list[tuple[int, Callable[[Tensor], Any]]] = []
+        self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         for n, x in enumerate(inputs):
             self.tensors[n] = x
         for slot, n in record.sources.items():
@@ -89,9 +94,9 @@ class Run:
         self.versions: list[tuple[Tensor, int]] = []
         if record.needing:
             with no_torch_function():
-                own = [record.leaves[n] if n in record.leaves else inputs[n] for n in record.read if n not in record.late]
+                own = [record.leaves[n] if n in record.leaves else inputs[n] for n in record.read - record.late]
                 self.versions = [(x, x._version) for x in own]
-                _apply(self, *self.operands())
+                _apply(self, TAP, *self.operands())
 
     def operands(self) -> list[Tensor]:
         """The tensors that get a gradient."""
@@ -108,31 +113,48 @@ class Run:
         expected, grad, settings, checkpoint, run = next(steps, _LAST)
 
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            nonlocal expected, grad, settings, checkpoint, run, settings_now, changes
-            if func is expected and is_grad() is grad:
-                if (Changes.count != changes or settings is not settings_now) and settings is not None:
-                    changes, settings_now = Changes.count, None
-                    if not (OBSERVERS or LISTENERS or CALL_LOG) and settings_in_force() == settings:
-                        settings_now = settings
-                hooks = get_hooks(True)
-                if (
-                    settings is settings_now
-                    and (hooks is None or (checkpoint and is_checkpoint(hooks)))
-                    and not (is_autocasting() or n_dispatch_modes() or is_transforming())
-                ):
-                    try:
-                        out = run(args, kwargs, tensors, values)
-                    except Exception as error:
-                        publish_failure(error, ranks)
-                        raise
-                    if out is not MISS:
-                        self.n_answered += 1
-                        expected, grad, settings, checkpoint, run = next(steps, _LAST)
-                        return out
-            return other(func, args, kwargs)
+            nonlocal steps, expected, grad, settings, checkpoint, run, settings_now, changes
+            while True:
+                if func is expected and is_grad() is grad:
+                    if Changes.count != changes or settings is not settings_now:
+                        changes, settings_now = Changes.count, None
+                        if not (OBSERVERS or LISTENERS or CALL_LOG) and settings_in_force() == settings:
+                            settings_now = settings
+                    hooks = get_hooks(True)
+                    if (
+                        settings is settings_now
+                        and (hooks is None or (checkpoint and is_checkpoint(hooks)))
+                        and not (is_autocasting() or n_dispatch_modes() or is_transforming())
+                    ):
+                        try:
+                            out = run(args, kwargs, tensors, values)
+                        except Exception as error:
+                            publish_failure(error, ranks)
+                            raise
+                        if out is not MISS:
+                            self.n_answered += 1
+                            expected, grad, settings, checkpoint, run = next(steps, _LAST)
+                            return out
+                at = self._next_if_skipped(func)
+                if at is None:
+                    return other(func, args, kwargs)
+                steps = iter(self.record.steps[at:])
+                expected, grad, settings, checkpoint, run = next(steps, _LAST)
 
         self.answer = answer
         return answer
+
+    def _next_if_skipped(self, func: Any) -> int | None:
+        """Skip a call on which no later one depends, if one after it has this function; the number of the next."""
+        record, at = self.record, self.n_answered
+        n = at
+        while n < len(record.calls) and n in record.optional:
+            n += 1
+            if n < len(record.calls) and record.calls[n].func is func:
+                self.skipped.update(range(at, n))
+                self.n_answered = n
+                return n
+        return None
 
     def _other(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a call that the record does not have next: eagerly, behind the results of this run."""
@@ -178,22 +200,40 @@ class Run:
         for x in written:
             with no_torch_function():
                 needs_grad = x.requires_grad
-            if needs_grad and self._shares_memory(x):
+            if needs_grad and len(self._sharing(x)) > 1:
                 raise RuntimeError(
                     "a view of an activation was written to in a rehearsed module whose earlier calls did not write: "
                     "write to a copy, or run the module `with dshard.rehearsing(False):`"
                 )
 
-    def _shares_memory(self, x: Tensor) -> bool:
-        """Whether another tensor that this run has made, or was given, has the memory of `x`."""
-        storage = local_of(x).untyped_storage()._cdata
+    def _sharing(self, x: Tensor) -> list[int]:
+        """The numbers of the tensors with the memory of `x` that somebody may use: autograd knows none as a view."""
+        storage, sharing = local_of(x).untyped_storage()._cdata, list[int]()
         for n, other in enumerate(self.tensors):
-            if other is None or other is x or n in self.record.late:
+            if other is None or n in self.record.late:
                 continue
             local = other.__dict__.get("_local_tensor") if isinstance(other, Wrapper) else other
-            if local is not None and local.untyped_storage()._cdata == storage and _is_held(self.tensors, n):
-                return True
-        return False
+            if local is not None and local.untyped_storage()._cdata == storage:
+                del other
+                if n < self.record.n_inputs or _is_held(self.tensors, n):
+                    sharing.append(n)
+        return sharing
+
+    def answered(self) -> list[Call]:
+        """The calls that were answered."""
+        return [call for i, call in enumerate(self.record.calls[: self.n_answered]) if i not in self.skipped]
+
+    tap = TAP
+
+    def uses(self, i: int) -> bool:
+        """Whether a call that was answered used the result that is output number `i` of the node."""
+        return self.record.first_use.get(self.record.needing[i], self.n_answered) < self.n_answered
+
+    def add_hook(self, i: int, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call `hook` with the whole gradient of output number `i`."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = (self.record.needing[i], hook)
+        return handle
 
     @property
     def is_whole(self) -> bool:
@@ -208,7 +248,7 @@ class Run:
         if HERE.answer is getattr(self, "answer", None):
             HERE.answer = None
         record, tensors = self.record, self.tensors
-        self.late = {n: tensors[n] for call in record.calls[: self.n_answered] for n in call.late}
+        self.late = {n: tensors[n] for call in self.answered() for n in call.late}
         if record.needing:
             self.versions += [(x, self.values[record.version_slots[n]]) for n, x in self.late.items() if n in record.read]
         for n in (*range(record.n_inputs), *record.late):
@@ -242,6 +282,7 @@ _LAST: Any = (_END, None, None, False, None)
 
 
 def _is_held(tensors: Sequence[Any], n: int) -> bool:
+    """Whether Python or C++ holds a tensor, beside the list."""
     return getrefcount(tensors[n]) != 2 or tensor_references(tensors[n]) != 1
 
 
@@ -253,8 +294,3 @@ def _stand_in(kind: Any, offset: int) -> Wrapper:
     if matmul is not None:
         x._matmul = matmul
     return x
-
-
-def results_of(record: Record, n_calls: int) -> set[int]:
-    """The numbers of the results of the first calls of a record."""
-    return {ref.number for call in record.calls[:n_calls] for ref in call.outs if isinstance(ref, Ref)}
