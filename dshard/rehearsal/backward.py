@@ -235,11 +235,20 @@ class Derivation(LocalRecorder):
     def _known_result(self, each: Instruction, args: Args) -> Any:
         """What an instruction gave: tensors of its results, with their values where the run has kept them."""
         new = {*each.outs}
-        outs = [
-            (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
-            for x in each.returned
-        ]
+        with self._unrecorded():
+            outs = [
+                (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
+                for x in each.returned
+            ]
         return outs if each.is_tuple else outs[0]
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        within, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = within
 
     def _operand(self, slot: Slot, args: Any) -> Any:
         for x in pytree.tree_leaves(args):
@@ -292,7 +301,8 @@ class Derivation(LocalRecorder):
             each = self.record.makers[slot]
             arguments = {read: self.value(read) for read in reads(each)}
             kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
-            out = each.function(*filled(each.args, arguments), **kwargs)
+            with self._unrecorded():
+                out = each.function(*filled(each.args, arguments), **kwargs)
             for made, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
                 if made is not None:
                     self._made[made] = x
@@ -305,11 +315,8 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
     inner: dict[int, Any] = {**record.leaves, **dict(enumerate(run.inputs)), **run.late}
     for n in record.trained:
         x = inner[n]
-        if create:
-            inner[n] = x.view_as(x)
-            continue
-        with no_torch_function():
-            alias = Tensor.requires_grad_(x.detach())  # not the class's own, which reduces the gradient
+        with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
+            alias = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
         if isinstance(x, Wrapper):
             alias._matmul, alias._leaf = x._matmul, x._leaf
         inner[n] = alias
