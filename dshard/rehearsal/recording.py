@@ -142,7 +142,7 @@ class Recording:
         HERE.answer = None
         try:
             if self.ended:
-                return run_eagerly(func, args, kwargs)
+                return self._watched(func, args, kwargs)
             start = len(self.recorder.instructions)
             try:
                 call, operands = self._begin(func, args, kwargs)
@@ -160,6 +160,18 @@ class Recording:
             return out
         finally:
             HERE.answer = self
+
+    def _watched(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run a call after the last that is recorded: what it does to results of these may end the record before."""
+        made = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) in self._numbers]
+        if made and getattr(func, "__name__", "") in CHANGE_GRAPHS:
+            self._end(Ends(self.ended, self._first_use(made)))
+        before = [*map(state_of, made)]
+        out = run_eagerly(func, args, kwargs)
+        for x, state in zip(made, before, strict=True):
+            if state_of(x) != state and x.requires_grad:
+                self._end(Ends("a write to a tensor that needs a gradient", self._first_view(x)))
+        return out
 
     def _end(self, end: Ends) -> None:
         self.ended = str(end) or "?"

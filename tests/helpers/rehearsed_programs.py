@@ -710,6 +710,4 @@ def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, 
         wrong += [f"step {i}: {each}" for each in _differences(eager, rehearsed, ROUNDING.get(name, 0.0))]
         why_not.append(models[1].rehearsed.why_not)
     seen = models[1].rehearsed
-    global LAST
-    LAST = seen
     return Outcome(wrong, seen.answered, seen.calls, repr(seen), why_not)
