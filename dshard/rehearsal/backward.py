@@ -25,7 +25,7 @@ from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import Call, Ref, local_of
+from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import Code, filled, variable
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.plan import only_of, reads, simplified
@@ -161,7 +161,10 @@ class Derivation(LocalRecorder):
         self.is_backward = False
         self.unreal = set[Slot]()
         self._made: dict[Slot, Any] = {}
-        self.read = set[Slot]()
+        self._roots: dict[Slot, Slot] = {}
+        self._equal: dict[tuple[Slot, object], Slot] = {}  # the slots of views, by the memory and how they lie in it
+        for each in record.makers.values():
+            self._note_views(each)
         own = dict(zip(record.leaves, run.fixed.locals, strict=True))
         for slot, n in record.sources.items():
             x = own.get(n)
@@ -198,7 +201,10 @@ class Derivation(LocalRecorder):
             if each is not None:
                 return self._known_result(each, args)
         args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
-        return super().run(func, args, kwargs)
+        out, n = super().run(func, args, kwargs), len(self.instructions)
+        if n and not self.is_backward:
+            self._note_views(self.instructions[-1])
+        return out
 
     def call(self, key: object, function: Callable[..., Any], *args: object) -> Any:
         """Call a function: what it gave in the run, or, in the backward pass, record it."""
@@ -210,18 +216,35 @@ class Derivation(LocalRecorder):
                 return self._known_result(each, args)
         return super().call(key, function, *self._real(args))
 
+    def _note_views(self, each: Instruction) -> None:
+        if each.is_view:
+            root = self._roots.get(each.args[0], each.args[0])
+            for slot in each.outs:
+                if slot is not None:
+                    self._roots[slot] = root
+                    self._equal.setdefault((root, self.views[slot.number]), slot)
+
     def _take(self, what: object, args: Any, kwargs: Any, *, by_key: bool = False) -> Instruction | None:
         """The first instruction of the call that is this one, which then has run."""
         for i, each in enumerate(self.expected):
             if by_key:
-                same = each.key is not None and equal(each.key, what) and equal(each.args, args)
+                same = each.key is not None and equal(each.key, what) and self._equals(each.args, args)
             else:
-                same = each.key is None and each.function is what and equal((each.args, each.kwargs), (args, kwargs))
+                same = each.key is None and each.function is what and self._equals((each.args, each.kwargs), (args, kwargs))
                 if not same and each.is_view and what in VIEWS_IF_POSSIBLE:
-                    same = each.function is aten.view.default and equal(each.args[0], args[0])
+                    same = each.function is aten.view.default and self._equals(each.args[0], args[0])
             if same:
                 return self.expected.pop(i)
         return None
+
+    def _equals(self, a: object, b: object) -> bool:
+        """Whether arguments are equal: the same values, or equal views of the same."""
+        return equal(self._first(a), self._first(b))
+
+    def _first(self, value: Any) -> Any:
+        if isinstance(value, Slot):
+            return self._equal.get((self._roots.get(value, value), self.views[value.number]), value)
+        return tuple([self._first(each) for each in value]) if isinstance(value, tuple) else value
 
     def _view(self, each: Instruction, out: Any) -> Any:
         is_unreal = each.args[0] in self.unreal
@@ -294,10 +317,8 @@ class Derivation(LocalRecorder):
 
     def value(self, slot: Slot) -> Any:
         """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
-        kept = self._kept(slot)
-        if kept is not None:
-            return kept
-        if slot not in self._made:
+        value = self._kept(slot)
+        if value is None and slot not in self._made:
             each = self.record.makers[slot]
             arguments = {read: self.value(read) for read in reads(each)}
             kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
@@ -306,7 +327,10 @@ class Derivation(LocalRecorder):
             for made, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
                 if made is not None:
                     self._made[made] = x
-        return self._made[slot]
+        value = self._made[slot] if value is None else value
+        if isinstance(value, Tensor) and value not in self._tensors:
+            self._tensors[value] = slot
+        return value
 
 
 def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
@@ -330,8 +354,10 @@ def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
         derivation.expected = [*call.instructions]
         with _as_before(call):
             args, kwargs = pytree.tree_map(lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs))
-            out = run_eagerly(call.func, args, kwargs)
-        for ref, x in zip(call.outs, pytree.tree_leaves(out), strict=True):
+            results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
+        for ref, x in zip(call.outs, results, strict=True):
+            if isinstance(ref, Ref):
+                is_ready(x)
             if isinstance(ref, Ref) and ref.number not in inner:
                 inner[ref.number] = x
                 if isinstance(x, Wrapper) and x._spec is not run.record.made[ref.number][1]:

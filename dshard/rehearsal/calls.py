@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -88,8 +89,12 @@ def kind_of(x: Tensor) -> Kind:
 
 
 def is_ready(x: Tensor) -> bool:
-    """Whether the local tensor of an operand is there, and is no copy of a view."""
-    return not isinstance(x, Wrapper) or ("_local_tensor" in x.__dict__ and x._view_sync is None)
+    """Whether the local tensor of an operand is there, and is no copy of a view; local views are made now."""
+    if not isinstance(x, Wrapper):
+        return True
+    if type(x.__dict__.get("_lazy_local")) is partial:  # of no collective
+        x._local_tensor  # noqa: B018
+    return "_local_tensor" in x.__dict__ and x._view_sync is None
 
 
 def is_like(x: object, kind: Kind) -> bool:

@@ -290,7 +290,7 @@ class Recording:
             with no_torch_function():
                 if not (is_distributed or (type(x) is Tensor and not x.requires_grad)):
                     raise Ends(f"a result is a {type(x).__name__} that needs a gradient")
-            if is_distributed and not (x._view_sync is None and "_local_tensor" in x.__dict__ and x._leaf is None):
+            if is_distributed and not (is_ready(x) and x._leaf is None):
                 raise Ends("a result is in flight, a copy of a view, or keeps partial gradients")
             number = self._number(x)
             self.made[number], self.locals[number] = kind_of(x), self.recorder.slot_of(local_of(x))
