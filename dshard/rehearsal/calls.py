@@ -102,6 +102,19 @@ def is_like(x: object, kind: Kind) -> bool:
     return type(x) is kind[0] and is_ready(x) and kind_of(x) == kind  # type: ignore[arg-type]
 
 
+def is_like_plain(x: Any, shape: Any, dtype: Any, device: Any, stride: Any, is_conj: bool, is_neg: bool) -> bool:
+    """Whether a plain tensor without a gradient is of a recorded kind."""
+    return (  # type: ignore[no-any-return]
+        x.shape == shape
+        and x.dtype is dtype
+        and x.stride() == stride
+        and x.device == device
+        and not x.requires_grad
+        and x.is_conj() is is_conj
+        and x.is_neg() is is_neg
+    )
+
+
 _INT = frozenset({int})
 
 
@@ -120,7 +133,8 @@ class Comparison:
         self.code, self.place, self.late, self.after = code, place, dict(call.late), list[str]()
         self.conditions, self.first_seen = list[str](), list[tuple[int, str]]()
         self._new = frozenset(call.late)
-        code.names |= {"all_int": _all_int, "is_like": is_like, "MISSING": MISSING}
+        code.names |= {"all_int": _all_int, "is_like": is_like, "is_like_plain": is_like_plain, "MISSING": MISSING}
+        code.names["Tensor"] = Tensor
         self.conditions.append(f"len(args) == {len(call.args)}")
         for i, value in enumerate(call.args):
             self._add(value, f"args[{i}]")
@@ -164,7 +178,12 @@ class Comparison:
 
     def _add_tensor(self, number: int, name: str) -> None:
         if number in self.late:
-            self.conditions.append(f"is_like({name}, {self.code.constant(self.late.pop(number), 'k')})")
+            kind = self.late.pop(number)
+            if kind[0] is Tensor:
+                rest = ", ".join(self.code.constant(each, "k") for each in (*kind[1:4], *kind[5:]))
+                self.conditions.append(f"{name}.__class__ is Tensor and is_like_plain({name}, {rest})")
+            else:
+                self.conditions.append(f"is_like({name}, {self.code.constant(kind, 'k')})")
             self.first_seen.append((number, name))
         elif number in self._new:
             self.after.append(f"{name} is {self.place(number)}")

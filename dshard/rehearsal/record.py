@@ -8,6 +8,7 @@ backward pass, nothing else; each other value is freed after the last call that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -86,6 +87,8 @@ class Record:
         used = made_here | set(range(self.n_inputs)) | {n for call in self.calls for n in call.refs}
         self.leaves = {n: x for n, x in recording.leaves.items() if n in used}
         self.leaf_kinds = {n: kind_of(x) for n, x in self.leaves.items()}
+        self._leaf_states = [(x, self.leaf_kinds[n]) for n, x in self.leaves.items()]
+        self._wrapped = [isinstance(x, Wrapper) for x in self.leaves.values()]
         self.made = {n: kind for n, kind in recording.made.items() if n in made_here}
         self.locals = {n: slot for n, slot in recording.locals.items() if n in made_here}
         self.offsets, self.dropped = recording.offsets, recording.dropped
@@ -105,6 +108,10 @@ class Record:
         self.once: list[Instruction] = []
         self._plan(recording)
         self.tensors: list[Any] = [None] * self.n_tensors
+        self.absent = [n for n, kind in self.made.items() if kind[0] is not Tensor]
+        self.input_slots = [(slot.number, n) for slot, n in self.sources.items() if n < self.n_inputs]
+        self.plain = [n for n, kind in self.made.items() if kind[0] is Tensor]
+        self.sizes = [(n, 2 + (kind[3] is not None)) for n, kind in self.made.items() if kind[0] is not Tensor]
         self.steps, self.sources_of_code = list[Step](), list[str]()
         self._fixed: Fixed | None = None
         self._write_code()
@@ -284,17 +291,23 @@ class Record:
 
     def local_tensors(self) -> list[Tensor]:
         """The local tensors of the module's own tensors."""
-        return [x._local_tensor if isinstance(x, Wrapper) else x for x in self.leaves.values()]
+        return [x._local_tensor if wrapped else x for x, wrapped in zip(self.leaves.values(), self._wrapped, strict=True)]
 
     def fixed(self) -> Fixed:
         """The values of the module's own tensors."""
         known = self._fixed
-        if known is None or any(map(_differ, known.locals, self.local_tensors())):
+        if known is None or not all(map(is_, known.locals, self.local_tensors())):
             known = self._fixed = Fixed(self)
         return known
 
     def is_current(self) -> bool:
-        """Whether the module's own tensors are of the kinds recorded."""
+        """Whether the module's own tensors are of the kinds recorded; other local tensors are looked at more closely."""
+        with no_torch_function():
+            for x, (_, spec, _, matmul, needs_grad, *_) in self._leaf_states:
+                if x.requires_grad is not needs_grad or (isinstance(x, Wrapper) and (x._spec is not spec or x._matmul is not matmul)):
+                    return False
+            if self._fixed is not None and all(map(is_, self._fixed.locals, self.local_tensors())):
+                return True
         return all(kind_of(x) == self.leaf_kinds[n] for n, x in self.leaves.items())
 
 
@@ -306,10 +319,6 @@ def version_of(x: Tensor) -> int:
 
 def _needs_grad(kind: Kind) -> bool:
     return bool(kind[4])
-
-
-def _differ(a: object, b: object) -> bool:
-    return a is not b
 
 
 def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:

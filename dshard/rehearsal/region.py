@@ -40,7 +40,6 @@ from dshard.torch_private import (
 
 MAX_EXTRA = 64
 """The most calls between two that the record has: after so many the module is taken to do something else."""
-_ATTRIBUTES = frozenset({"_local_tensor", "_spec", "_matmul"})
 _END = object()
 
 
@@ -83,14 +82,11 @@ class Run:
         self.late: dict[int, Tensor] = {}
         self.overwritten: list[int] = []
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
-        for n, x in enumerate(inputs):
-            self.tensors[n] = x
-        for slot, n in record.sources.items():
-            if n < record.n_inputs:
-                self.values[slot.number] = local_of(inputs[n])
-        for n, kind in record.made.items():
-            if self.tensors[n] is None and kind[0] is not Tensor:
-                self.tensors[n] = _stand_in(kind, record.offsets[n])
+        self.tensors[: len(inputs)] = inputs
+        for number, n in record.input_slots:
+            self.values[number] = local_of(inputs[n])
+        for n in record.absent:
+            self.tensors[n] = _stand_in(record.made[n], record.offsets[n])
         self.versions: list[tuple[Tensor, int]] = []
         if record.needing:
             with no_torch_function():
@@ -253,22 +249,25 @@ class Run:
             self.versions += [(x, self.values[record.version_slots[n]]) for n, x in self.late.items() if n in record.read]
         for n in (*range(record.n_inputs), *record.late):
             tensors[n] = None
+        for n in record.plain:
+            tensors[n] = None
+        record.absent = absent = list[int]()
         with no_torch_function():
-            for n, kind in record.made.items():
+            for n, size in record.sizes:
                 x = tensors[n]
-                if kind[0] is Tensor:
-                    tensors[n] = None
-                elif (
-                    getrefcount(x) != 3
-                    or tensor_references(x) != 1
-                    or getweakrefcount(x)
-                    or not _ATTRIBUTES.issuperset(x.__dict__)
+                attributes = x.__dict__
+                if (
+                    getrefcount(x) == 3  # the list, this variable, and the argument
+                    and tensor_references(x) == 1
+                    and len(attributes) <= size
+                    and not getweakrefcount(x)
                 ):
-                    tensors[n] = None
-                else:
-                    x.__dict__.pop("_local_tensor", None)
+                    attributes.pop("_local_tensor", None)
                     if x.requires_grad:
                         x.detach_()  # which lets go of this run
+                else:
+                    tensors[n] = None
+                    absent.append(n)
         self.tensors = []
         if not record.needing:
             self.values = []
