@@ -24,6 +24,7 @@ from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
+from dshard.rehearsal.session import HERE, own_call
 from dshard.tensor import DTensor
 from dshard.torch_private import (
     dispatch_mode,
@@ -68,7 +69,8 @@ class GatherGroup:
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
         self.ahead: GatheredWeights | None = None
-        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
+        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None, bool]] = []
+        self.uses: list[tuple[int, GatheredUse, ExitStack]] = []  # of calls of `gather`, by how many runs it was
 
     def stored(self) -> list[Wrapper]:
         """The current stored parameters; those that their modules no longer have are left out from then on."""
@@ -108,12 +110,12 @@ class GatherGroup:
         stored = self.stored()
         if is_dynamo_compiling():
             if self.plan.precision is not None:
-                self.running.append((None, stored, None))
+                self.running.append((None, stored, None, False))
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
         stack = ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
-            self.running.append((None, stored, stack))
+            self.running.append((None, stored, stack, False))
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
@@ -122,31 +124,49 @@ class GatherGroup:
 
     def _gather(self, stored: list[Wrapper], stack: ExitStack) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
+        if HERE.answer is not None and not is_recomputed:
+            self.running.append((None, stored, None, True))
+            self._put(gather(self, *stored))
+            self.order.follows(self)
+            return
+        use, weights = self._use(stored, stack, is_first=not is_recomputed)
+        self.running.append((use, stored, stack, False))
+        self._put(weights)
+        if not is_recomputed:
+            self.order.prefetch(self)
+            self.order.follows(self)
+
+    def _use(self, stored: list[Wrapper], stack: ExitStack, is_first: bool) -> tuple[GatheredUse, list[Wrapper]]:
+        """A use of the group, whose hooks are entered on the stack, and the gathered weights."""
         recorded = torch.is_grad_enabled() and not self.keeps
-        before = self.order.last() if recorded and not is_recomputed and self.order.last else None
+        before = self.order.last() if recorded and is_first and self.order.last else None
         use = GatheredUse(stored, self.moves(stored), partial(self.gathered, stored), before)
-        self.running.append((use, stored, stack))
         weights = use.tensors()
         for weight, own in zip(weights, stored, strict=True):
             weight._matmul = own._matmul
-        self._put(weights)
         if recorded:
             stack.enter_context(saved_tensors_hooks(use.pack, use.unpack))
-        if not is_recomputed:
-            self.order.runs(self, use if recorded else None)
+            if is_first:
+                self.order.last = ref(use)
+        return use, weights
 
     def leave(self, module: nn.Module, args: object, out: object) -> None:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
-        use, stored, stack = self.running.pop()
+        use, stored, stack, by_calls = self.running[-1]
+        if by_calls:
+            ungather(self)
+        self.running.pop()
         if stack is not None:
             stack.close()
         self._put(stored)
-        if use is None:
-            return
+        if use is not None:
+            self._end(use, is_first=graph_task_id() < 0)
+
+    def _end(self, use: GatheredUse, is_first: bool) -> None:
         use.write_back()
-        if graph_task_id() >= 0:
+        if not is_first:
             self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
@@ -156,6 +176,25 @@ class GatherGroup:
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
+
+
+@own_call
+def gather(group: GatherGroup, *stored: Wrapper) -> tuple[Wrapper, ...]:
+    """The gathered weights of a group; until `ungather`, autograd saves their positions."""
+    stack = ExitStack()
+    use, weights = group._use(list(stored), stack, is_first=True)
+    group.uses.append((len(group.running), use, stack))
+    group.order.prefetch(group)
+    return tuple(weights)
+
+
+@own_call
+def ungather(group: GatherGroup) -> None:
+    """End what `gather` has begun, unless that was answered by a record."""
+    if group.uses and group.uses[-1][0] == len(group.running):
+        _, use, stack = group.uses.pop()
+        stack.close()
+        group._end(use, is_first=True)
 
 
 def _outside_checkpoint() -> AbstractContextManager[object]:
@@ -182,13 +221,14 @@ class GatherOrder:
             self.following[id(self.previous)] = group
         self.previous = group
 
-    def runs(self, group: GatherGroup, use: GatheredUse | None) -> None:
-        """A group runs: record that it followed the previous one, and begin to gather the group that followed it."""
-        if use is not None:
-            self.last = ref(use)
+    def follows(self, group: GatherGroup) -> None:
+        """A group runs: record that it followed the previous one."""
         if self.previous is not None and self.previous is not group:
             self.following[id(self.previous)] = group
         self.previous = group
+
+    def prefetch(self, group: GatherGroup) -> None:
+        """Begin to gather the group that followed this one the last time."""
         following = self.following.get(id(group))
         if following is not None:
             following.begin()

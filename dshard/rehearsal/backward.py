@@ -94,7 +94,7 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             for i, grad, local in zip(given, arrived, locals_, strict=True)
         ),
         tuple(settings_in_force()),
-        accumulating(),
+        accumulating() or any(leaf.has_partial_sum for leaf in record.gradient_leaves),
     )
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
@@ -342,7 +342,7 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
         with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
             alias = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
         if isinstance(x, Wrapper):
-            alias._matmul, alias._leaf = x._matmul, x._leaf
+            alias._matmul, alias._leaf, alias._gradient_leaf = x._matmul, x._leaf, x._gradient_leaf
         inner[n] = alias
     return inner
 

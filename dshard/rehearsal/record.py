@@ -88,6 +88,7 @@ class Record:
         self.leaves = {n: x for n, x in recording.leaves.items() if n in used}
         self.leaf_kinds = {n: kind_of(x) for n, x in self.leaves.items()}
         self._leaf_states = [(x, self.leaf_kinds[n]) for n, x in self.leaves.items()]
+        self.gradient_leaves = [x._gradient_leaf for x in self.leaves.values() if getattr(x, "_gradient_leaf", None)]
         self._wrapped = [isinstance(x, Wrapper) for x in self.leaves.values()]
         self.made = {n: kind for n, kind in recording.made.items() if n in made_here}
         self.locals = {n: slot for n, slot in recording.locals.items() if n in made_here}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dshard.autograd.gathered_weights import is_local
 from dshard.comm import ENDS, recording_calls, user_line
 from dshard.core.context import settings_in_force, settings_states
 from dshard.core.observe import OperatorMode
@@ -192,7 +193,7 @@ class Recording:
             raise Ends("autocast, a mode or a transform of torch")
         call = Call(func, None, None, torch.is_grad_enabled(), self._settings(), settings_states(), is_within_forward())
         hooks = saved_tensor_hooks(True)
-        if hooks is not None:
+        if hooks is not None and not is_local(hooks):
             if not is_checkpoint(hooks):
                 raise Ends("hooks of saved tensors")
             call.checkpoint = hooks[0]
