@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
-from dshard.comm import publish_failure, recording_calls
+from dshard.comm import ENDS, publish_failure, recording_calls
 from dshard.core.context import settings_in_force, settings_restored
 from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import count_as_replicated
@@ -83,8 +83,8 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         raise RuntimeError(TWICE)
     given = [i for i, grad in enumerate(grads) if grad is not None]
     arrived: list[Any] = [grads[i] for i in given]
-    _check_versions(run)
     if torch.is_grad_enabled() or run.hooks:
+        _check_versions(run, record.read)
         return _recomputed(run, given, arrived)
     locals_ = [local_of(grad) for grad in arrived]
     pattern = Pattern(
@@ -99,6 +99,7 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
         return _derived(run, pattern, given, arrived)
+    _check_versions(run, program.reads)
     for number in program.fresh:
         if run.values[number]._version:
             raise RuntimeError(OVERWRITTEN.format(tuple(run.values[number].shape)))
@@ -123,11 +124,15 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def _check_versions(run: Run) -> None:
+def _check_versions(run: Run, numbers: Iterable[int]) -> None:
     with no_torch_function():
-        for x, version in run.versions:
-            if x._version != version:
+        for n in numbers:
+            x, version = run.versions.get(n, _UNKNOWN)
+            if x is not None and x._version != version:
                 raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
+
+
+_UNKNOWN: tuple[Tensor | None, int] = (None, 0)
 
 
 def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
@@ -199,7 +204,7 @@ class Derivation(LocalRecorder):
             if each is not None and each.is_view:
                 return self._view(each, func(*args, **kwargs))
             if each is not None:
-                return self._known_result(each, args)
+                return self._known_result(each, args, kwargs)
         args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
         out, n = super().run(func, args, kwargs), len(self.instructions)
         if n and not self.is_backward:
@@ -255,15 +260,41 @@ class Derivation(LocalRecorder):
                     self.unreal.add(slot)
         return out
 
-    def _known_result(self, each: Instruction, args: Args) -> Any:
+    def _known_result(self, each: Instruction, args: Args, kwargs: Kwargs | None = None) -> Any:
         """What an instruction gave: tensors of its results, with their values where the run has kept them."""
         new = {*each.outs}
+        if self.is_real and not self._is_kept(each):
+            return self._run_really(each, args, kwargs or {})
         with self._unrecorded():
             outs = [
                 (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
                 for x in each.returned
             ]
         return outs if each.is_tuple else outs[0]
+
+    def _is_kept(self, each: Instruction) -> bool:
+        """Whether the values that an instruction made, or wrote to, are those after the run."""
+        made = [slot for slot in each.outs if slot is not None]
+        ends = [slot for begun in made for slot in self.record.ended_in.get(begun, ())]
+        if each.key == ENDS:
+            ends = [slot for slot in each.returned if isinstance(slot, Slot)]
+        if made or ends:
+            return all(self._kept(slot) is not None for slot in ends or made)
+        written = each.written() if each.operator is not None else [*reads(each)]
+        return not any(self._roots.get(slot, slot) in self._made for slot in written)
+
+    def _run_really(self, each: Instruction, args: Args, kwargs: Kwargs) -> Any:
+        args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
+        with self._unrecorded():
+            out = each.function(*args, **kwargs)
+        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
+            if slot is not None:
+                self._made[slot] = x
+                if isinstance(x, Tensor):
+                    self._tensors[x] = slot
+                else:
+                    self._values[x] = slot
+        return out
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -290,8 +321,6 @@ class Derivation(LocalRecorder):
             self.unreal.add(slot)
             return token
         value = self._kept(slot)
-        if value is None and self.is_real:
-            value = self.value(slot)
         if value is None:
             self.unreal.add(slot)
             out = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
@@ -399,6 +428,7 @@ def _derived(run: Run, pattern: Pattern, given: Sequence[int], grads: Sequence[A
             record.why_not = program
         else:
             record.add_program(pattern, program)
+            _check_versions(run, program.reads - record.counted)
     else:
         record.why_not = derivation.why_not or record.why_not
     if not keeps_graph():

@@ -17,11 +17,12 @@ from weakref import getweakrefcount
 import torch
 from torch import Tensor
 
+from dshard.comm import ENDS
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import MISS, Call, Comparison, Kind, Ref, kind_of, local_of
 from dshard.rehearsal.code import Code, run_once, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
-from dshard.rehearsal.plan import only_of, reads, simplified, written_by
+from dshard.rehearsal.plan import only_of, reads, simplified, slots_in, written_by
 from dshard.rehearsal.recording import Recording, instructions_of
 from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
 
@@ -105,6 +106,8 @@ class Record:
         self.version_slots = {n: self.n_slots + i for i, n in enumerate(sorted(self.late))}
         self.n_slots += len(self.late)
         self.makers = {out: each for each in instructions_of(self.calls) for out in each.outs if out is not None}
+        raw = instructions_of(self.calls)
+        self.ended_in = {each.args[0]: [x for x in each.returned if isinstance(x, Slot)] for each in raw if each.key == ENDS}
         self.ranks = tuple(recorder.ranks)
         self.once: list[Instruction] = []
         self._plan(recording)
@@ -177,7 +180,9 @@ class Record:
         for each in rest:
             self.segments[each.call].append(each)
         self.fixed_slots = known
-        self.written = written_by(rest)
+        self.written = written_by(rest) | {
+            self.at(slot) for each in raw if _begins(each) for slot in slots_in(each.args[1:])
+        }
         self.new_memory = {
             out for each in rest if each.operator and not each.is_view for out in each.outs if out is not None
         } - self.written
@@ -333,6 +338,11 @@ def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:
         elif isinstance(each.key, tuple) and each.key[0] != "begin":
             slots.update(reads(each))
     return slots
+
+
+def _begins(each: Instruction) -> bool:
+    """Whether an instruction begins a collective, `(tensor, buffer of the result)`."""
+    return isinstance(each.key, tuple) and each.key[0] == "begin"
 
 
 def _last_in(segment: Sequence[Instruction], stay: set[Slot]) -> Mapping[int, list[Slot]]:

@@ -87,11 +87,13 @@ class Run:
             self.values[number] = local_of(inputs[n])
         for n in record.absent:
             self.tensors[n] = _stand_in(record.made[n], record.offsets[n])
-        self.versions: list[tuple[Tensor, int]] = []
+        self.versions: dict[int, tuple[Tensor, int]] = {}
         if record.needing:
             with no_torch_function():
-                own = [record.leaves[n] if n in record.leaves else inputs[n] for n in record.read - record.late]
-                self.versions = [(x, x._version) for x in own]
+                leaves = record.leaves
+                for n in record.read - record.late:
+                    x = leaves[n] if n in leaves else inputs[n]
+                    self.versions[n] = x, x._version
                 _apply(self, TAP, *self.operands())
 
     def operands(self) -> list[Tensor]:
@@ -246,7 +248,8 @@ class Run:
         record, tensors = self.record, self.tensors
         self.late = {n: tensors[n] for call in self.answered() for n in call.late}
         if record.needing:
-            self.versions += [(x, self.values[record.version_slots[n]]) for n, x in self.late.items() if n in record.read]
+            slots = record.version_slots
+            self.versions |= {n: (x, self.values[slots[n]]) for n, x in self.late.items() if n in record.read}
         for n in (*range(record.n_inputs), *record.late):
             tensors[n] = None
         for n in record.plain:
