@@ -83,9 +83,12 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         raise RuntimeError(TWICE)
     given = [i for i, grad in enumerate(grads) if grad is not None]
     arrived: list[Any] = [grads[i] for i in given]
-    if torch.is_grad_enabled() or run.hooks:
+    if torch.is_grad_enabled():
         _check_versions(run, record.read)
         return _recomputed(run, given, arrived)
+    if run.hooks:
+        _check_versions(run, record.read)
+        return _derived(run, None, given, arrived)
     locals_ = [local_of(grad) for grad in arrived]
     pattern = Pattern(
         run.n_answered,
@@ -404,8 +407,8 @@ def _as_before(call: Call) -> Iterator[None]:
         count_as_replicated(-int(call.within), forward=call.within)
 
 
-def _derived(run: Run, pattern: Pattern, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
-    """The gradients of a pattern without a program, which is made of them."""
+def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of a pattern without a program, which is made of them; None: hooks wait for gradients within."""
     record = run.record
     derivation = Derivation(run)
     record.n_derived += 1
@@ -414,6 +417,9 @@ def _derived(run: Run, pattern: Pattern, given: Sequence[int], grads: Sequence[A
         for n in record.trained:
             _share(derivation, inner[n], record.leaves.get(n, run.inputs[n] if n < record.n_inputs else None))
         _run_again(run, derivation, inner)
+        for n, hook in run.hooks.values():
+            if n in inner:
+                inner[n].register_hook(hook)
         outs = [inner[record.needing[i]] for i in given]
         derivation.is_backward, derivation.expected = True, []
         grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
@@ -422,7 +428,7 @@ def _derived(run: Run, pattern: Pattern, given: Sequence[int], grads: Sequence[A
         slots = [None if x is None else derivation.slot_of(local_of(x)) for x in found]
     specs = [x._spec if isinstance(x, Wrapper) else None for x in found]
     _check_overwritten(run, {record.at(slot) for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)})
-    if not derivation.why_not and len(record.programs) < MAX_PATTERNS:
+    if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
         program = _program(record, derivation, grad_slots, slots, specs)
         if isinstance(program, str):
             record.why_not = program
@@ -444,13 +450,12 @@ def _share(derivation: Derivation, alias: Any, x: Any) -> None:
 
 
 def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
-    """The gradients by autograd of the calls, which are run again: a graph is created, or hooks wait for gradients."""
+    """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
-    creates = torch.is_grad_enabled()
     derivation = Derivation(run, is_real=True)
     record.n_derived += 1
     with torch.enable_grad():
-        inner = _inner_tensors(run, create=creates)
+        inner = _inner_tensors(run, create=True)
         with recording_calls(derivation), OperatorMode(derivation.run):
             for n in record.trained:
                 _share(derivation, inner[n], record.leaves.get(n, run.inputs[n] if n < record.n_inputs else None))
@@ -460,7 +465,7 @@ def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Te
                 inner[n].register_hook(hook)
     outs = [inner[record.needing[i]] for i in given]
     found = torch.autograd.grad(
-        outs, [inner[n] for n in record.trained], grads, create_graph=creates, allow_unused=True
+        outs, [inner[n] for n in record.trained], grads, create_graph=True, allow_unused=True
     )
     if not keeps_graph():
         run.values = []

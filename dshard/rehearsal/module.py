@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -172,6 +173,7 @@ class Rehearsal:
             return
         HERE.answer = None
         if isinstance(session, Recording):
+            gc.collect()  # so that what is alive is what autograd has saved, on all ranks
             record = Record(session)
             if record.calls:
                 known.record = record

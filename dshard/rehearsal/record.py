@@ -115,7 +115,7 @@ class Record:
         self.absent = [n for n, kind in self.made.items() if kind[0] is not Tensor]
         self.input_slots = [(slot.number, n) for slot, n in self.sources.items() if n < self.n_inputs]
         self.plain = [n for n, kind in self.made.items() if kind[0] is Tensor]
-        self.sizes = [(n, 2 + (kind[3] is not None)) for n, kind in self.made.items() if kind[0] is not Tensor]
+        self.sizes = [(n, 1 + (kind[3] is not None)) for n, kind in self.made.items() if kind[0] is not Tensor]
         self.steps, self.sources_of_code = list[Step](), list[str]()
         self._fixed: Fixed | None = None
         self._write_code()

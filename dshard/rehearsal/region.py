@@ -258,19 +258,18 @@ class Run:
         with no_torch_function():
             for n, size in record.sizes:
                 x = tensors[n]
-                attributes = x.__dict__
                 if (
                     getrefcount(x) == 3  # the list, this variable, and the argument
                     and tensor_references(x) == 1
-                    and len(attributes) <= size
                     and not getweakrefcount(x)
                 ):
-                    attributes.pop("_local_tensor", None)
-                    if x.requires_grad:
-                        x.detach_()  # which lets go of this run
-                else:
-                    tensors[n] = None
-                    absent.append(n)
+                    x.__dict__.pop("_local_tensor", None)
+                    if len(x.__dict__) == size:  # nobody has left a mark
+                        if x.requires_grad:
+                            x.detach_()  # which lets go of this run
+                        continue
+                tensors[n] = None
+                absent.append(n)
         self.tensors = []
         if not record.needing:
             self.values = []
