@@ -128,7 +128,8 @@ def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
             if x is not None:
                 x.grad = grad if x.grad is None else x.grad + grad
 
-        return _hook_within(args[0], inner, keep) and None
+        _hook_within(args[0], inner, keep)
+        return None
     graph = _local_graph_in_use(args[0])
     if graph is None:
         return call_torch(func, args, kwargs)

@@ -110,7 +110,6 @@ from dshard.comm.workspace import WORKSPACE, Session
 
 __all__ = [
     "COLLECTIVES_OF_TORCH",
-    "Changes",
     "EMULATED",
     "ENDS",
     "FORGET",
@@ -119,6 +118,7 @@ __all__ = [
     "RECORDERS",
     "WORKSPACE",
     "AsyncLocal",
+    "Changes",
     "Collective",
     "DeviceMesh",
     "Event",
@@ -134,9 +134,9 @@ __all__ = [
     "Resharding",
     "Runtime",
     "Scoped",
-    "State",
     "Session",
     "Start",
+    "State",
     "Steps",
     "Stream",
     "Transfer",

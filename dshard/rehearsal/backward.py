@@ -238,7 +238,11 @@ class Derivation(LocalRecorder):
             if by_key:
                 same = each.key is not None and equal(each.key, what) and self._equals(each.args, args)
             else:
-                same = each.key is None and each.function is what and self._equals((each.args, each.kwargs), (args, kwargs))
+                same = (
+                    each.key is None
+                    and each.function is what
+                    and self._equals((each.args, each.kwargs), (args, kwargs))
+                )
                 if not same and each.is_view and what in VIEWS_IF_POSSIBLE:
                     same = each.function is aten.view.default and self._equals(each.args[0], args[0])
             if same:
@@ -370,9 +374,9 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
     record = run.record
     inner: dict[int, Any] = {**record.leaves, **dict(enumerate(run.inputs)), **run.late}
     for n in record.trained:
-        x = inner[n]
+        x: Any = inner[n]
         with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
-            alias = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
+            alias: Any = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
         if isinstance(x, Wrapper):
             alias._matmul, alias._leaf, alias._gradient_leaf = x._matmul, x._leaf, x._gradient_leaf
         inner[n] = alias
@@ -385,7 +389,9 @@ def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
         derivation.number = -2
         derivation.expected = [*call.instructions]
         with _as_before(call):
-            args, kwargs = pytree.tree_map(lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs))
+            args, kwargs = pytree.tree_map(
+                lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
+            )
             results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
         for ref, x in zip(call.outs, results, strict=True):
             if isinstance(ref, Ref):
@@ -401,7 +407,11 @@ def _as_before(call: Call) -> Iterator[None]:
     """Within the block, the state of a call."""
     count_as_replicated(int(call.within), forward=call.within)
     try:
-        with settings_restored(call.states), torch.set_grad_enabled(call.grad):
+        with ExitStack() as stack:
+            stack.enter_context(settings_restored(call.states))
+            stack.enter_context(torch.set_grad_enabled(call.grad))
+            for device, dtype, cached in call.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
             yield
     finally:
         count_as_replicated(-int(call.within), forward=call.within)
@@ -427,7 +437,10 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
             found = torch.autograd.grad(outs, [inner[n] for n in record.trained], grads, allow_unused=True)
         slots = [None if x is None else derivation.slot_of(local_of(x)) for x in found]
     specs = [x._spec if isinstance(x, Wrapper) else None for x in found]
-    _check_overwritten(run, {record.at(slot) for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)})
+    _check_overwritten(
+        run,
+        {record.at(slot) for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)},
+    )
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
         program = _program(record, derivation, grad_slots, slots, specs)
         if isinstance(program, str):
@@ -464,9 +477,7 @@ def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Te
             if n in inner:
                 inner[n].register_hook(hook)
     outs = [inner[record.needing[i]] for i in given]
-    found = torch.autograd.grad(
-        outs, [inner[n] for n in record.trained], grads, create_graph=True, allow_unused=True
-    )
+    found = torch.autograd.grad(outs, [inner[n] for n in record.trained], grads, create_graph=True, allow_unused=True)
     if not keeps_graph():
         run.values = []
     return list(found)
@@ -527,8 +538,13 @@ def _program(
     run, source = code.function("backward", "v, w, g", lines, FILE)
     read = {slot for each in rest for slot in reads(each)} | {slot for slot in results if slot is not None}
     read = {slot for slot in read if slot not in made and slot not in grad_slots}
-    once_reads = {slot for each in once for slot in reads(each)}
-    numbers = {record.sources[slot] for slot in read | once_reads if slot in record.sources}
+    viewed = {out: each.args[0] for each in record.once for out in each.outs if out is not None}
+    numbers = set[int]()
+    for slot in read:
+        while slot in viewed:
+            slot = viewed[slot]
+        if slot in record.sources:
+            numbers.add(record.sources[slot])
     values = {slot for slot in read if slot not in known}
     fresh = [s.number for s in values if s in record.maker and record.maker[s] >= 0 and s in record.new_memory]
     return Program(run, specs, tuple(fresh), frozenset(values), frozenset(numbers), source)
@@ -582,14 +598,14 @@ def _lines(
             roots |= {out: roots.get(each.args[0], each.args[0]) for out in each.outs if out is not None}
     seen, texts = set[Slot](), list[str]()
     code.names["own"] = _own
-    for slot in results:
-        if slot is None:
+    for result in results:
+        if result is None:
             texts.append("None")
             continue
-        root = roots.get(slot, slot)
+        root = roots.get(result, result)
         shares = root in seen or root not in made  # a leaf may keep it, and write to it
         seen.add(root)
-        texts.append(f"own({place(slot)})" if shares else place(slot))
+        texts.append(f"own({place(result)})" if shares else place(result))
     lines.append(f"return [{', '.join(texts)}]")
     return lines, code
 

@@ -19,7 +19,7 @@ from dshard.comm import State
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.code import Code
 from dshard.rehearsal.local_recorder import Instruction
-from dshard.torch_private import no_torch_function, pytree
+from dshard.torch_private import is_autocasting, no_torch_function, pytree
 
 MISS: Any = object()
 """What a call that differs gives in place of its result."""
@@ -34,13 +34,47 @@ class Ref:
     number: int
 
 
+Autocast = tuple[tuple[str, torch.dtype, bool], ...]
+"""The types of devices with autocast, the dtype of each, and whether casts of weights are cached."""
+
+
+def autocast_now() -> Autocast:
+    """The state of autocast."""
+    if not is_autocasting():
+        return ()
+    cached = torch.is_autocast_cache_enabled()
+    return tuple([(d, torch.get_autocast_dtype(d), cached) for d in _DEVICES if torch.is_autocast_enabled(d)])
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def without_autocast(run: Callable[..., Any], state: Autocast) -> Callable[..., Any]:
+    """A function of recorded operators as it runs where autocast has this state: they were recorded below it."""
+    if not state:
+        return run
+    devices = [device for device, _, _ in state]
+
+    def run_as_recorded(*args: Any) -> Any:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        try:
+            return run(*args)
+        finally:
+            for device in devices:
+                torch.set_autocast_enabled(device, True)
+
+    return run_as_recorded
+
+
 @dataclass(slots=True)
 class Call:
     """A recorded call: its function, arguments and results, the state it ran in, and its local operators.
 
     `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
     `states` restore them. `checkpoint` is the frame of torch's checkpoint that the call ran in. `writes` are numbers of
-    tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran.
+    tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran;
+    `autocast` is that of torch.
     """
 
     func: Any
@@ -50,6 +84,7 @@ class Call:
     settings: list[object]
     states: Sequence[State[Any, Any]]
     within: bool
+    autocast: Autocast = ()
     checkpoint: object = None
     outs: list[Any] = field(default_factory=list)
     structure: Any = None
@@ -102,9 +137,9 @@ def is_like(x: object, kind: Kind) -> bool:
     return type(x) is kind[0] and is_ready(x) and kind_of(x) == kind  # type: ignore[arg-type]
 
 
-def is_like_plain(x: Any, shape: Any, dtype: Any, device: Any, stride: Any, is_conj: bool, is_neg: bool) -> bool:
+def is_like_plain(x: Tensor, shape: Any, dtype: Any, device: Any, stride: Any, is_conj: bool, is_neg: bool) -> bool:
     """Whether a plain tensor without a gradient is of a recorded kind."""
-    return (  # type: ignore[no-any-return]
+    return (
         x.shape == shape
         and x.dtype is dtype
         and x.stride() == stride

@@ -43,7 +43,10 @@ _NAMED = {
 def function_of(instruction: Instruction) -> Callable[..., Any]:
     """The function that runs an instruction."""
     op = instruction.operator
-    return instruction.function if op is None else _NAMED.get(op, op._op)
+    if op is None:
+        return instruction.function
+    run: Any = _NAMED.get(op, op._op)
+    return run  # type: ignore[no-any-return]
 
 
 class Code:
@@ -108,6 +111,5 @@ def run_once(instructions: Sequence[Instruction], values: dict[Slot, Any]) -> No
     """Run instructions on the values of their slots, and add their results."""
     for each in instructions:
         out = each.function(*filled(each.args, values), **{name: filled(x, values) for name, x in each.kwargs})
-        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
-            if slot is not None:
-                values[slot] = x
+        made = zip(each.outs, out if each.is_tuple else (out,), strict=True)
+        values |= {slot: x for slot, x in made if slot is not None}

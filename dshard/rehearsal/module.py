@@ -19,12 +19,12 @@ from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.backward import gradients
-from dshard.rehearsal.calls import is_ready, kind_of
+from dshard.rehearsal.calls import autocast_now, is_ready, kind_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.recording import Recording
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.session import HERE
-from dshard.torch_private import is_autocasting, is_transforming, n_dispatch_modes, pytree
+from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 3, 100
 """Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next."""
@@ -131,7 +131,7 @@ class Rehearsal:
             tuple([_key_of(x) for x in flat if not isinstance(x, Tensor)]),
             tuple(map(kind_of, inputs)),
             tuple([next(i for i, y in enumerate(inputs) if y is x) for x in inputs]),
-            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training, autocast_now()),
         )
         known = self._known.pop(key, None) or _Known()
         self._known[key] = known
@@ -159,7 +159,9 @@ class Rehearsal:
         if known.tries >= TRIES:
             known.tries, known.pause = 0, PAUSE
         known.missed = 0
-        own = {id(x): x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()) if x is not None}
+        own = {
+            id(x): x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()) if x is not None
+        }
         self.why_not = "this call is recorded"
         return Recording(own, inputs), known
 
@@ -199,8 +201,8 @@ def _why_eager() -> str:
         return "a trace, strict, explain, a replay or debug mode looks at the calls"
     if simulated_ranks() is not None or is_for_shapes():
         return "the ranks are simulated"
-    if is_autocasting() or n_dispatch_modes() or is_transforming() or torch.compiler.is_compiling():
-        return "the call is within autocast, a mode, a transform or a compiled region of torch"
+    if n_dispatch_modes() or is_transforming() or torch.compiler.is_compiling():
+        return "the call is within a mode, a transform or a compiled region of torch"
     if torch.autograd.forward_ad._current_level >= 0:
         return "derivatives are taken forward"
     return ""

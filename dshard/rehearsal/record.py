@@ -19,7 +19,17 @@ from torch import Tensor
 
 from dshard.comm import ENDS
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import MISS, Call, Comparison, Kind, Ref, kind_of, local_of
+from dshard.rehearsal.calls import (
+    MISS,
+    Autocast,
+    Call,
+    Comparison,
+    Kind,
+    Ref,
+    kind_of,
+    local_of,
+    without_autocast,
+)
 from dshard.rehearsal.code import Code, run_once, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.plan import only_of, reads, simplified, slots_in, written_by
@@ -41,11 +51,12 @@ class Step(NamedTuple):
     grad: bool
     settings: list[object]
     checkpoint: bool
+    autocast: Autocast
     run: Callable[..., Any]
 
 
 class Fixed:
-    """The values of a module's own tensors, and of views of them, by slot; valid while it has the same local tensors."""
+    """The values of a module's own tensors, and of views of them, by slot; valid while their local tensors stay."""
 
     def __init__(self, record: Record) -> None:
         self.locals = record.local_tensors()
@@ -89,7 +100,10 @@ class Record:
         self.leaves = {n: x for n, x in recording.leaves.items() if n in used}
         self.leaf_kinds = {n: kind_of(x) for n, x in self.leaves.items()}
         self._leaf_states = [(x, self.leaf_kinds[n]) for n, x in self.leaves.items()]
-        self.gradient_leaves = [x._gradient_leaf for x in self.leaves.values() if getattr(x, "_gradient_leaf", None)]
+        self.gradient_leaves: list[Any] = []
+        for x in self.leaves.values():
+            if isinstance(x, Wrapper) and x._gradient_leaf is not None:
+                self.gradient_leaves.append(x._gradient_leaf)
         self._wrapped = [isinstance(x, Wrapper) for x in self.leaves.values()]
         self.made = {n: kind for n, kind in recording.made.items() if n in made_here}
         self.locals = {n: slot for n, slot in recording.locals.items() if n in made_here}
@@ -107,7 +121,9 @@ class Record:
         self.n_slots += len(self.late)
         self.makers = {out: each for each in instructions_of(self.calls) for out in each.outs if out is not None}
         raw = instructions_of(self.calls)
-        self.ended_in = {each.args[0]: [x for x in each.returned if isinstance(x, Slot)] for each in raw if each.key == ENDS}
+        self.ended_in = {
+            each.args[0]: [x for x in each.returned if isinstance(x, Slot)] for each in raw if each.key == ENDS
+        }
         self.ranks = tuple(recorder.ranks)
         self.once: list[Instruction] = []
         self._plan(recording)
@@ -143,7 +159,10 @@ class Record:
                     self.why_not = f"{call.name} reads a tensor that no recorded call made, at {each.line}"
                     return recording.calls[:i]
                 known.update(out for out in each.outs if out is not None)
-            if any(isinstance(ref, Ref) and recording.locals.get(ref.number, None) not in {None, *known} for ref in call.outs):
+            if any(
+                isinstance(ref, Ref) and recording.locals.get(ref.number, None) not in {None, *known}
+                for ref in call.outs
+            ):
                 self.why_not = f"{call.name} gives a tensor that no recorded call made, at {call.line}"
                 return recording.calls[:i]
         return recording.calls
@@ -241,7 +260,10 @@ class Record:
         self._names = names
         for i, call in enumerate(self.calls):
             run, source = self._function(i, call)
-            self.steps.append(Step(call.func, call.grad, call.settings, call.checkpoint is not None, run))
+            run = without_autocast(run, call.autocast)
+            self.steps.append(
+                Step(call.func, call.grad, call.settings, call.checkpoint is not None, call.autocast, run)
+            )
             self.sources_of_code.append(source)
 
     def _function(self, i: int, call: Call) -> tuple[Callable[..., Any], str]:
@@ -262,7 +284,10 @@ class Record:
                 lines.append(f"v[{slot_of[n].number}] = local({name})")
         lines += [f"if not ({condition}): return MISS" for condition in same.after]
         for n in self.drops.get(i, ()):
-            lines += [f"x = o[{n}]", "if R(x) == 3 and uses(x) == 1 and not weak(x): x.__dict__.pop('_local_tensor', None)"]
+            lines += [
+                f"x = o[{n}]",
+                "if R(x) == 3 and uses(x) == 1 and not weak(x): x.__dict__.pop('_local_tensor', None)",
+            ]
         segment = self.segments[i]
         results = {self.at(self.locals[n]) for n, at in self._first_made.items() if at == i}
         stored = {s for each in segment for s in each.outs if s and (s in self.kept or self.last[s] > i)}
@@ -297,7 +322,8 @@ class Record:
 
     def local_tensors(self) -> list[Tensor]:
         """The local tensors of the module's own tensors."""
-        return [x._local_tensor if wrapped else x for x, wrapped in zip(self.leaves.values(), self._wrapped, strict=True)]
+        leaves: Any = self.leaves.values()
+        return [x._local_tensor if wrapped else x for x, wrapped in zip(leaves, self._wrapped, strict=True)]
 
     def fixed(self) -> Fixed:
         """The values of the module's own tensors."""
@@ -307,10 +333,12 @@ class Record:
         return known
 
     def is_current(self) -> bool:
-        """Whether the module's own tensors are of the kinds recorded; other local tensors are looked at more closely."""
+        """Whether the module's own tensors are of the kinds recorded."""
         with no_torch_function():
             for x, (_, spec, _, matmul, needs_grad, *_) in self._leaf_states:
-                if x.requires_grad is not needs_grad or (isinstance(x, Wrapper) and (x._spec is not spec or x._matmul is not matmul)):
+                if x.requires_grad is not needs_grad or (
+                    isinstance(x, Wrapper) and (x._spec is not spec or x._matmul is not matmul)
+                ):
                     return False
             if self._fixed is not None and all(map(is_, self._fixed.locals, self.local_tensors())):
                 return True
@@ -318,7 +346,7 @@ class Record:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written to, as autograd counts; 0 for those of inference mode, whose writes nobody counts."""
+    """How often a tensor was written to, as autograd counts; 0 for those of inference mode."""
     with no_torch_function():
         return 0 if x.is_inference() else x._version
 
@@ -333,9 +361,7 @@ def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:
     for each in instructions:
         if each.operator is not None and torch.Tag.nondeterministic_seeded in each.operator.tags:
             slots.update(out for out in each.outs if out is not None)
-        elif each.operator is None and not isinstance(each.key, tuple | str):
-            slots.update(reads(each))
-        elif isinstance(each.key, tuple) and each.key[0] != "begin":
+        elif each.operator is None and each.key not in (ENDS, "draw") and not _begins(each):
             slots.update(reads(each))
     return slots
 

@@ -7,6 +7,7 @@ what autograd has saved, or the program holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -21,12 +22,11 @@ from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import is_within_forward
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import Call, Kind, Ref, is_ready, kind_of, local_of
+from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
 from dshard.rehearsal.session import HERE, OWN_CALLS, run_eagerly
 from dshard.torch_private import (
     OpOverload,
-    is_autocasting,
     is_transforming,
     n_dispatch_modes,
     no_torch_function,
@@ -92,8 +92,8 @@ class Recording:
     """The calls of one run of a module on `inputs`, as a session; `ended` says why it did not last to the end.
 
     Tensors have numbers: first the inputs, then others as they are seen. `leaves` are the module's own, and leaves of
-    autograd, by number; `made` has the kind of each result, `locals` the slot of its local tensor, `offsets` its place in storage, `dropped` the number
-    of the call at which Python had dropped it.
+    autograd, by number; `made` has the kind of each result, `locals` the slot of its local tensor, `offsets` its place
+    in storage, `dropped` the number of the call at which Python had dropped it.
     """
 
     def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -121,11 +121,11 @@ class Recording:
     def _number(self, x: Tensor) -> int:
         number, self.n_tensors = self.n_tensors, self.n_tensors + 1
         self._numbers[id(x)] = number
-        self._refs[number] = ref(x, lambda _, i=id(x): self._drop(i, number))
+        self._refs[number] = ref(x, partial(self._drop, id(x), number))
         self._see(number, x)
         return number
 
-    def _drop(self, i: int, number: int) -> None:
+    def _drop(self, i: int, number: int, of: object) -> None:
         if self._numbers.get(i) == number:
             del self._numbers[i]
         self.dropped.setdefault(number, len(self.calls))
@@ -189,9 +189,10 @@ class Recording:
         operands = [x for x in flat if isinstance(x, Tensor)]
         if getattr(func, "__name__", "") in CHANGE_GRAPHS:
             raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))
-        if is_autocasting() or n_dispatch_modes() or is_transforming():
-            raise Ends("autocast, a mode or a transform of torch")
+        if n_dispatch_modes() or is_transforming():
+            raise Ends("a mode or a transform of torch")
         call = Call(func, None, None, torch.is_grad_enabled(), self._settings(), settings_states(), is_within_forward())
+        call.autocast = autocast_now()
         hooks = saved_tensor_hooks(True)
         if hooks is not None and not is_local(hooks):
             if not is_checkpoint(hooks):
@@ -212,7 +213,7 @@ class Recording:
         return now
 
     def _first_use(self, operands: Sequence[Tensor]) -> int | None:
-        """The first call that used one of these tensors: a hook would not see the gradients of those that it answers."""
+        """The first call that used one of these tensors, whose gradients no hook on them would see."""
         numbers = {self._numbers.get(id(x)) for x in operands} & set(self.made)
         return next((i for i, call in enumerate(self.calls) if call.refs & numbers), None)
 
@@ -287,11 +288,11 @@ class Recording:
     def _result(self, x: Tensor) -> Ref:
         number = self._numbers.get(id(x))
         if number is None:
-            is_distributed = type(x) is Wrapper.public
+            is_distributed = isinstance(x, Wrapper)
             with no_torch_function():
                 if not (is_distributed or (type(x) is Tensor and not x.requires_grad)):
                     raise Ends(f"a result is a {type(x).__name__} that needs a gradient")
-            if is_distributed and not (is_ready(x) and x._leaf is None):
+            if isinstance(x, Wrapper) and not (is_ready(x) and x._leaf is None):
                 raise Ends("a result is in flight, a copy of a view, or keeps partial gradients")
             number = self._number(x)
             self.made[number], self.locals[number] = kind_of(x), self.recorder.slot_of(local_of(x))
@@ -305,7 +306,11 @@ class Recording:
 
     def pending(self) -> set[Slot]:
         """The slots of collectives that have begun, and not ended."""
-        begun = {each.outs[0] for each in self.recorder.instructions if isinstance(each.key, tuple) and each.key[0] == "begin"}
+        begun = {
+            each.outs[0]
+            for each in self.recorder.instructions
+            if isinstance(each.key, tuple) and each.key[0] == "begin"
+        }
         ended = {each.args[0] for each in self.recorder.instructions if each.key == ENDS}
         return {slot for slot in begun - ended if slot is not None}
 

@@ -24,7 +24,7 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import MISS, Call, local_of
+from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.recording import CHANGE_GRAPHS, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, run_eagerly
@@ -108,10 +108,10 @@ class Run:
         is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.ranks
         settings_now: Any = None
         changes = -1
-        expected, grad, settings, checkpoint, run = next(steps, _LAST)
+        expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            nonlocal steps, expected, grad, settings, checkpoint, run, settings_now, changes
+            nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes
             while True:
                 if func is expected and is_grad() is grad:
                     if Changes.count != changes or settings is not settings_now:
@@ -122,7 +122,8 @@ class Run:
                     if (
                         settings is settings_now
                         and (hooks is None or (checkpoint and is_checkpoint(hooks)))
-                        and not (is_autocasting() or n_dispatch_modes() or is_transforming())
+                        and not (n_dispatch_modes() or is_transforming())
+                        and (autocast_now() == autocast if is_autocasting() else not autocast)
                     ):
                         try:
                             out = run(args, kwargs, tensors, values)
@@ -131,13 +132,13 @@ class Run:
                             raise
                         if out is not MISS:
                             self.n_answered += 1
-                            expected, grad, settings, checkpoint, run = next(steps, _LAST)
+                            expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
                             return out
                 at = self._next_if_skipped(func)
                 if at is None:
                     return other(func, args, kwargs)
                 steps = iter(self.record.steps[at:])
-                expected, grad, settings, checkpoint, run = next(steps, _LAST)
+                expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         self.answer = answer
         return answer
@@ -279,7 +280,7 @@ class Run:
         record.running = False
 
 
-_LAST: Any = (_END, None, None, False, None)
+_LAST: Any = (_END, None, None, False, (), None)
 
 
 def _is_held(tensors: Sequence[Any], n: int) -> bool:

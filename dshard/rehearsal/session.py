@@ -37,7 +37,7 @@ def own_call(run: Callable[P, T]) -> Callable[P, T]:
     @wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         answer = None if is_dynamo_compiling() else HERE.answer
-        return run(*args, **kwargs) if answer is None else answer(call, args, kwargs)  # type: ignore[no-any-return]
+        return run(*args, **kwargs) if answer is None else answer(call, args, kwargs)
 
     OWN_CALLS[call] = run
     return call
