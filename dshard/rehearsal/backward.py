@@ -10,12 +10,13 @@ all ranks send the same, whatever each of them has answered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.accumulation import accumulating
 from dshard.comm import ENDS, publish_failure, recording_calls
@@ -29,7 +30,7 @@ from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import Code, filled, variable
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.plan import only_of, reads, simplified
-from dshard.rehearsal.record import FILE, Record
+from dshard.rehearsal.record import FILE, Record, begins
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.session import run_eagerly
 from dshard.torch_private import OpOverload, keeps_graph, no_torch_function, pytree
@@ -152,6 +153,26 @@ class _Token:
     """Stands for a collective that has begun in the forward pass."""
 
 
+class Frame:
+    """The calls of one checkpoint: the instructions `taken`, of which `n_saved` ran before it saved its last tensor."""
+
+    def __init__(self, derivation: Derivation) -> None:
+        self.derivation, self.n_saved, self.has_run = derivation, 0, False
+        self.taken: list[Instruction] = derivation.taken
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Note that a tensor is saved."""
+        self.n_saved = len(self.taken)
+        return x.detach()
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The saved tensor; before the first the calls run again."""
+        if not self.has_run:
+            self.has_run = True
+            self.derivation.run_frame(self)
+        return x
+
+
 class Derivation(LocalRecorder):
     """Runs calls again with the results that their local operators had in a run; then records the backward pass.
 
@@ -168,7 +189,9 @@ class Derivation(LocalRecorder):
         self.expected: list[Instruction] = []
         self.is_backward = False
         self.unreal = set[Slot]()
+        self.taken: list[Instruction] = []
         self._made: dict[Slot, Any] = {}
+        self.again = set[Slot]()  # made by calls of checkpoints
         self._roots: dict[Slot, Slot] = {}
         self._equal: dict[tuple[Slot, object], Slot] = {}  # the slots of views, by the memory and how they lie in it
         for each in record.makers.values():
@@ -246,8 +269,35 @@ class Derivation(LocalRecorder):
                 if not same and each.is_view and what in VIEWS_IF_POSSIBLE:
                     same = each.function is aten.view.default and self._equals(each.args[0], args[0])
             if same:
+                self.taken.append(each)
                 return self.expected.pop(i)
         return None
+
+    def run_frame(self, frame: Frame) -> None:
+        """Run the calls of a checkpoint again, up to what it saved last, as torch does before it gives what it saved.
+
+        Random numbers are those of the first time.
+        """
+        for each in frame.taken[: frame.n_saved]:
+            filled_once = each.operator is None and each.key != ENDS and not begins(each)
+            if self.record.made_once.intersection((*each.outs, *(reads(each) if filled_once else ()))):
+                continue
+            arguments = {slot: self.value(slot, again=True) for slot in reads(each)}
+            kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
+            with self._unrecorded():
+                out = each.function(*filled(each.args, arguments), **kwargs)
+            self._keep(each, out)
+            self.again.update(slot for slot in each.outs if slot is not None)
+            self.instructions.append(each)
+
+    def _keep(self, each: Instruction, out: Any) -> None:
+        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
+            if slot is not None:
+                self._made[slot] = x
+                if isinstance(x, Tensor):
+                    self._tensors[x] = slot
+                else:
+                    self._values[x] = slot
 
     def _equals(self, a: object, b: object) -> bool:
         """Whether arguments are equal: the same values, or equal views of the same."""
@@ -294,13 +344,7 @@ class Derivation(LocalRecorder):
         args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
         with self._unrecorded():
             out = each.function(*args, **kwargs)
-        for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
-            if slot is not None:
-                self._made[slot] = x
-                if isinstance(x, Tensor):
-                    self._tensors[x] = slot
-                else:
-                    self._values[x] = slot
+        self._keep(each, out)
         return out
 
     @contextmanager
@@ -351,9 +395,9 @@ class Derivation(LocalRecorder):
             return type(value)([self._real(each) for each in value]) if type(value) in (list, tuple) else value
         return value
 
-    def value(self, slot: Slot) -> Any:
+    def value(self, slot: Slot, *, again: bool = False) -> Any:
         """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
-        value = self._kept(slot)
+        value = None if again and slot in self._made else self._kept(slot)
         if value is None and slot not in self._made:
             each = self.record.makers[slot]
             arguments = {read: self.value(read) for read in reads(each)}
@@ -385,10 +429,16 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
 
 def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
+    frames: dict[int, Frame] = {}
     for call in run.answered():
         derivation.number = -2
+        derivation.taken = []
+        frame = None
+        if call.checkpoint is not None and not derivation.is_real:
+            frame = frames.setdefault(id(call.checkpoint), Frame(derivation))
+            derivation.taken = frame.taken
         derivation.expected = [*call.instructions]
-        with _as_before(call):
+        with _as_before(call), nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack):
             args, kwargs = pytree.tree_map(
                 lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
             )
@@ -502,7 +552,7 @@ def _program(
         return "the backward pass reads a tensor that nothing has made"
 
     def provide(slot: Slot) -> str:
-        if slot.number >= n_forward or record.at(slot) in stored:
+        if slot.number >= n_forward or record.at(slot) in stored or slot in derivation.again:
             return ""
         each = record.makers.get(slot)
         if each is None or record.at(slot) in record.written:
@@ -522,7 +572,7 @@ def _program(
             if why:
                 return why
         instructions.append(each)
-    instructions = [_renamed(each, record) for each in instructions]
+    instructions = [_renamed(each, record, derivation.again) for each in instructions]
     wanted = [record.at(slot) for slot in results if slot is not None]
     instructions, same = simplified(SimpleNamespace(instructions=instructions, views=derivation.views), wanted)
     results = [None if slot is None else same.get(record.at(slot), record.at(slot)) for slot in results]
@@ -550,12 +600,12 @@ def _program(
     return Program(run, specs, tuple(fresh), frozenset(values), frozenset(numbers), source)
 
 
-def _renamed(each: Instruction, record: Record) -> Instruction:
-    """An instruction that reads the values which stand for others in the record."""
+def _renamed(each: Instruction, record: Record, again: set[Slot]) -> Instruction:
+    """An instruction that reads the values which stand for others in the record, unless they are made `again`."""
 
     def at(value: Any) -> Any:
         if isinstance(value, Slot):
-            return record.at(value)
+            return value if value in again else record.at(value)
         return tuple([at(x) for x in value]) if isinstance(value, tuple) else value
 
     return each.with_arguments(at(each.args), tuple((name, at(value)) for name, value in each.kwargs))

@@ -187,7 +187,7 @@ class Record:
         """Plan what each call runs, keeps and frees."""
         alive = (recording.alive() | recording.pending()) if self.needing else set()
         raw = instructions_of(self.calls)
-        once_made = _made_once(raw)
+        self.made_once = once_made = _made_once(raw)
         keeps = (alive & self._computed(raw)) | (once_made if self.needing else set())
         wanted = [*self.locals.values(), *keeps]
         instructions, self.same = simplified(SimpleNamespace(instructions=raw, views=self.views), wanted)
@@ -200,7 +200,7 @@ class Record:
             self.segments[each.call].append(each)
         self.fixed_slots = known
         self.written = written_by(rest) | {
-            self.at(slot) for each in raw if _begins(each) for slot in slots_in(each.args[1:])
+            self.at(slot) for each in raw if begins(each) for slot in slots_in(each.args[1:])
         }
         self.new_memory = {
             out for each in rest if each.operator and not each.is_view for out in each.outs if out is not None
@@ -361,12 +361,12 @@ def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:
     for each in instructions:
         if each.operator is not None and torch.Tag.nondeterministic_seeded in each.operator.tags:
             slots.update(out for out in each.outs if out is not None)
-        elif each.operator is None and each.key not in (ENDS, "draw") and not _begins(each):
+        elif each.operator is None and each.key not in (ENDS, "draw") and not begins(each):
             slots.update(reads(each))
     return slots
 
 
-def _begins(each: Instruction) -> bool:
+def begins(each: Instruction) -> bool:
     """Whether an instruction begins a collective, `(tensor, buffer of the result)`."""
     return isinstance(each.key, tuple) and each.key[0] == "begin"
 
