@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import Code, filled, variable
+from dshard.rehearsal.leaf_arrivals import Arrival, within_backward_pass
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.plan import only_of, reads, simplified
 from dshard.rehearsal.record import FILE, Record, begins
@@ -53,6 +55,7 @@ class Pattern(NamedTuple):
     """What a backward program depends on: the calls answered, and the gradients that arrived, by place."""
 
     n_answered: int
+    reduces: bool
     grads: tuple[tuple[int, object, tuple[int, ...]], ...]
     settings: tuple[object, ...]
     accumulates: bool
@@ -93,6 +96,7 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     locals_ = [local_of(grad) for grad in arrived]
     pattern = Pattern(
         run.n_answered,
+        run.reduces,
         tuple(
             (i, grad._spec if isinstance(grad, Wrapper) else None, local.stride())
             for i, grad, local in zip(given, arrived, locals_, strict=True)
@@ -163,7 +167,10 @@ class Frame:
     def pack(self, x: Tensor) -> Tensor:
         """Note that a tensor is saved."""
         self.n_saved = len(self.taken)
-        return x.detach()
+        with self.derivation._unrecorded():
+            saved = x.detach()  # an operator that saves its result would hold its own node
+        _share(self.derivation, saved, x)
+        return saved
 
     def unpack(self, x: Tensor) -> Tensor:
         """The saved tensor; before the first the calls run again."""
@@ -480,13 +487,25 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
         for n, hook in run.hooks.values():
             if n in inner:
                 inner[n].register_hook(hook)
+        arrived: dict[int, Slot] = {}
+        for n in record.trained if run.reduces else ():
+            x = record.leaves.get(n)
+            if isinstance(x, Wrapper) and x._gradient_leaf is not None and not run.uses_later(n):
+                with no_torch_function():
+                    inner[n].register_hook(partial(_arrive, derivation, arrived, n, x))
         outs = [inner[record.needing[i]] for i in given]
         derivation.is_backward, derivation.expected = True, []
         grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
         with torch.no_grad():
             found = torch.autograd.grad(outs, [inner[n] for n in record.trained], grads, allow_unused=True)
-        slots = [None if x is None else derivation.slot_of(local_of(x)) for x in found]
-    specs = [x._spec if isinstance(x, Wrapper) else None for x in found]
+        slots = [
+            arrived[n] if n in arrived else None if x is None else derivation.slot_of(local_of(x))
+            for n, x in zip(record.trained, found, strict=True)
+        ]
+    specs = [
+        x._spec if isinstance(x, Wrapper) and n not in arrived else None
+        for n, x in zip(record.trained, found, strict=True)
+    ]
     _check_overwritten(
         run,
         {record.at(slot) for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)},
@@ -503,6 +522,18 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
     if not keeps_graph():
         run.values = []
     return list(found)
+
+
+def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, x: Wrapper, grad: Any) -> Any:
+    """The hook of an alias of the leaf `x`: its gradient is reduced now, and in each later pass at this place."""
+    if not isinstance(grad, Wrapper) or "_local_tensor" not in grad.__dict__:
+        return None
+    if grad._spec.layout is x._gradient_leaf.layout:
+        return None
+    arrival = Arrival(x, grad._spec)
+    arrived[n] = derivation.add_call(("leaf", n), arrival, grad._local_tensor)
+    with derivation._unrecorded(), within_backward_pass():
+        return arrival.reduced(grad._local_tensor)
 
 
 def _share(derivation: Derivation, alias: Any, x: Any) -> None:

@@ -206,6 +206,14 @@ class LocalRecorder:
         if not self._within and not is_for_shapes():
             self._tensors[x] = self.slot_of(of)
 
+    def add_call(self, key: object, function: Callable[..., object], x: Tensor) -> Slot:
+        """Record a call of a function with the tensor `x`, which runs beside the recording; the slot of its result."""
+        out = Slot(len(self.views))
+        self.views.append(None)
+        self._addresses.append(0)
+        self.instructions.append(Instruction(function, (self.slot_of(x),), (), (out,), key=key, line=user_line()))
+        return out
+
     def add_leaf(self, number: int) -> None:
         """Record that a gradient of the leaf with this id arose."""
         self.leaves.add(number)

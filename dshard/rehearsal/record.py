@@ -136,6 +136,7 @@ class Record:
         self._fixed: Fixed | None = None
         self._write_code()
         self.running = False
+        self.last: Any = None  # the last run, by a weak reference
         self.programs: list[tuple[Any, Any]] = []
         self.n_derived = self.n_programs_run = 0
         self.counted = {n for call in self.calls for n in call.writes}

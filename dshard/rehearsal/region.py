@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
-from weakref import getweakrefcount
+from weakref import getweakrefcount, ref
 
 import torch
 from torch import Tensor
@@ -80,6 +80,12 @@ class Run:
         self.is_over = False
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
+        # of two runs before one backward pass the gradients are added first, and reduced once
+        before = None if record.last is None else record.last()
+        self.reduces = before is None or not before.values
+        if before is not None and not self.reduces:
+            before.reduces = False
+        record.last = ref(self)
         self.overwritten: list[int] = []
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         self.tensors[: len(inputs)] = inputs
@@ -221,6 +227,10 @@ class Run:
     def answered(self) -> list[Call]:
         """The calls that were answered."""
         return [call for i, call in enumerate(self.record.calls[: self.n_answered]) if i not in self.skipped]
+
+    def uses_later(self, n: int) -> bool:
+        """Whether calls that were not answered use a tensor, so that its gradient has another part."""
+        return any(n in call.refs for call in self.record.calls[self.n_answered :])
 
     tap = TAP
 
