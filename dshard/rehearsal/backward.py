@@ -286,8 +286,7 @@ class Derivation(LocalRecorder):
         Random numbers are those of the first time.
         """
         for each in frame.taken[: frame.n_saved]:
-            filled_once = each.operator is None and each.key != ENDS and not begins(each)
-            if self.record.made_once.intersection((*each.outs, *(reads(each) if filled_once else ()))):
+            if self._is_of_first_time(each):
                 continue
             arguments = {slot: self.value(slot, again=True) for slot in reads(each)}
             kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
@@ -296,6 +295,15 @@ class Derivation(LocalRecorder):
             self._keep(each, out)
             self.again.update(slot for slot in each.outs if slot is not None)
             self.instructions.append(each)
+
+    def _is_of_first_time(self, each: Instruction) -> bool:
+        """Whether an instruction draws, makes or writes values that are those of the first time."""
+        once, op = self.record.made_once, each.operator
+        if op is None:
+            return each.key != ENDS and not begins(each)
+        if torch.Tag.nondeterministic_seeded in op.tags or once.intersection(each.outs):
+            return True
+        return op._schema.is_mutable and any(self._roots.get(slot, slot) in once for slot in each.written())
 
     def _keep(self, each: Instruction, out: Any) -> None:
         for slot, x in zip(each.outs, out if each.is_tuple else (out,), strict=True):
