@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from helpers.rehearsed_programs import PROGRAMS, run_program
+import gc
+from threading import Thread
+from typing import Any
 
+import pytest
+import torch
+from helpers.rehearsed_programs import PROGRAMS, ROWS, WIDTH, Keeping, run_program, squares
+
+import dshard
+from dshard import init_device_mesh, parallelize
 from dshard.testing import RankPool
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -40,3 +47,122 @@ def check(ranks: RankPool, name: str, plan: str) -> None:
     outcomes = ranks.run(run_program, name, plan, *MESHES[plan])
 
     assert [outcome.wrong for outcome in outcomes] == [[]] * 4
+
+
+# -- invariants
+
+
+def steps_of(mode: str) -> Any:
+    """A small parallelized model on all ranks, and its steps."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    return parallelize(Keeping(), mesh, mode, torch.randn(ROWS, WIDTH))
+
+
+def results_are_distributed() -> list[tuple[str, ...]]:
+    model = steps_of("data")
+    seen = []
+    with dshard.rehearsing():
+        for _ in range(4):
+            squares(model, torch.ones(ROWS, WIDTH))
+            h = model.kept
+            seen.append(
+                (type(h).__name__, str(h.placements), str(tuple(h.shape)), str(h.requires_grad), str(h.is_leaf))
+            )
+            assert h.to_local().shape == (ROWS // 4, WIDTH)
+    return seen
+
+
+@pytest.mark.ranks
+def test_results_are_distributed_tensors(ranks: RankPool) -> None:
+    for seen in ranks.run(results_are_distributed):
+        assert len({*seen}) == 1
+
+
+def why_not() -> tuple[str, str, str]:
+    model = steps_of("data")
+    with dshard.rehearsing():
+        for _ in range(3):
+            squares(model, torch.ones(ROWS, WIDTH))
+        answered = model.rehearsed.why_not
+        model.b.forward = model.a.forward
+        squares(model, torch.ones(ROWS, WIDTH))
+        differed = model.rehearsed.why_not
+    squares(model, torch.ones(ROWS, WIDTH))
+    return answered, differed, model.rehearsed.why_not
+
+
+@pytest.mark.ranks
+def test_it_says_what_differed(ranks: RankPool) -> None:
+    for answered, differed, off in ranks.run(why_not):
+        assert answered == ""
+        assert differed.startswith("call 2 is linear, the record has linear at ")
+        assert "rehearsed_programs.py" in differed
+        assert off == "it is turned off"
+
+
+def alive_after_steps(rehearsed: bool) -> list[int]:
+    """The storages that are alive after a forward pass whose result is dropped, and after one with a backward pass."""
+    model = steps_of("data")
+    counts = []
+    with dshard.rehearsing(rehearsed):
+        for i in range(6):
+            model.zero_grad()
+            out = model(torch.ones(ROWS, WIDTH))
+            if i % 2:
+                out.sum().backward()
+            model.kept = None
+            model.zero_grad()
+            del out
+            gc.collect()
+            counts.append(len({x.untyped_storage()._cdata for x in gc.get_objects() if type(x) is torch.Tensor}))
+    return counts[2:]
+
+
+@pytest.mark.ranks
+def test_nothing_stays_of_a_step_that_python_has_dropped(ranks: RankPool) -> None:
+    for eager, rehearsed in zip(ranks.run(alive_after_steps, False), ranks.run(alive_after_steps, True), strict=True):
+        assert len({*eager}) == 1
+        assert len({*rehearsed}) == 1
+
+
+def records_of_shapes() -> tuple[int, int]:
+    model = steps_of("data")
+    with dshard.rehearsing():
+        for _ in range(4):
+            for rows in range(4, 54):
+                squares(model, torch.ones(rows, WIDTH))
+    return len(model.rehearsed.records), model.rehearsed.calls
+
+
+@pytest.mark.ranks
+def test_records_of_many_shapes_are_bounded(ranks: RankPool) -> None:
+    for records, calls in ranks.run(records_of_shapes):
+        assert records <= 16
+        assert calls == 200
+
+
+def threads_at_once() -> list[bool]:
+    model = steps_of("data")
+    x = torch.randn(ROWS, WIDTH)
+    same: list[bool] = []
+    with dshard.rehearsing():
+        for _ in range(4):
+            expected = model(x).to_local().detach().clone()
+
+    def run() -> None:
+        with dshard.rehearsing():
+            same.extend([torch.equal(model(x).to_local().detach(), expected) for _ in range(20)])
+
+    both = [Thread(target=run) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    return same
+
+
+@pytest.mark.ranks
+def test_threads_run_one_module_at_once(ranks: RankPool) -> None:
+    for same in ranks.run(threads_at_once):
+        assert same == [True] * 40
