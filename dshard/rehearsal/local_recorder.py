@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isnan
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -84,11 +83,13 @@ class Instruction:
 
     @property
     def writes(self) -> bool:
-        """Whether more comes of the call than its result, or each call has another."""
+        """Whether more comes of the call than its result, such as an error, or each call has another."""
         op = self.operator
         if self.key == SAVES:
             return False
-        return op is None or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags
+        if op is None or not op._schema.returns:
+            return True
+        return op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags
 
     def written(self) -> list[Slot]:
         """The slots that an operator writes to."""
@@ -116,8 +117,10 @@ def equal(a: object, b: object) -> bool:
     """Whether two arguments are equal; objects that cannot be compared have to be the same."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(equal, a, b))
-    if a is b or (isinstance(a, float) and isinstance(b, float) and isnan(a) and isnan(b)):
+    if a is b:
         return True
+    if isinstance(a, float):  # nan is nan, but zeros have signs
+        return repr(a) == repr(b)
     return type(a) is type(b) and not isinstance(a, torch.ScriptObject) and a == b
 
 

@@ -1,6 +1,6 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
-`step_recording` records a step below autograd and distributed tensors by a `step_recorder`, `recorded_program` and
+`step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `recorded_program` and
 `step_program` make a function of that, with the numbers of `optimizer_options` as inputs, and `step_state`
 compares what is cheap to compare.
 """
@@ -26,9 +26,9 @@ from dshard.comm.events import LISTENERS
 from dshard.core.comparisons import nothing_compared
 from dshard.core.observe import CALL_LOG, OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
+from dshard.rehearsal.local_recorder import StepRecorder
 from dshard.replay.recorded_program import RecordedProgram
 from dshard.replay.step_call import Call, gradient_kind
-from dshard.replay.step_recorder import StepRecorder
 from dshard.replay.step_recording import CheckingRecorder, Leaf, Recording, matched, record
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable

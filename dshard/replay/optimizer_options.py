@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from dshard.replay.step_recorder import Instruction
+from dshard.rehearsal.local_recorder import Instruction
 from dshard.replay.step_state import is_option
 
 Option: TypeAlias = tuple[int, str, int]

@@ -17,9 +17,9 @@ from dshard.comm import Collective, recording_calls, user_line
 from dshard.core.observe import OperatorMode
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ReplayError
+from dshard.rehearsal.local_recorder import Instruction, Slot, StepRecorder
 from dshard.replay.optimizer_options import Option, Place, Term, options_of, terms_in, values_in, with_values
 from dshard.replay.step_call import Call, gradient_kind, local_of
-from dshard.replay.step_recorder import Instruction, Slot, StepRecorder
 from dshard.replay.step_state import Held, StepState, alike, is_plain
 from dshard.torch_private import pytree
 
