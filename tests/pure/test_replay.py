@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -443,6 +444,42 @@ def test_a_step_of_which_something_changes_is_right_or_an_error(changes: list[tu
     Settings.scale = 1.0
 
 
+def test_a_number_that_changes_without_effect_is_ignored() -> None:
+    one, other, step = both(make=torch.optim.SGD)
+    for number in range(8):
+        for trainer in (one, other):
+            trainer.model.steps = number  # type: ignore[assignment]
+        check_steps(one, other, step, range(number, number + 1))
+    assert (step.replays, step.why_not) == (8 - 3, "")
+
+
+class Scale:
+    """An object that is called."""
+
+    def __init__(self) -> None:
+        self.factor = torch.tensor(2.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def default(self, x: Tensor, *, other: list[float] = [1.0]) -> Tensor:  # noqa: B006
+        return x * self.factor * other[0]
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "partial"])
+def test_functions_of_any_kind_have_variables(kind: str) -> None:
+    scale, x, more = Scale(), torch.ones(2), [1.0]
+    function: Any = {"object": scale, "method": scale.default, "partial": partial(scale.default, other=more)}[kind]
+    step = dshard.replay(function)
+    for number in range(12):
+        if number == 5:
+            scale.factor = torch.tensor(3.0)
+        if number == 8:
+            more[0] = 4.0
+        assert torch.equal(step(x), function(x))
+    assert step.replays >= 12 - 3 - 4, step.why_not  # two recordings for each other value
+
+
 def test_variables_of_the_function_are_guarded() -> None:
     factor = 2.0
 
@@ -620,7 +657,7 @@ def test_words() -> None:
     with pytest.raises(ArgumentError, match="replay: check_every=0: give a number of calls, 1 or more"):
         dshard.replay(counted, check_every=0)
     with pytest.raises(ArgumentError, match="replay: 3 cannot be called: give a function that runs one step"):
-        dshard.replay(3)  # type: ignore[arg-type]
+        dshard.replay(3)  # type: ignore[call-overload]
     step = dshard.replay(counted)
     assert step.__name__ == "counted"
     assert repr(step) == "<replay of counted: 0 of 0 calls replayed; no program>"
