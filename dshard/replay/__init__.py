@@ -179,13 +179,16 @@ class Replay(Generic[P, R]):
             ReplayError: in a call that is compared the step has done something else than its replays, on this rank, or
                 on one that this rank waits for.
         """
+        self.calls += 1
+        self.why_not = _why_apart()
+        if self.why_not:
+            return self.step(*args, **kwargs)
         with nothing_compared():
             return self._step(Call(args, kwargs))
 
     __call__ = replayed_step  # whose name errors have, of ranks that wait in a replay
 
     def _step(self, call: Call) -> R:
-        self.calls += 1
         looks, unsuited = _why_looked_at(), call.why_not()
         self.why_not = looks or unsuited
         numbers = self._rows.exchange(0 if self.why_not else self._number_of(call.key))
@@ -286,16 +289,23 @@ class Replay(Generic[P, R]):
         return f"<replay of {self._name}: {self.replays} of {self.calls} calls replayed; {sizes or 'no program'}>"
 
 
+def _why_apart() -> str:
+    """Why no rank replays steps here; empty if one may."""
+    if simulated_ranks() is not None:
+        return "the ranks are simulated"
+    if is_transforming() or torch.compiler.is_compiling():
+        return "the call is within a transform or a compiled region of torch"
+    return ""
+
+
 def _why_looked_at() -> str:
-    """Why no step is replayed now, however it is; empty if one may be."""
+    """Why this rank replays no step now, though others may; empty if it may, too."""
     if comparing():
         return "DSHARD_DEBUG=1 compares the calls of the ranks"
     if OBSERVERS or LISTENERS or CALL_LOG or RECORDERS:
         return "a trace, strict or explain looks at the step"
-    if simulated_ranks() is not None:
-        return "the ranks are simulated"
-    if (n_dispatch_modes() and not _in_mode_of_dshard()) or is_transforming() or torch.compiler.is_compiling():
-        return "the call is within a mode, a transform or a compiled region of torch"
+    if n_dispatch_modes() and not _in_mode_of_dshard():
+        return "the call is within a mode of torch"
     return ""
 
 
