@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dis import get_instructions
 from functools import partial
 from inspect import ismethod
 from itertools import chain, islice
 from operator import is_
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -39,7 +40,7 @@ Read: TypeAlias = Callable[[], dict[Any, object]]
 class Held:
     """What a state holds, by identity: the values of dicts, those that functions `read`, and the hooks of tensors.
 
-    Numbers that have changed without that the step did anything else are ignored: `since` finds them.
+    Numbers and tensors that have changed without that the step did anything else are ignored: `since` finds them.
     """
 
     def __init__(self, dicts: list[dict[Any, object]], read: list[Read], tensors: list[Tensor]) -> None:
@@ -71,10 +72,12 @@ class Held:
         return "a hook" if type(name) is int else str(name)
 
     def since(self, last: Held) -> Held:
-        """The same, where numbers that are others than the `last` time are ignored."""
+        """The same, where numbers and tensors that are others than the `last` time are ignored."""
         if len(self._before) == len(last._before):
             pairs = enumerate(zip(self._before, last._before, strict=True))
-            self._ignored = last._ignored | {i for i, (a, b) in pairs if type(a) in (int, float) and not alike(a, b)}
+            others = {i for i, (a, b) in pairs if a is not b and not alike(a, b)}
+            now = self._before  # modes such as `training` are no numbers
+            self._ignored = last._ignored | {i for i in others if type(now[i]) in (int, float) or is_tensor(now[i])}
         return self
 
 
@@ -168,12 +171,18 @@ def _variables(function: Any) -> Iterator[Read]:
         yield lambda: vars(function.__self__) if hasattr(function.__self__, "__dict__") else {}
     elif isinstance(function, FunctionType):
         code, cells = function.__code__, function.__closure__ or ()
-        names = [name for name in code.co_names if name in function.__globals__]
+        names = [name for name in sorted(_globals_read(code)) if name in function.__globals__]
         yield lambda: dict(zip(code.co_freevars, map(_contents, cells), strict=True))
         yield lambda: {name: function.__globals__.get(name) for name in names}
         yield lambda: {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
     elif hasattr(function, "__dict__"):
         yield lambda: vars(function)
+
+
+def _globals_read(code: CodeType) -> set[str]:
+    """The global variables that a function reads, with those of functions and comprehensions within it."""
+    names = {each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_read(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _contents(cell: CellType) -> object:

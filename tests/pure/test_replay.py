@@ -449,8 +449,23 @@ def test_a_number_that_changes_without_effect_is_ignored() -> None:
     for number in range(8):
         for trainer in (one, other):
             trainer.model.steps = number  # type: ignore[assignment]
+            trainer.last = torch.tensor(number)  # type: ignore[attr-defined]
         check_steps(one, other, step, range(number, number + 1))
     assert (step.replays, step.why_not) == (8 - 3, "")
+
+
+mean = torch.zeros(())
+
+
+def test_attributes_are_no_variables() -> None:
+    global mean
+    step = dshard.replay(lambda x: sum([x.mean() * SCALE[0] for _ in range(2)]))
+    for _ in range(6):
+        mean = step(torch.ones(2))
+    assert step.replays == 3
+    SCALE[0] = 2.0
+    assert step(torch.ones(2)) == 4
+    SCALE[0] = 1.0
 
 
 class Scale:
