@@ -185,7 +185,7 @@ class Switch:
     """What the step of a rank reads beside its arguments, unseen."""
 
     factor = 1.0
-    sends = True
+    sends = once = True
 
 
 def differ(what: str, ranks: tuple[int, ...]) -> list[str]:
@@ -193,10 +193,12 @@ def differ(what: str, ranks: tuple[int, ...]) -> list[str]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    Switch.factor, Switch.sends = 1.0, True
+    Switch.factor, Switch.sends, Switch.once = 1.0, True, True
 
     def run(x: Tensor) -> Tensor:
         y = x * Switch.factor
+        if not Switch.once:
+            y.full_tensor()  # type: ignore[attr-defined]
         return y.full_tensor().sum() if Switch.sends else y.to_local().sum()  # type: ignore[attr-defined]
 
     step, errors = dshard.replay(run, check_every=4), list[str]()
@@ -215,18 +217,19 @@ def differ(what: str, ranks: tuple[int, ...]) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("what", ["factor", "sends"])
+@pytest.mark.parametrize("what", ["factor", "sends", "once"])
 def test_what_has_changed_on_all_ranks_is_an_error_of_all_and_then_recorded(what: str) -> None:
     with RankPool(2) as pool:
         for (error,) in pool.run(differ, what, (0, 1)):
             assert re.match(r"9: call 9 of differ\.<locals>\.run runs .*, and replays since call 5 may be wrong", error)
 
 
-@pytest.mark.parametrize("what", ["factor", "sends"])
+@pytest.mark.parametrize("what", ["factor", "sends", "once"])
 def test_what_has_changed_on_one_rank_is_an_error_of_all(what: str) -> None:
     with RankPool(2) as pool:
         one, other = pool.run(differ, what, (0,), timeout=30)
     assert one[0].startswith("9: call 9 of differ")
+    assert ("where it was no other collective" in one[0]) == (what == "once")  # refused before it is sent
     assert re.search(r"call 9 of differ.* runs .*\(on rank 0, which this rank waited for\)", other[0])
 
 
