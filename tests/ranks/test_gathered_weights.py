@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import DShardError, DTensor, Layout, Mesh, Shard, init_device_mesh, parallelize, plan_model, trace
 from dshard.autograd.gathered_weights import GatheredWeights, versions_of
@@ -131,6 +132,44 @@ def test_three_collectives_for_each_block(ranks: RankPool):
     assert more - some == 3 * 3, "two gathers and a reduction"
     numel = sum(p.numel() for p in Block(8).parameters())
     assert received_by_more - received == 3 * 3 * 8 * numel * 3 // 4, "3 (n - 1) / n of the weights"
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators on local tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+def operators_for_each_weight(width: int) -> list[float]:
+    """The operators that a forward and a backward pass take more where weights are gathered, for each weight."""
+    counts = []
+    for strategy in ("data", "fsdp"):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+        model, ids = Net(width=width), torch.randint(11, (8, 5))
+        parallelize(model, mesh, strategy, ids)
+        for _ in range(3):
+            with Operators() as forward:
+                loss = model(ids).square().sum()
+            with Operators() as backward:
+                loss.backward()
+            model.zero_grad()
+        counts.append((forward.count, backward.count))
+    n = len(list(model.parameters()))
+    return [(gathered - stored) / n for stored, gathered in zip(*counts, strict=True)]
+
+
+@pytest.mark.parametrize(("width", "most"), [(8, 7), (7, 10)])
+def test_weights_are_gathered_and_reduced_by_few_operators(ranks: RankPool, width: int, most: int):
+    for found in ranks.run(operators_for_each_weight, width):
+        assert max(found) <= most, found
 
 
 def peak_of(depth: int) -> float:
