@@ -27,6 +27,7 @@ from dshard import (
     trace,
     use_topology,
 )
+from dshard.autograd import joined_gradients
 from dshard.autograd.joined_gradients import bucket_bytes, within_backward_pass
 from dshard.autograd.leaf_gradients import alias_of_leaf
 from dshard.comm import Lane
@@ -426,6 +427,40 @@ def test_simulated_ranks_send_the_same():
     (event,) = of_steps(found)
     assert (event.op, event.collective) == ("gradients of 2 leaves", "all_reduce")
     assert event.nbytes == 4 * (3 * 6 + 15), "21 elements in chunks of at most six"
+
+
+def collectives_of(xs: list[Any], rows: Any, used: list[int]) -> int:
+    """The collectives of a backward pass over some of the leaves, whose gradients are as on one device."""
+    with trace() as found:
+        sum((rows * xs[i]).sum() for i in used).backward()  # type: ignore[attr-defined]
+    for i, x in enumerate(xs):
+        assert (x.grad is None) == (i not in used)
+        if i in used:
+            torch.testing.assert_close(whole(x.grad), whole(rows).sum().expand(*x.shape))
+        x.grad = None
+    return len(of_steps(found))
+
+
+def test_leaves_that_come_later_share_buckets_with_others():
+    mesh = Mesh((4,), ("d",))
+    with simulated(mesh):
+        xs = [distribute(torch.randn(n, 3), Layout(mesh, (Replicate(),))).requires_grad_() for n in (2, 5, 3)]
+        rows = distribute(torch.randn(8, 1, 1), Layout(mesh, (Shard(0),)))
+        passes = [[0], [0], [0, 1], [0, 1], [0, 1], [1], [1], [0, 1], [2, 1, 0], [2, 1, 0], [2], [2]]
+        counts = [collectives_of(xs, rows, used) for used in passes]
+    assert counts == [1, 1, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1], "a second one in a pass that was expected to have fewer"
+
+
+def test_leaves_that_are_no_more_take_no_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joined_gradients, "_MOST", 4)
+    mesh = Mesh((4,), ("here",))
+    with simulated(mesh):
+        rows = distribute(torch.randn(8, 1), Layout(mesh, (Shard(0),)))
+        for _ in range(6):
+            xs = [distribute(torch.randn(3), Layout(mesh, (Replicate(),))).requires_grad_() for _ in range(3)]
+            assert collectives_of(xs, rows, [0, 1, 2]) == 1
+    (leaves_of,) = (found for key, found in joined_gradients._MESHES.items() if key[0] == mesh)
+    assert len(leaves_of.buckets) == 3
 
 
 class TestBuckets:
