@@ -56,7 +56,20 @@ def one_by_one(regions: Sequence[Sequence[Region]], tensors: Sequence[Tensor], d
 
 @given(cases())
 def test_a_buffer_has_each_piece_in_its_place(case: Any):
-    regions, shapes, tensors, dtype = case
+    check(*case)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("rows", [8, 7, 3])
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, 1), (1, 1, 1)])
+def test_so_have_those_of_several_matrices(n: int, rows: int, dims: tuple[int, ...]):
+    shapes = [(rows, 2, 3) if dim == 0 else (5, rows, 2) for dim in dims]
+    regions = [chunks(shape, dim if n > 1 else -1, n) for shape, dim in zip(shapes, dims, strict=True)]
+    for dtype in DTYPES:
+        check(regions, shapes, [torch.randn(shape, dtype=torch.float64) for shape in shapes], dtype)
+
+
+def check(regions: list[list[Region]], shapes: list[Shape], tensors: list[Tensor], dtype: torch.dtype) -> None:
     pieces = JoinedPieces(regions, shapes)
 
     flat = pieces.pack(tensors, dtype)
