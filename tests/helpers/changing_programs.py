@@ -567,6 +567,11 @@ def the_loop(run: Running, random: Random) -> None:
 
 
 @change
+def an_exception(run: Running, random: Random) -> None:
+    run.way = "stopped"
+
+
+@change
 def the_weight_of_the_loss(run: Running, random: Random) -> None:
     run.weight = some_numbers(random)
 

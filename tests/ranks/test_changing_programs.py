@@ -78,5 +78,12 @@ def test_warm_steps_are_answered() -> None:
     assert [each[1:] for each in outcomes_on(rank_pool(1), programs)] == [(STEPS, STEPS - 2)] * 2
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("step", range(4))
+def test_models_are_answered_after_an_exception_in_another(step: int) -> None:
+    programs = [Program(0, "data", BLOCKS, 0.0, False, changes) for changes in (((step, "an exception"),), ())]
+    assert outcomes_on(rank_pool(1), programs)[1][1:] == (STEPS, STEPS - 2)
+
+
 def test_a_seed_is_a_program() -> None:
     assert all(generated(seed) == generated(seed) for seed in range(3))
