@@ -93,11 +93,11 @@ def rotated(x: Tensor) -> Tensor:
 class Llama(nn.Module):
     def __init__(self, width: int, local: int = 1) -> None:
         super().__init__()
-        self.embed, self.head, self.half = nn.Embedding(WORDS, width), linear(width, WORDS), width // HEADS // 2
+        self.embed, self.head, self.pairs = nn.Embedding(WORDS, width), linear(width, WORDS), width // HEADS // 2
         self.blocks, self.norm = nn.ModuleList(LlamaBlock(width, local) for _ in range(LAYERS)), nn.RMSNorm(width)
 
     def forward(self, words: Tensor, targets: Tensor) -> Tensor:
-        angles = torch.arange(words.shape[1])[:, None] * 100.0 ** -torch.linspace(0, 1, self.half)
+        angles = torch.arange(words.shape[1])[:, None] * 100.0 ** -torch.linspace(0, 1, self.pairs)
         angles = torch.cat([angles, angles], -1)
         x, cos, sin = self.embed(words), angles.cos(), angles.sin()
         for block in self.blocks:
