@@ -78,6 +78,7 @@ class Run:
         self.tensors: list[Any] = record.tensors
         self.n_answered, self.n_extra, self.why_not = 0, 0, ""
         self.is_over = False
+        self.answer: Answer | None = None
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
         # of two runs before one backward pass the gradients are added first, and reduced once
@@ -254,8 +255,9 @@ class Run:
         if self.is_over:
             return
         self.is_over = True
-        if HERE.answer is getattr(self, "answer", None):
+        if HERE.answer is self.answer:
             HERE.answer = None
+        self.answer = None  # which holds the values
         record, tensors = self.record, self.tensors
         self.late = {n: tensors[n] for call in self.answered() for n in call.late}
         if record.needing:
