@@ -18,11 +18,11 @@ from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import CALL_LOG, OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.backward import gradients
 from dshard.rehearsal.calls import autocast_now, is_ready, kind_of
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.recording import Recording
 from dshard.rehearsal.region import Run
+from dshard.rehearsal.region_backward import gradients
+from dshard.rehearsal.region_recording import Recording
 from dshard.rehearsal.session import HERE
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 

@@ -32,8 +32,8 @@ from dshard.rehearsal.calls import (
 )
 from dshard.rehearsal.code import Code, run_once, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
-from dshard.rehearsal.plan import only_of, reads, simplified, slots_in, written_by
-from dshard.rehearsal.recording import Recording, instructions_of
+from dshard.rehearsal.region_recording import Recording, instructions_of
+from dshard.rehearsal.simplified import only_of, reads, simplified, slots_in, written_by
 from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
 
 FILE = "<rehearsed>"

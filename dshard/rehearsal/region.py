@@ -26,7 +26,7 @@ from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.recording import CHANGE_GRAPHS, is_checkpoint, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, run_eagerly
 from dshard.torch_private import (
     is_autocasting,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.comm import publish_failure
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.local_recorder import Slot, StepRecorder
-from dshard.rehearsal.plan import simplified, written_by
+from dshard.rehearsal.simplified import simplified, written_by
 from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
 from dshard.replay.step_call import Call, local_of
 from dshard.replay.step_program import StepProgram

@@ -13,7 +13,7 @@ from typing import Any
 
 from dshard.rehearsal.code import Code, run_once, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
-from dshard.rehearsal.plan import only_of, reads
+from dshard.rehearsal.simplified import only_of, reads
 
 FILE = "<replay>"
 """The name of the file of programs, in tracebacks."""

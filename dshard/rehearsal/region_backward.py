@@ -31,10 +31,10 @@ from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import Code, filled, variable
 from dshard.rehearsal.leaf_arrivals import Arrival, within_backward_pass
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
-from dshard.rehearsal.plan import only_of, reads, simplified
 from dshard.rehearsal.record import FILE, Record, begins
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.session import run_eagerly
+from dshard.rehearsal.simplified import only_of, reads, simplified
 from dshard.torch_private import OpOverload, keeps_graph, no_torch_function, pytree
 
 aten = torch.ops.aten
