@@ -29,8 +29,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.autograd": "redistribute",
     },
     "Whole models": {
-        "dshard": "parallelize plan_model batches distribute_batch data_ranks accumulate rehearsing rehearsal_of replay "
-        "distribute_module",
+        "dshard": "parallelize plan_model batches distribute_batch data_ranks accumulate rehearsing rehearsal_of "
+        "replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
         "dshard.parallel": "Auto Plan Cost Memory Moves Move Precision checkpoint from_pretrained loss_parallel "
