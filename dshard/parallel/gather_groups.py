@@ -155,12 +155,14 @@ class GatherGroup:
         if not self.running:
             return
         use, stored, stack, by_calls = self.running[-1]
-        if by_calls:
-            ungather(self)
-        self.running.pop()
-        if stack is not None:
-            stack.close()
-        self._put(stored)
+        try:
+            if by_calls:
+                ungather(self)
+        finally:
+            self.running.pop()
+            if stack is not None:
+                stack.close()
+            self._put(stored)
         if use is not None:
             self._end(use, is_first=graph_task_id() < 0)
 

@@ -33,6 +33,7 @@ from dshard.rehearsal.calls import (
 from dshard.rehearsal.code import Code, run_once, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.region_recording import Recording, instructions_of
+from dshard.rehearsal.session import OWN_CALLS
 from dshard.rehearsal.simplified import only_of, reads, simplified, slots_in, written_by
 from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
 
@@ -124,6 +125,8 @@ class Record:
         self.ended_in = {
             each.args[0]: [x for x in each.returned if isinstance(x, Slot)] for each in raw if each.key == ENDS
         }
+        own = [call for call in self.calls if call.func in OWN_CALLS and not isinstance(call.args[0], Ref)]
+        self.gathered = {ref.number for call in own for ref in call.outs if isinstance(ref, Ref)}
         self.ranks = tuple(recorder.ranks)
         self.once: list[Instruction] = []
         self._plan(recording)

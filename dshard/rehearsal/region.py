@@ -206,6 +206,11 @@ class Run:
         for x in written:
             with no_torch_function():
                 needs_grad = x.requires_grad
+            if any(x is self.tensors[n] for n in self.record.gathered):
+                raise RuntimeError(
+                    "a gathered weight was written to in a rehearsed module whose earlier calls did not write: write "
+                    "outside of the forward pass, or run the module `with dshard.rehearsing(False):`"
+                )
             if needs_grad and len(self._sharing(x)) > 1:
                 raise RuntimeError(
                     "a view of an activation was written to in a rehearsed module whose earlier calls did not write: "

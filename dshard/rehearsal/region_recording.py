@@ -171,7 +171,7 @@ class Recording:
         out = run_eagerly(func, args, kwargs)
         for x, state in zip(made, before, strict=True):
             if state_of(x) != state and x.requires_grad:
-                self._end(Ends("a write to a tensor that needs a gradient", self._first_view(x)))
+                self._end(Ends("a write to a tensor that needs a gradient", self._first_write(x)))
         return out
 
     def _end(self, end: Ends) -> None:
@@ -261,8 +261,10 @@ class Recording:
         for x in written:
             with no_torch_function():
                 if x.requires_grad or id(x) not in self._numbers:
-                    raise Ends("a write to a tensor that needs a gradient", self._first_view(x))
+                    raise Ends("a write to a tensor that needs a gradient", self._first_write(x))
             number = self._numbers[id(x)]
+            if self._gathered_by(number) is not None:
+                raise Ends("a write to a gathered weight", self._gathered_by(number))
             self._see(number, x)
             call.writes.append(number)
         with recording_calls(recorder), OperatorMode(recorder.run):
@@ -275,6 +277,18 @@ class Recording:
         self.sources = {slot: n for slot, n in self.sources.items() if n != number}
         self._numbers = {i: n for i, n in self._numbers.items() if n != number}
         del self._refs[number]
+
+    def _first_write(self, x: Tensor) -> int | None:
+        """The first call that has to be eager, where `x` is written to later."""
+        gathered = self._gathered_by(self._numbers[id(x)])
+        return self._first_view(x) if gathered is None else gathered
+
+    def _gathered_by(self, number: int) -> int | None:
+        """The call of dshard that gave several tensors, among them this one: of writes to these it has to know."""
+        for i, call in enumerate(self.calls):
+            if call.func in OWN_CALLS and not isinstance(call.args[0], Ref) and Ref(number) in call.outs:
+                return i
+        return None
 
     def _first_view(self, x: Tensor) -> int | None:
         """The first call that made a view of the memory of `x`, which autograd has to know as such."""
