@@ -10,7 +10,6 @@ from helpers.changing_programs import CHANGES, STEPS, Program, generated, outcom
 import dshard
 from dshard.testing import RankPool, rank_pool
 
-pytestmark = pytest.mark.skipif(not hasattr(dshard, "rehearsing"), reason="modules are not rehearsed yet")
 BLOCKS = (
     "x = x + F.linear(F.relu(F.linear(F.layer_norm(x, (d,), P(d), P(d)), P(f, d), P(f))), P(d, f), P(d))",
     "q, k, v = heads(x @ P(d, 3 * d)); x = x + joined(attend(q, k, v, is_causal=True)) @ P(d, d)",
