@@ -30,6 +30,8 @@ from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
+from dshard.dispatch import fast_path
+from dshard.dispatch.fast_path import QUERIES, through
 from dshard.dispatch.operator import dispatch
 from dshard.dispatch.other_classes import by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
@@ -39,7 +41,7 @@ from dshard.ops.foreach import support
 from dshard.ops.optimiser_states import support_states
 from dshard.ops.optimiser_steps import support_local_steps
 from dshard.placements import Placement
-from dshard.rehearsal.session import HERE, call_torch_function, own_call
+from dshard.rehearsal.session import HERE, OWN_CALLS
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
@@ -207,7 +209,6 @@ class DTensor(Wrapper):
         placements: Any = self._spec.placements
         return TorchDTensor.from_local(self.to_local(), mesh, placements, shape=self.shape, stride=self.stride())
 
-    @own_call
     def redistribute(  # it takes a pure mesh, too
         self,
         device_mesh: DeviceMesh | Mesh | None = None,
@@ -236,6 +237,10 @@ class DTensor(Wrapper):
             MeshError: a mesh of other devices, or without processes.
             DtypeError: a reduction in a dtype that has none, such as float8.
         """
+        if HERE.answer is not None and not is_dynamo_compiling():
+            dtypes: Any = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
+            call = DTensor.redistribute, (self, device_mesh, placements), {"async_op": async_op, **dtypes}
+            return HERE.answer(*call)  # type: ignore[no-any-return]
         mesh = self._spec.layout.mesh if device_mesh is None else comm.as_mesh(device_mesh)
         if placements is None:
             raise LayoutError(
@@ -260,7 +265,13 @@ class DTensor(Wrapper):
         if len(types) > 1 and (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
             return out
         answer = HERE.answer
-        return (call_torch_function if answer is None else answer)(func, args, kwargs or {})
+        if answer is not None:
+            return answer(func, args, kwargs or {})
+        of_graph = QUERIES.get(func)
+        if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
+            with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
+                return func(*args, **(kwargs or {}))
+        return fast_path.call(func, args, kwargs or {}, through)
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 
@@ -369,6 +380,7 @@ class DTensor(Wrapper):
         return _unpickle, (local, spec.layout, (spec.shape, spec.stride, spec.dtype, device), *state, writer)
 
 
+OWN_CALLS[DTensor.redistribute] = DTensor.redistribute  # which asks the session itself: a warm call has a frame less
 support()
 support_states()
 support_local_steps()

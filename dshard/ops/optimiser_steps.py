@@ -47,9 +47,9 @@ _gradient_of, _is_meta, _version_of, _origin_of = map(attrgetter, ("grad", "is_m
 
 def support_local_steps() -> None:
     """Replace the `step` of the optimisers, below the hooks of steps."""
-    cls: Any
-    for cls in ELEMENTWISE:
-        step: Any = vars(cls).get("step")  # AdamW has Adam's until one is made
+    kind: Any
+    for kind in ELEMENTWISE:
+        step: Any = vars(kind).get("step")  # AdamW has Adam's until one is made
         if step is None:
             continue
         is_profiled = hasattr(step.__wrapped__, "__wrapped__")  # around torch's `no_grad`, once an optimiser was made
@@ -57,7 +57,7 @@ def support_local_steps() -> None:
         if is_profiled:
             replaced = Optimizer.profile_hook_step(replaced)
             replaced.hooked = True
-        cls.step = replaced
+        kind.step = replaced
 
 
 def _by_local_tensors(step: Step) -> Callable[..., object]:

@@ -10,10 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.wrapper import Wrapper
 from dshard.dispatch import fast_path
-from dshard.dispatch.fast_path import QUERIES, through
-from dshard.torch_private import no_torch_function
+from dshard.dispatch.fast_path import through
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,13 +44,4 @@ def own_call(run: Callable[P, T]) -> Callable[P, T]:
 def run_eagerly(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a call as if there were no session."""
     own = OWN_CALLS.get(func)
-    return call_torch_function(func, args, kwargs) if own is None else own(*args, **kwargs)
-
-
-def call_torch_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Run a function of torch on distributed tensors."""
-    of_graph = QUERIES.get(func)
-    if of_graph is not None and type(args[0]) is Wrapper.public and not (of_graph and args[0]._local_graph is not None):
-        with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
-            return func(*args, **kwargs)
-    return fast_path.call(func, args, kwargs, through)
+    return fast_path.call(func, args, kwargs, through) if own is None else own(*args, **kwargs)

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from helpers.changing_programs import CHANGES, STEPS, Program, generated, outcomes_on
 
-import dshard
 from dshard.testing import RankPool, rank_pool
 
 BLOCKS = (

@@ -124,7 +124,7 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
         f"{path}.{name}": value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if not name.startswith("_")
+        if not name.startswith("_") and name != "rehearsed"
     }
     return picture(own, as_plain=lambda x: whole(x.detach()) if isinstance(x, DTensor) else x)
 
