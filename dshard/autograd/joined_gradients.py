@@ -13,7 +13,7 @@ all wait for the same.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, groupby
@@ -148,20 +148,25 @@ class MeshPass:
     """The gradients on one mesh in one backward pass: those that arrived by bucket, `rest` those that nobody awaited.
 
     `awaited` are those still to come, `missing` how many of each bucket, `turns` the buckets to begin, the next last.
+    With `has_steps` a gradient takes several collectives.
     """
 
-    __slots__ = ("arrived", "awaited", "expected", "leaves", "missing", "rest", "turns")
+    __slots__ = ("arrived", "awaited", "expected", "has_steps", "leaves", "missing", "rest", "turns")
 
     def __init__(self, leaves: MeshLeaves) -> None:
         self.leaves, self.expected = leaves, leaves.awaited
-        self.awaited, self.missing = self.expected.copy(), Counter(self.expected.values())
+        self.awaited, self.missing = self.expected.copy(), dict.fromkeys(self.expected.values(), 0)
+        for bucket in self.expected.values():
+            self.missing[bucket] += 1
         self.turns = [*reversed(self.missing)]
         self.arrived: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
         self.rest: list[Pending] = []
+        self.has_steps = False
 
     def add(self, pending: Pending) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
         bucket, turns, missing = self.awaited.pop(pending.key, None), self.turns, self.missing
+        self.has_steps |= pending.move.has_steps
         if bucket is None:
             self.rest.append(pending)
             return
@@ -172,8 +177,9 @@ class MeshPass:
 
     def end(self) -> None:
         """Begin all that has not begun, and record the pass."""
-        every, gradients = self.every(), self.expected
+        gradients = self.expected
         if self.rest or self.turns:
+            every = self.every()
             self.leaves.cut(every)
             numbers = self.leaves.buckets
             every.sort(key=lambda x: numbers[x.key])
@@ -181,7 +187,7 @@ class MeshPass:
                 _begin([*bucket])
             gradients = {x.key: numbers[x.key] for x in every}
         self.leaves.has_run(gradients)
-        for x in every:
+        for x in self.every() if self.has_steps else ():
             if x.move.has_steps:  # so that later ones begin in one order, too
                 x()
 
