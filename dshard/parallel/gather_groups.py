@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -172,6 +172,24 @@ class GatherGroup:
             self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within the block, groups of the model are gathered for calls that run again: of these nothing stays."""
+        groups = {id(g): g for g in (self, *self.order.following.values())}.values()
+        before = [(g, g.ahead, g.uses) for g in groups]
+        last, self.order.last = self.order.last, None
+        for g in groups:
+            g.ahead, g.uses = None, []
+        try:
+            yield
+        finally:
+            for g, ahead, uses in before:
+                for _, use, stack in reversed(g.uses):  # of calls that were not answered to their end
+                    stack.close()
+                    g._end(use, is_first=True)
+                g.ahead, g.uses = ahead, uses
+            self.order.last = last
 
     def _put(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters of the modules by these tensors."""
