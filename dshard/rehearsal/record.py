@@ -151,7 +151,7 @@ class Record:
         self.programs.append((pattern, program))
         self.read = {n for _, each in self.programs for n in each.reads} - self.counted
         slots = {slot for _, each in self.programs for slot in each.slots}
-        self.unread = [slot for slot in self.kept if slot not in slots and slot not in self.sources]
+        self.unread = [slot for slot in self.kept if slot not in slots | self.lost and slot not in self.sources]
 
     def _answerable(self, recording: Recording) -> list[Call]:
         """The calls up to the first that reads what neither a call, an input nor the module has made."""
@@ -214,6 +214,7 @@ class Record:
         self.kept = {slot for slot in maker if maker[slot] < 0 or slot in keeps or (slot in alive and slot in maker)}
         if not self.needing:
             self.kept = set()
+        self.lost = self._lost(raw)
         self._first_made = self._calls_that_made()
         last = dict(maker)
         for each in rest:
@@ -235,6 +236,16 @@ class Record:
     def at(self, slot: Slot) -> Slot:
         """The slot whose value stands for that of `slot`."""
         return self.same.get(slot, slot)
+
+    def _lost(self, instructions: Iterable[Instruction]) -> set[Slot]:
+        """The slots of values that nothing makes again of what is kept: drawn, sent, or written to, or made of such."""
+        lost = set[Slot]()
+        for each in instructions:
+            made = {self.at(out) for out in each.outs if out is not None}
+            is_lost = each.operator is None or bool(made & (self.made_once | self.written))
+            if is_lost or any(self.at(slot) in lost - self.kept for slot in reads(each)):
+                lost |= made
+        return lost
 
     @staticmethod
     def _computed(instructions: Iterable[Instruction]) -> set[Slot]:

@@ -43,6 +43,10 @@ OVERWRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
     "{}, of a rehearsed module; write to it before the forward pass uses it, or after the backward pass, or to a copy"
 )
+LOST = (
+    "the backward pass of a rehearsed module reads a value that was not kept, and would have to be drawn or sent again: "
+    "run the module `with dshard.rehearsing(False):`"
+)
 TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
     "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
@@ -194,6 +198,7 @@ class Derivation(LocalRecorder):
         self._addresses = [0] * len(self.views)
         self.n_forward = len(self.views)
         self.expected: list[Instruction] = []
+        self._of_call: list[Instruction] = []  # those of the running call that were taken
         self.is_backward = False
         self.unreal = set[Slot]()
         self.taken: list[Instruction] = []
@@ -265,20 +270,27 @@ class Derivation(LocalRecorder):
     def _take(self, what: object, args: Any, kwargs: Any, *, by_key: bool = False) -> Instruction | None:
         """The first instruction of the call that is this one, which then has run."""
         for i, each in enumerate(self.expected):
-            if by_key:
-                same = each.key is not None and equal(each.key, what) and self._equals(each.args, args)
-            else:
-                same = (
-                    each.key is None
-                    and each.function is what
-                    and self._equals((each.args, each.kwargs), (args, kwargs))
-                )
-                if not same and each.is_view and what in VIEWS_IF_POSSIBLE:
-                    same = each.function is aten.view.default and self._equals(each.args[0], args[0])
-            if same:
+            if self._is(each, what, args, kwargs, by_key=by_key):
                 self.taken.append(each)
+                self._of_call.append(each)
                 return self.expected.pop(i)
-        return None
+        # the first call of its kind may run operators once more, to learn what they give
+        return next((x for x in self._of_call if not x.writes and self._is(x, what, args, kwargs, by_key=by_key)), None)
+
+    def _is(self, each: Instruction, what: object, args: Any, kwargs: Any, *, by_key: bool) -> bool:
+        """Whether an instruction is this call of equal values."""
+        if by_key:
+            return each.key is not None and equal(each.key, what) and self._equals(each.args, args)
+        if each.key is not None:
+            return False
+        if each.function is what and self._equals((each.args, each.kwargs), (args, kwargs)):
+            return True
+        is_view = each.is_view and what in VIEWS_IF_POSSIBLE and each.function is aten.view.default
+        return is_view and self._equals(each.args[0], args[0])
+
+    def begin_call(self, call: Call) -> None:
+        """Run the operators of `call` from now on."""
+        self.expected, self._of_call = [*call.instructions], []
 
     def run_frame(self, frame: Frame) -> None:
         """Run the calls of a checkpoint again, up to what it saved last, as torch does before it gives what it saved.
@@ -374,7 +386,7 @@ class Derivation(LocalRecorder):
         for x in pytree.tree_leaves(args):
             if isinstance(x, Tensor) and self._tensors.get(x) == slot:
                 return x
-        return self.value(slot)
+        return self._stand_in(slot)
 
     def _stand_in(self, slot: Slot) -> Any:
         view = self.views[slot.number]
@@ -414,6 +426,8 @@ class Derivation(LocalRecorder):
         """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
         value = None if again and slot in self._made else self._kept(slot)
         if value is None and slot not in self._made:
+            if self.record.at(slot) in self.record.lost:
+                raise RuntimeError(LOST)
             each = self.record.makers[slot]
             arguments = {read: self.value(read) for read in reads(each)}
             kwargs = {name: filled(x, arguments) for name, x in each.kwargs}
@@ -464,7 +478,7 @@ def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
         if call.checkpoint is not None and not derivation.is_real:
             frame = frames.setdefault(id(call.checkpoint), Frame(derivation))
             derivation.taken = frame.taken
-        derivation.expected = [*call.instructions]
+        derivation.begin_call(call)
         with _as_before(call), nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack):
             args, kwargs = pytree.tree_map(
                 lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
