@@ -33,7 +33,8 @@ from dshard.rehearsal.leaf_arrivals import Arrival, within_backward_pass
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.record import FILE, Record, begins
 from dshard.rehearsal.region import Run
-from dshard.rehearsal.session import OWN_CALLS, run_eagerly
+from dshard.rehearsal.region_recording import has_state
+from dshard.rehearsal.session import run_eagerly
 from dshard.rehearsal.simplified import only_of, reads, simplified
 from dshard.torch_private import OpOverload, keeps_graph, no_torch_function, pytree
 
@@ -459,14 +460,9 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
 def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
     with ExitStack() as stack:
-        for group in {id(call.args[0]): call.args[0] for call in run.answered() if _is_of_group(call)}.values():
+        for group in {id(call.args[0]): call.args[0] for call in run.answered() if has_state(call.func, call.args)}.values():
             stack.enter_context(group.apart())
         _run_calls(run, derivation, inner)
-
-
-def _is_of_group(call: Call) -> bool:
-    """Whether a call is one of dshard with a state beside its operands."""
-    return call.func in OWN_CALLS and hasattr(call.args[0], "apart")
 
 
 def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:

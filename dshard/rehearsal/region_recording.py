@@ -197,6 +197,8 @@ class Recording:
         if hooks is not None and not is_local(hooks):
             if not is_checkpoint(hooks):
                 raise Ends("hooks of saved tensors")
+            if has_state(func, args):
+                raise Ends("weights are gathered within a checkpoint, which gathers them again")
             call.checkpoint = hooks[0]
         templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
         call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
@@ -334,6 +336,11 @@ def state_of(x: Tensor) -> tuple[int, int, bool, int]:
     with no_torch_function():
         node, version = x.grad_fn, 0 if x.is_inference() else x._version
         return -1 if node is None else node._sequence_nr(), x.output_nr, x.requires_grad, version
+
+
+def has_state(func: object, args: Args) -> bool:
+    """Whether a call is one of dshard with a state beside its operands, that of its first argument."""
+    return func in OWN_CALLS and hasattr(args[0], "apart")
 
 
 def is_checkpoint(hooks: Sequence[object]) -> bool:
