@@ -98,7 +98,8 @@ class Record:
         self.storages = recorder.storages
         made_here = {ref.number for call in self.calls for ref in call.outs if isinstance(ref, Ref)}
         used = made_here | set(range(self.n_inputs)) | {n for call in self.calls for n in call.refs}
-        self.leaves = {n: x for n, x in recording.leaves.items() if n in used}
+        ahead = {recording.sources.get(slot) for each in instructions_of(self.calls) for slot in reads(each)} - used
+        self.leaves = {n: x for n, x in recording.leaves.items() if n in used | ahead}  # some are gathered ahead
         self.leaf_kinds = {n: kind_of(x) for n, x in self.leaves.items()}
         self._leaf_states = [(x, self.leaf_kinds[n]) for n, x in self.leaves.items()]
         self.gradient_leaves: list[Any] = []
@@ -114,8 +115,8 @@ class Record:
         self.late = {n for call in self.calls for n in call.late}
         self.needing = [n for n, kind in self.made.items() if _needs_grad(kind)]
         needing_inputs = [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
-        self.trained = [n for n, kind in self.leaf_kinds.items() if _needs_grad(kind)] + needing_inputs
-        self.sources = {slot: n for slot, n in recording.sources.items() if n in used}
+        self.trained = [n for n in self.leaves if n in used and _needs_grad(self.leaf_kinds[n])] + needing_inputs
+        self.sources = {slot: n for slot, n in recording.sources.items() if n in used | ahead}
         numbers = [*self.leaves]
         self.leaf_slots = {slot: numbers.index(n) for slot, n in self.sources.items() if n in self.leaves}
         self.version_slots = {n: self.n_slots + i for i, n in enumerate(sorted(self.late))}
