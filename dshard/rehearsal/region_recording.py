@@ -201,6 +201,9 @@ class Recording:
                 raise Ends("weights are gathered within a checkpoint, which gathers them again")
             call.checkpoint = hooks[0]
         templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
+        gathered = {ref for each in self.calls if has_state(each.func, each.args) for ref in each.outs}
+        if call.checkpoint is not None and gathered.intersection(x for x in templates if isinstance(x, Ref)):
+            raise Ends("a checkpoint uses gathered weights, which are gathered again before it runs again")
         call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
         call.line = user_line()
         return call, operands
