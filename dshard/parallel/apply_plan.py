@@ -52,7 +52,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     for name, schedule in plan.products.items():
         if not (name in pins and _sends_nothing(schedule, pins[name].weight)):
             hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    hooks += [*pins.values(), *gather_in_groups(model, plan)]
+    gathering = gather_in_groups(model, plan)
+    rehearsal.gathers = bool(gathering)
+    hooks += [*pins.values(), *gathering]
     return [*hooks, after(model, rehearsal.leave, always=True)]
 
 

@@ -23,7 +23,7 @@ from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.region_backward import gradients
 from dshard.rehearsal.region_recording import Recording
-from dshard.rehearsal.session import HERE
+from dshard.rehearsal.session import HERE, why_not_gathered
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 3, 100
@@ -54,12 +54,14 @@ class Rehearsal:
         calls: Calls of the module so far.
         answered: Those of which all calls were answered by a record.
         why_not: Why the last call was not one of these; empty if it was.
+        gathers: Whether weights of the module are gathered for its calls.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
         self.calls = self.answered = 0
         self.why_not = "it was not called"
+        self.gathers = False
         self._known: dict[object, _Known] = {}
         self._stack: list[tuple[FrameType, Recording | Run | None, _Known | None]] = []
 
@@ -67,7 +69,7 @@ class Rehearsal:
         copy = Rehearsal.__new__(Rehearsal)
         memo[id(self)] = copy
         copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
-        copy._known, copy._stack = {}, []
+        copy._known, copy._stack, copy.gathers = {}, [], self.gathers
         return copy
 
     @property
@@ -123,7 +125,7 @@ class Rehearsal:
             return None, None  # within a module that is rehearsed
         if LISTENERS:
             run_pending()
-        self.why_not = _why_eager() or _why_not_with(inputs)
+        self.why_not = _why_eager() or (self.gathers and why_not_gathered()) or _why_not_with(inputs)
         if self.why_not:
             return None, None
         key = (

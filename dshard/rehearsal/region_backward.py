@@ -45,7 +45,7 @@ OVERWRITTEN = (
     "{}, of a rehearsed module; write to it before the forward pass uses it, or after the backward pass, or to a copy"
 )
 LOST = (
-    "the backward pass of a rehearsed module reads a value that was not kept, and would have to be drawn or sent again: "
+    "the backward pass of a rehearsed module reads a value that was not kept, and cannot be made again: "
     "run the module `with dshard.rehearsing(False):`"
 )
 TWICE = (
@@ -459,8 +459,9 @@ def _inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
 
 def _run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
+    having_state = [call.args[0] for call in run.answered() if has_state(call.func, call.args)]
     with ExitStack() as stack:
-        for group in {id(call.args[0]): call.args[0] for call in run.answered() if has_state(call.func, call.args)}.values():
+        for group in {id(x): x for x in having_state}.values():
             stack.enter_context(group.apart())
         _run_calls(run, derivation, inner)
 

@@ -24,7 +24,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
-from dshard.rehearsal.session import HERE, OWN_CALLS, run_eagerly
+from dshard.rehearsal.session import HERE, OWN_CALLS, run_eagerly, why_not_gathered
 from dshard.torch_private import (
     OpOverload,
     is_transforming,
@@ -193,6 +193,8 @@ class Recording:
             raise Ends("a mode or a transform of torch")
         call = Call(func, None, None, torch.is_grad_enabled(), self._settings(), settings_states(), is_within_forward())
         call.autocast = autocast_now()
+        if has_state(func, args) and why_not_gathered():
+            raise Ends(why_not_gathered())  # a module within this one gathers
         hooks = saved_tensor_hooks(True)
         if hooks is not None and not is_local(hooks):
             if not is_checkpoint(hooks):

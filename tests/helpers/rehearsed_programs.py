@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import DTensor, Shard, distribute_tensor, init_device_mesh, parallelize
+from dshard.rehearsal.session import rehearsing_gathered
 
 WIDTH, ROWS, STEPS = 8, 8, 9
 Step = Callable[[Any, Tensor, int], list[Any]]
@@ -706,7 +707,7 @@ def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, 
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
         with dshard.rehearsing(False):
             eager = _one_step(models[0], step, x, i)
-        with dshard.rehearsing(True):
+        with dshard.rehearsing(True), rehearsing_gathered():
             rehearsed = _one_step(models[1], step, x, i)
         wrong += [f"step {i}: {each}" for each in _differences(eager, rehearsed, ROUNDING.get(name, 0.0))]
         why_not.append(models[1].rehearsed.why_not)

@@ -100,6 +100,20 @@ def test_it_says_what_differed(ranks: RankPool) -> None:
         assert off == "it is turned off"
 
 
+def why_not_with_gathered_weights() -> tuple[int, str]:
+    model = steps_of("fsdp")
+    with dshard.rehearsing():
+        for _ in range(4):
+            squares(model, torch.ones(ROWS, WIDTH))
+    return model.rehearsed.answered, model.rehearsed.why_not
+
+
+@pytest.mark.ranks
+def test_modules_with_gathered_weights_are_not_rehearsed(ranks: RankPool) -> None:
+    for answered, said in ranks.run(why_not_with_gathered_weights):
+        assert (answered, said) == (0, "its weights are gathered, which is not rehearsed yet")
+
+
 def held_after_steps() -> list[str]:
     """What a record holds after a forward pass whose result is dropped, and after one with a backward pass."""
     model, held = steps_of("data"), []
