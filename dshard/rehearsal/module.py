@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.region_backward import gradients
 from dshard.rehearsal.region_recording import Recording
-from dshard.rehearsal.session import HERE, why_not_gathered
+from dshard.rehearsal.session import HERE, Entered, why_not_gathered
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 3, 100
@@ -63,13 +63,12 @@ class Rehearsal:
         self.why_not = "it was not called"
         self.gathers = False
         self._known: dict[object, _Known] = {}
-        self._stack: list[tuple[FrameType, Recording | Run | None, _Known | None]] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
         copy = Rehearsal.__new__(Rehearsal)
         memo[id(self)] = copy
         copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
-        copy._known, copy._stack, copy.gathers = {}, [], self.gathers
+        copy._known, copy.gathers = {}, self.gathers
         return copy
 
     @property
@@ -99,24 +98,24 @@ class Rehearsal:
         """The forward pass begins, with its inputs laid out."""
         if torch.compiler.is_dynamo_compiling():
             return
-        frame = sys._getframe(1)
         self.calls += 1
+        if HERE.entered:
+            HERE.drop_ended()
         session, known = self._session(module, args, kwargs)
-        self._stack.append((frame, session, known))
-        if session is not None:
-            HERE.answer = session.session() if isinstance(session, Run) else session
+        if session is None or known is None:
+            return
+        call = sys._getframe(1).f_back  # of torch, whose hooks of a call that failed run there themselves
+        assert call is not None
+        HERE.entered.append(Entered(call, partial(self._close, session, known)))
+        HERE.answer = session.session() if isinstance(session, Run) else session
 
     def leave(self, module: nn.Module, args: object, out: object) -> None:
         """The forward pass has ended, or failed."""
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not HERE.entered:
             return
-        frame = sys._getframe(1)
-        while self._stack and self._stack[-1][0] is not frame:
-            if not any(entered is frame for entered, _, _ in self._stack):
-                return  # it failed before it was entered
-            self._close(*self._stack.pop()[1:])
-        if self._stack:
-            self._close(*self._stack.pop()[1:])
+        caller = sys._getframe(1)
+        failed = any(each.frame is caller for each in HERE.entered)
+        HERE.leave((caller, caller.f_back), failed=failed)
 
     def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Recording | Run | None, _Known | None]:
         flat, structure = pytree.tree_flatten((args, kwargs))
@@ -172,11 +171,12 @@ class Rehearsal:
         record.running = True
         return Run(record, inputs, gradients)
 
-    def _close(self, session: Recording | Run | None, known: _Known | None) -> None:
-        if session is None or known is None:
-            return
+    def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
         if isinstance(session, Recording):
+            if failed:  # what is alive now is not what autograd has saved
+                self.why_not = "the call that was recorded failed"
+                return
             gc.collect()  # so that what is alive is what autograd has saved, on all ranks
             record = Record(session)
             if record.calls:

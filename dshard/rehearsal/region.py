@@ -27,7 +27,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region_recording import CHANGE_GRAPHS, is_checkpoint, state_of
-from dshard.rehearsal.session import HERE, Answer, run_eagerly
+from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
     is_transforming,
@@ -164,6 +164,8 @@ class Run:
 
     def _other(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a call that the record does not have next: eagerly, behind the results of this run."""
+        if HERE.drop_ended():
+            return call_with_session(func, args, kwargs)
         HERE.answer = None
         flat = pytree.tree_leaves((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]

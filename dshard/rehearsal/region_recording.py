@@ -24,7 +24,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
-from dshard.rehearsal.session import HERE, OWN_CALLS, run_eagerly, why_not_gathered
+from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly, why_not_gathered
 from dshard.torch_private import (
     OpOverload,
     is_transforming,
@@ -140,6 +140,8 @@ class Recording:
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a call, and record it."""
+        if HERE.drop_ended():
+            return call_with_session(func, args, kwargs)
         HERE.answer = None
         try:
             if self.ended:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from sys import _getframe
 from threading import local
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
@@ -21,8 +23,46 @@ Answer = Callable[[Any, Args, Kwargs], Any]
 """Runs a call: `(function, args, kwargs)`."""
 
 
+class Entered(NamedTuple):
+    """A call of a module that has a session: its frame, and what closes the session, with whether the call failed."""
+
+    frame: FrameType
+    close: Callable[[bool], None]
+
+
 class _Here(local):
     answer: Answer | None = None
+
+    def __init__(self) -> None:
+        self.entered: list[Entered] = []
+
+    def leave(self, frames: tuple[FrameType | None, ...], *, failed: bool) -> None:
+        """Close the session of the call with one of these frames, and those within, which no hook has closed."""
+        if not any(each.frame in frames for each in self.entered):
+            return  # the call failed before it was entered, or has no session
+        while self.entered:
+            frame, close = self.entered.pop()
+            is_own = frame in frames
+            close(failed or not is_own)
+            if is_own:
+                return
+
+    def drop_ended(self) -> bool:
+        """Close the sessions of calls that have ended without a hook, such as by an interrupt; whether there were any.
+
+        A session belongs to one call of a module, and nobody else's calls are for it.
+        """
+        n_entered = len(self.entered)
+        while self.entered and not _is_running(self.entered[-1].frame):
+            self.entered.pop().close(True)
+        return len(self.entered) < n_entered
+
+
+def _is_running(frame: FrameType) -> bool:
+    at: FrameType | None = _getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is frame
 
 
 HERE = _Here()
@@ -54,6 +94,11 @@ def own_call(run: Callable[P, T]) -> Callable[P, T]:
 
     OWN_CALLS[call] = run
     return call
+
+
+def call_with_session(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call by the session that is there."""
+    return (HERE.answer or run_eagerly)(func, args, kwargs)
 
 
 def run_eagerly(func: Function, args: Args, kwargs: Kwargs) -> Any:

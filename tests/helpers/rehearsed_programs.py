@@ -103,8 +103,12 @@ def tied_weights() -> tuple[Make, Step]:
 
 
 class Keeping(Model):
+    interrupted = False
+
     def forward(self, x: Tensor) -> Tensor:
         self.kept = h = self.a(x)
+        if self.interrupted:
+            raise KeyboardInterrupt
         return self.b(F.gelu(h))
 
 

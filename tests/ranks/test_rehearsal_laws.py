@@ -140,6 +140,28 @@ def test_nothing_stays_of_a_step_that_python_has_dropped(ranks: RankPool) -> Non
     assert ranks.run(held_after_steps) == [[]] * 4
 
 
+def calls_after_an_interrupt() -> list[str]:
+    """What two models say of their last steps, after an interrupt in each kind of step of the first."""
+    said = []
+    for step in range(4):
+        models = [steps_of("data") for _ in range(2)]
+        with dshard.rehearsing():
+            for i in range(7):
+                for n, model in enumerate(models):
+                    model.interrupted = i == step and n == 0
+                    try:
+                        squares(model, torch.ones(ROWS, WIDTH))
+                    except KeyboardInterrupt:  # for which torch runs no hooks
+                        continue
+        said += [model.rehearsed.why_not for model in models]
+    return said
+
+
+@pytest.mark.ranks
+def test_an_interrupted_call_leaves_no_session(ranks: RankPool) -> None:
+    assert ranks.run(calls_after_an_interrupt) == [[""] * 8] * 4
+
+
 def records_of_shapes() -> tuple[int, int]:
     model = steps_of("data")
     with dshard.rehearsing():
