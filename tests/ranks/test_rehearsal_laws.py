@@ -23,22 +23,17 @@ FEW = ("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str) -> None:
-    check(ranks, name, "data x megatron")
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("plan", ["data", "fsdp", "megatron"])
+@pytest.mark.parametrize("plan", MESHES)
 @pytest.mark.parametrize("name", FEW)
-def test_it_does_so_with_each_plan(ranks: RankPool, name: str, plan: str) -> None:
+def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
 
+@pytest.mark.ranks
 @pytest.mark.thorough
-@pytest.mark.parametrize("plan", ["data", "fsdp", "megatron"])
+@pytest.mark.parametrize("plan", MESHES)
 @pytest.mark.parametrize("name", sorted({*PROGRAMS} - {*FEW}))
-def test_every_program_does_so_with_each_plan(ranks: RankPool, name: str, plan: str) -> None:
+def test_every_program_does_so(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
 
