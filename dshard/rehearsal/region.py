@@ -120,7 +120,7 @@ class Run:
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
             nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes
             while True:
-                if func is expected and is_grad() is grad:
+                if (func is expected or func == expected) and is_grad() is grad:  # getters of attributes are equal
                     if Changes.count != changes or settings is not settings_now:
                         changes, settings_now = Changes.count, None
                         if not (OBSERVERS or LISTENERS or CALL_LOG) and settings_in_force() == settings:
@@ -156,7 +156,7 @@ class Run:
         n = at
         while n < len(record.calls) and n in record.optional:
             n += 1
-            if n < len(record.calls) and record.calls[n].func is func:
+            if n < len(record.calls) and record.calls[n].func == func:
                 self.skipped.update(range(at, n))
                 self.n_answered = n
                 return n
