@@ -72,7 +72,7 @@ class Held:
         return "a hook" if type(name) is int else str(name)
 
     def since(self, last: Held) -> Held:
-        """The same, where numbers and tensors that are others than the `last` time are ignored."""
+        """This state, with numbers and tensors ignored that are others than the `last` time."""
         if len(self._before) == len(last._before):
             pairs = enumerate(zip(self._before, last._before, strict=True))
             others = {i for i, (a, b) in pairs if a is not b and not alike(a, b)}
