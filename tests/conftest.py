@@ -147,7 +147,7 @@ def few_process_groups() -> Iterator[None]:
             pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # another file may have closed the pool by asking for ranks of other numbers
 def ranks() -> RankPool:
     """Four ranks, shared by all tests; over gloo, unless DSHARD_TEST_BACKEND names another backend."""
     return rank_pool(4)

@@ -31,15 +31,22 @@ def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, pla
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-@pytest.mark.parametrize("plan", MESHES)
-@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {*FEW}))
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        (name, plan)
+        for name in sorted({*PROGRAMS} - {*FEW})
+        for plan in MESHES
+        if (name, plan) != ("writes_to_a_view", "megatron")  # whose two groups do not go into four parts
+    ],
+)
 def test_every_program_does_so(ranks: RankPool, name: str, plan: str) -> None:
-    """But for rounding where a region ends early: under "data" some sums then have another order."""
-    check(ranks, name, plan)
+    """Under "data" but for rounding: where a region ends early, eager sums have another order."""
+    check(ranks, name, plan, 1e-6 if plan == "data" else 0.0)
 
 
-def check(ranks: RankPool, name: str, plan: str) -> None:
-    outcomes = ranks.run(run_program, name, plan, *MESHES[plan])
+def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
+    outcomes = ranks.run(run_program, name, plan, *MESHES[plan], rounding)
 
     assert [outcome.wrong for outcome in outcomes] == [[]] * 4
 
