@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize, trace, use_strategy
-from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 
 CLASSES = 5
@@ -188,7 +187,7 @@ def counted() -> tuple[int, ...]:
     return tuple(counts)
 
 
-@pytest.mark.skipif(not FAST or DEBUG, reason="counts the functions of the fast path")
+@pytest.mark.skipif(DEBUG, reason="counts the functions of warm calls")
 def test_a_warm_step_calls_few_functions_of_its_own(ranks: RankPool):
     operators = 33
     forward, mean, step, update = ranks.run(counted)[0]
