@@ -184,9 +184,6 @@ def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
             running[:] = before
 
 
-# -- calls, by which the fast path specialises
-
-
 # -- operators on local tensors, and their memory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
-from dshard.dispatch.numbers import with_numbers_reduced
+from dshard.dispatch.numbers import may_hold_number, with_numbers_reduced
 from dshard.ops.custom import wrapped
 from dshard.placements import Replicate
 from dshard.torch_private import (
@@ -37,23 +36,25 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     try:
         if func in BACKWARD and not _creates_graph(func, args, kwargs):
             return through(func, args, kwargs)
-        out = _with_view_replay(through, func, args, kwargs)
-        terms = _axes_of_terms(args, kwargs) if torch.is_grad_enabled() else ()
-        return with_numbers_reduced(_keeping_terms(terms, out) if terms else out, args, kwargs)
+        if torch.is_grad_enabled():
+            out = _keeping_terms(_with_view_replay(func, args, kwargs), args, kwargs)
+        else:
+            out = through(func, args, kwargs)
+        return with_numbers_reduced(out, args, kwargs) if may_hold_number(out) else out
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
 
 
-def _axes_of_terms(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
-    """The mesh axes on which the gradient of an operand is to stay partial: the user wants each rank's term."""
-    kept = [x._leaf for x in (*args, *kwargs.values()) if isinstance(x, Wrapper) and isinstance(x._leaf, tuple)]
-    return tuple(sorted({axis for axes in kept for axis in axes})) if kept else ()
+def _keeping_terms(out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of an operator on operands of whose gradients the user wants each rank's term.
 
-
-def _keeping_terms(axes: tuple[int, ...], out: Any) -> Any:
-    """The result of an operator on such operands: where it is replicated, its gradient stays partial, too."""
-    for x in out if isinstance(out, list | tuple) else (out,):
+    Where it is replicated, its gradient stays partial on the same mesh axes.
+    """
+    cls = Wrapper.public
+    kept = [x._leaf for x in (*args, *kwargs.values()) if type(x) is cls and type(x._leaf) is tuple]
+    axes = sorted({axis for each in kept for axis in each}) if kept else ()
+    for x in () if not kept else out if isinstance(out, list | tuple) else (out,):
         if isinstance(x, Wrapper) and x._leaf is None:
             x._leaf = tuple([axis for axis in axes if x._spec.layout.placements[axis] == Replicate()]) or None
     return out
@@ -74,12 +75,12 @@ def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
-def _with_view_replay(run: Callable[..., Any], *args: object) -> Any:
-    """Call `run` with view replay on: autograd then makes views again by their function, not by strides."""
+def _with_view_replay(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call `func` with view replay on: autograd then makes views again by their function, not by strides."""
     before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
     set_view_replay_enabled(True)
     try:
-        return run(*args)
+        return through(func, args, kwargs)
     finally:
         set_view_replay_enabled(before)
 

@@ -230,7 +230,7 @@ def mixed(x: Tensor) -> str:
 
 
 @pytest.mark.ranks
-def test_a_plain_tensor_is_refused_though_a_shortcut_is_known(ranks: RankPool) -> None:
+def test_a_plain_tensor_is_refused_though_the_call_is_known(ranks: RankPool) -> None:
     found = ranks.run(plain_after_distributed)
     assert all("a plain torch.Tensor of shape (4, 4) among distributed tensors" in text for text in found)
 
