@@ -41,7 +41,7 @@ from dshard.ops.foreach import support
 from dshard.ops.optimiser_states import support_states
 from dshard.ops.optimiser_steps import support_local_steps
 from dshard.placements import Placement
-from dshard.rehearsal.session import HERE, OWN_CALLS
+from dshard.rehearsal.session import ENTERED, HERE, OWN_CALLS
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
 from dshard.torch_private import TracingContext, no_torch_function
 
@@ -237,7 +237,7 @@ class DTensor(Wrapper):
             MeshError: a mesh of other devices, or without processes.
             DtypeError: a reduction in a dtype that has none, such as float8.
         """
-        if HERE.answer is not None and not is_dynamo_compiling():
+        if ENTERED and HERE.answer is not None and not is_dynamo_compiling():
             dtypes: Any = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
             call = DTensor.redistribute, (self, device_mesh, placements), {"async_op": async_op, **dtypes}
             return HERE.answer(*call)  # type: ignore[no-any-return]
@@ -264,8 +264,7 @@ class DTensor(Wrapper):
     ) -> Any:
         if len(types) > 1 and (out := by_other_class(func, types, args, kwargs or {})) is not NotImplemented:
             return out
-        answer = HERE.answer
-        if answer is not None:
+        if ENTERED and (answer := HERE.answer) is not None:
             return answer(func, args, kwargs or {})
         of_graph = QUERIES.get(func)
         if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):

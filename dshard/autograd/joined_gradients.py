@@ -13,7 +13,7 @@ all wait for the same.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, groupby
@@ -41,7 +41,7 @@ from dshard.torch_private import autograd_engine, graph_task_id
 _NUMBERS = count()
 _MOST = 16384
 """With more ways to redistribute gradients on a mesh than this, those that a pass does not need are forgotten."""
-_NUMBER, _OF, _MOVE, _KEY = map(attrgetter, ("leaf.number", "leaf.of", "move", "key"))
+_NUMBER, _OF, _MOVE, _KEY, _LOCAL = map(attrgetter, ("leaf.number", "leaf.of", "move", "key", "local"))
 """The attributes that are read of each gradient in each pass, without a call of Python."""
 
 
@@ -111,14 +111,16 @@ class MeshLeaves:
     """The leaves of a mesh, cut into buckets, and the gradients that the next pass over it waits for.
 
     `last` are the gradients of the last pass, `before` those of the one before; all in the order in which they begin.
+    `sizes` has the number of awaited gradients of each bucket, in the order in which the buckets begin.
     """
 
-    __slots__ = ("awaited", "before", "buckets", "last")
+    __slots__ = ("awaited", "before", "buckets", "last", "sizes")
 
     def __init__(self) -> None:
         self.buckets: Buckets = {}
         self.awaited: Buckets = {}
         self.before = self.last = self.awaited
+        self.sizes: Counter[tuple[int, int]] = Counter()
 
     def cut(self, gradients: Sequence[Pending]) -> None:
         """Cut the lanes of these gradients, in order, into buckets: those lanes in which one has no bucket yet."""
@@ -136,8 +138,10 @@ class MeshLeaves:
     def has_run(self, gradients: Buckets) -> None:
         """Record that a pass with these gradients has ended; if it equals the last but one, the last comes next."""
         alternates = gradients is self.before or gradients.keys() == self.before.keys()
-        self.awaited = self.last if alternates else gradients
+        awaited = self.last if alternates else gradients
         self.before, self.last = self.last, gradients
+        if awaited is not self.awaited:
+            self.awaited, self.sizes = awaited, Counter(awaited.values())
 
 
 _MESHES: Cache = Cache("gradient meshes", 256, record=True)
@@ -155,9 +159,7 @@ class MeshPass:
 
     def __init__(self, leaves: MeshLeaves) -> None:
         self.leaves, self.expected = leaves, leaves.awaited
-        self.awaited, self.missing = self.expected.copy(), dict.fromkeys(self.expected.values(), 0)
-        for bucket in self.expected.values():
-            self.missing[bucket] += 1
+        self.awaited, self.missing = self.expected.copy(), dict(leaves.sizes)
         self.turns = [*reversed(self.missing)]
         self.arrived: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
         self.rest: list[Pending] = []
@@ -173,7 +175,9 @@ class MeshPass:
         self.arrived[bucket].append(pending)
         missing[bucket] -= 1
         while turns and not missing[turns[-1]]:
-            _begin(sorted(self.arrived[turns.pop()], key=_NUMBER, reverse=True))
+            members = self.arrived[turns.pop()]
+            members.sort(key=_NUMBER, reverse=True)
+            _begin(members)
 
     def end(self) -> None:
         """Begin all that has not begun, and record the pass."""
@@ -186,7 +190,8 @@ class MeshPass:
             for _, bucket in groupby(every, lambda x: numbers[x.key]):
                 _begin([*bucket])
             gradients = {x.key: numbers[x.key] for x in every}
-        self.leaves.has_run(gradients)
+        if gradients is not self.leaves.last or gradients is not self.leaves.before:
+            self.leaves.has_run(gradients)
         for x in self.every() if self.has_steps else ():
             if x.move.has_steps:  # so that later ones begin in one order, too
                 x()
@@ -217,9 +222,10 @@ class BackwardPass:
             leaves = _MESHES.get(key) or _MESHES.add(key, MeshLeaves())
             if is_real:
                 leaf.joined = move, leaves
-        if leaves not in self.meshes:
-            self.meshes[leaves] = MeshPass(leaves)
-        self.meshes[leaves].add(pending)
+        mesh = self.meshes.get(leaves)
+        if mesh is None:
+            mesh = self.meshes[leaves] = MeshPass(leaves)
+        mesh.add(pending)
 
     def end(self) -> None:
         """Begin all remaining collectives at the end of the pass, and accumulate the gradients."""
@@ -256,17 +262,16 @@ def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wra
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
     pending = Pending(leaf, local, move, own)
-    running = number in _PASSES and _PASSES[number]()
-    (running or _running(number)).add(pending)
+    _running(number).add(pending)
     dtype = grad._spec.dtype
     return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
 
 
 def _running(number: int) -> BackwardPass:
     """The backward pass of this number, or the one around it of which it is part."""
-    outer = _OUTER.value() if _OUTER.anywhere else None
-    known = _PASSES.get(number)
-    running = outer or (None if known is None else known())
+    running = _OUTER.value() if _OUTER.anywhere else None
+    if running is None and number in _PASSES:
+        running = _PASSES[number]()
     if running is None:
         running = BackwardPass()
         _PASSES[number] = ref(running, lambda _: _PASSES.pop(number, None))
@@ -331,29 +336,27 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
 
 def _begin(members: Sequence[Pending]) -> None:
     """Begin the collective of one lane's gradients, except those that have begun or were used before."""
-    waiting, local = list[Pending](), list[Tensor]()
-    for pending in members:
-        if pending.local is not None:
-            waiting.append(pending)
-            local.append(pending.local)
-            if pending.stream is not None:
-                comm.follow(pending.stream, (pending.local,))
+    waiting = [pending for pending in members if pending.local is not None]
+    for pending in waiting:
+        if pending.stream is not None:
+            comm.follow(pending.stream, (_LOCAL(pending),))
     if not waiting:
         return
-    if len(waiting) == 1 and len(waiting[0].move.plan.steps) > 1:
-        (pending,) = waiting  # begun, its first collective would hold it and a buffer until the end of the pass
-        reduced = run_alone(pending.move, local.pop(), "redistribute", (pending.leaf.of,))
-        pending.local, pending.finish = None, lambda: reduced
-        return
-    if len(waiting) == 1 and not OBSERVERS:
+    if len(waiting) == 1:
         (pending,) = waiting
-        pending.finish = pending.move.begin_or_run(local.pop(), pending.own)
-        pending.local, pending.leaf.is_packed = None, False
-        return
+        move, local = pending.move, _LOCAL(pending)
+        if len(move.plan.steps) > 1:  # begun, its first collective would hold it and a buffer until the end of the pass
+            reduced = run_alone(move, local, "redistribute", (pending.leaf.of,))
+            pending.local, pending.finish = None, lambda: reduced
+            return
+        if not OBSERVERS:
+            pending.finish = move.begin_or_run(local, pending.own)
+            pending.local, pending.leaf.is_packed = None, False
+            return
     name, leaves = "redistribute", ()
     if OBSERVERS:
         name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
         leaves = tuple(map(_OF, waiting))
-    ends = begin_lane([*map(_MOVE, waiting)], local, name, leaves)
+    ends = begin_lane([*map(_MOVE, waiting)], [*map(_LOCAL, waiting)], name, leaves)
     for pending, end in zip(waiting, ends, strict=True):
         pending.local, pending.finish, pending.leaf.is_packed = None, end, True

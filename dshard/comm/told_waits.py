@@ -82,14 +82,17 @@ def tell_if_long(here: Waiting, since: float) -> None:
 
 def host_wait(wait: Callable[[], Any], group: Group) -> Any:
     """Call `wait`, in which the host may wait for the ranks of the group; a thread tells if it takes long."""
-    if not _LAST:
+    if _LAST:
+        _LAST[0] = group
+    else:
+        _LAST.append(group)
         Thread(target=_watch, name="dshard-long-waits", daemon=True).start()
-    _LAST[:] = [group]
-    _WATCHED[get_ident()] = monotonic(), group
+    thread = get_ident()
+    _WATCHED[thread] = monotonic(), group
     try:
         return wait()
     finally:
-        del _WATCHED[get_ident()]
+        del _WATCHED[thread]
 
 
 def read_number(local: Tensor) -> bool | int | float | complex:

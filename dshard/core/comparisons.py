@@ -232,7 +232,9 @@ def comparisons_on(mesh: Mesh) -> Comparisons:
 
 def with_comparisons(backward: Callable[..., T], func: Function, args: Args, kwargs: Kwargs) -> T:
     """Run a backward pass by its handler, and compare what is due on the meshes of the tensors where it begins."""
-    meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)} if _ALL else {}
+    if not _ALL:
+        return backward(func, args, kwargs)
+    meshes = {x._spec.layout.mesh: None for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)}
     if any(_is_apart(mesh) for mesh in meshes):
         return backward(func, args, kwargs)
     before = [(_ALL[mesh], _ALL[mesh].sent()) for mesh in meshes if mesh in _ALL]

@@ -106,8 +106,8 @@ class Rehearsal:
             return
         call = sys._getframe(1).f_back  # of torch, whose hooks of a call that failed run there themselves
         assert call is not None
-        HERE.entered.append(Entered(call, partial(self._close, session, known)))
-        HERE.answer = session.session() if isinstance(session, Run) else session
+        entered = Entered(call, partial(self._close, session, known))
+        HERE.enter(entered, session.session() if isinstance(session, Run) else session)
 
     def leave(self, module: nn.Module, args: object, out: object) -> None:
         """The forward pass has ended, or failed."""

@@ -30,20 +30,34 @@ class Entered(NamedTuple):
     close: Callable[[bool], None]
 
 
+ENTERED: list[Entered] = []
+"""Those of all threads: while it is empty there is no session, and calls need not look for that of the thread."""
+
+
 class _Here(local):
     answer: Answer | None = None
 
     def __init__(self) -> None:
         self.entered: list[Entered] = []
 
+    def enter(self, call: Entered, answer: Answer) -> None:
+        """Begin the session of a call, which answers the calls of this thread."""
+        self.entered.append(call)
+        ENTERED.append(call)
+        self.answer = answer
+
+    def _close_last(self, failed: bool) -> None:
+        call = self.entered.pop()
+        ENTERED.remove(call)
+        call.close(failed)
+
     def leave(self, frames: tuple[FrameType | None, ...], *, failed: bool) -> None:
         """Close the session of the call with one of these frames, and those within, which no hook has closed."""
         if not any(each.frame in frames for each in self.entered):
             return  # the call failed before it was entered, or has no session
         while self.entered:
-            frame, close = self.entered.pop()
-            is_own = frame in frames
-            close(failed or not is_own)
+            is_own = self.entered[-1].frame in frames
+            self._close_last(failed or not is_own)
             if is_own:
                 return
 
@@ -54,7 +68,7 @@ class _Here(local):
         """
         n_entered = len(self.entered)
         while self.entered and not _is_running(self.entered[-1].frame):
-            self.entered.pop().close(True)
+            self._close_last(True)
         return len(self.entered) < n_entered
 
 
