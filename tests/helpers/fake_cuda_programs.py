@@ -193,10 +193,19 @@ def programs() -> Iterator[tuple[str, Callable[[], Step]]]:
         yield program.__name__, program
 
 
+def with_a_plain_operand_on_the_cpu() -> Step:
+    """A product of what a model gave and a plain tensor on the CPU, which torch refuses for plain tensors, too."""
+    with torch.device("cuda"):
+        net, x = nn.Linear(8, 8), torch.zeros(8, 8)
+    parallelize(net, grid(), "data", x)
+    return lambda: net(x) * torch.zeros(8)
+
+
 def wrong_programs() -> Iterator[tuple[str, Callable[[], Step]]]:
     """Yield programs in which the test must detect a fault."""
     yield "wrong: cpu", lambda: lambda: torch.ones(3)
     yield "wrong: wait", lambda: lambda: torch.linalg.inv(torch.ones(2, 2, device="cuda"))
+    yield "wrong: operand", with_a_plain_operand_on_the_cpu
     yield "wrong: mixed", lambda: lambda: dshard.ones(4, 4, device_mesh=grid()).to_local() + torch.ones(4, 4)
 
 
