@@ -72,8 +72,8 @@ def _caches_named(name: str) -> list[Cache]:
 def cache_info() -> dict[str, CacheInfo]:
     """Entries, hits, misses and bound of each cache, over all topologies.
 
-    `shortcuts` are calls that go straight to the local operator, `executors` operators, `choices` matmuls and other
-    composite operators, `moves` redistributions; the other caches belong to planning.
+    `executors` are operators, `choices` matmuls and other composites, `moves` redistributions; the other caches belong
+    to planning.
     """
     infos = {}
     for name in _DICTS:

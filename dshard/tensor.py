@@ -30,10 +30,10 @@ from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
-from dshard.dispatch import fast_path
-from dshard.dispatch.fast_path import QUERIES, through
+from dshard.dispatch import torch_calls
 from dshard.dispatch.operator import dispatch
 from dshard.dispatch.other_classes import by_other_class
+from dshard.dispatch.torch_calls import QUERIES
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
@@ -266,11 +266,10 @@ class DTensor(Wrapper):
             return out
         if ENTERED and (answer := HERE.answer) is not None:
             return answer(func, args, kwargs or {})
-        of_graph = QUERIES.get(func)
-        if of_graph is not None and type(args[0]) is DTensor and not (of_graph and args[0]._local_graph is not None):
+        if func in QUERIES and type(args[0]) is DTensor:
             with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
                 return func(*args, **(kwargs or {}))
-        return fast_path.call(func, args, kwargs or {}, through)
+        return torch_calls.call(func, args, kwargs or {})
 
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 

@@ -3,7 +3,7 @@
 crossing.py           ToLocal, FromLocal, Redistribute, Reshard: differentiable, to any order
 local_tensors.py      distributed tensors of the local tensors that ranks give
 leaf_gradients.py     the hook that gives gradients of a leaf its own layout
-hooks.py              gradients, nodes and hooks of tensors that were recorded on local tensors
+gradients.py          torch.autograd.grad, backward and `data`, which distributed tensors answer themselves
 joined_gradients.py   gradients of leaves reduced together, in buckets
 gathered_weights.py   weights gathered together for a module, and their gradients
 accumulation.py       gradients of microbatches added before they are reduced

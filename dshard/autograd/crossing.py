@@ -1,13 +1,7 @@
-"""Autograd functions between distributed and local tensors, and between layouts.
-
-Autograd records an operator that needs no communication on the local tensors alone. Its wrapped result keeps the
-recorded local tensor in a `LocalGraph`: the next such operator continues from there, and in the backward pass the
-gradient stays local between them.
-"""
+"""Autograd functions between distributed and local tensors, and between layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,7 +19,6 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.placements import Partial, Replicate
 from dshard.torch_private import (
-    is_alias_of,
     is_functorch_wrapped,
     is_legacy_batched,
     no_torch_function,
@@ -103,133 +96,6 @@ class FromLocalOfTerms(OperandFromLocal):
         moved = redistribute(grad, layout)
         local = ToLocal.apply(moved, spec) if torch.is_grad_enabled() else moved._local_tensor  # type: ignore[no-untyped-call]
         return local if n == 1 else local / n, None, None, None
-
-
-class LocalGraph:
-    """The recorded local tensors of a distributed tensor, valid until autograd records that the tensor is written.
-
-    The gradient of `home` has the layout of the distributed tensor's gradient; `make` computes `home` at its first use.
-    `others` are local tensors whose gradients have other layouts, by spec. `is_local_result` says that operators on
-    local tensors made them; otherwise `ToLocal` makes them of the distributed tensor. `used` says whether autograd
-    recorded an operator on `home`.
-    """
-
-    __slots__ = ("home", "is_local_result", "make", "others", "used", "version")
-
-    def __init__(self, version: int, home: Tensor | None = None, make: Callable[[], Tensor] | None = None) -> None:
-        self.version, self.home, self.make = version, home, make
-        self.is_local_result = home is not None or make is not None
-        self.used = False
-        self.others: dict[Spec, Tensor] = {}
-
-    def at_home(self) -> Tensor:
-        """Return `home` of a tensor that is the result of operators on local tensors."""
-        self.used = True
-        if self.home is None:
-            assert self.make is not None
-            self.home, self.make = self.make(), None
-        return self.home
-
-
-def tracked_local(x: Wrapper, grad: Spec, is_home: bool) -> Tensor:
-    """The recorded local tensor of `x` whose gradient has spec `grad`; `is_home` if x's gradient has its layout."""
-    graph: LocalGraph | None = x._local_graph
-    if graph is None or (graph.version != x._version and not _still_records(graph, x)):
-        if x.is_leaf:  # not cached: its gradient is accumulated as soon as it is known
-            return to_local(x, grad)  # type: ignore[no-any-return]
-        graph = x._local_graph = LocalGraph(x._version)
-    if is_home:
-        home = graph.home
-        if home is None:
-            if graph.is_local_result:
-                return graph.at_home()
-            home = graph.home = to_local(x, grad)
-        graph.used = True
-        return home
-    if grad not in graph.others:
-        graph.others[grad] = _with_gradient_layout(x, grad) if graph.is_local_result else to_local(x, grad)
-    return graph.others[grad]
-
-
-def _with_gradient_layout(x: Wrapper, grad: Spec) -> Tensor:
-    """x's local tensor whose gradient has `grad`'s layout, and is redistributed and added to the gradient of `home`."""
-    grad_move = local_redistribution(grad, x._spec.layout.cotangent())
-    return _redistribute_local(x._local_graph.at_home(), None, grad_move, None, False)  # type: ignore[no-any-return]
-
-
-def local_graph_of(x: Wrapper) -> LocalGraph | None:
-    """The local graph of `x` as the result of operators on local tensors, or None."""
-    graph: LocalGraph | None = x._local_graph
-    if graph is None or not graph.is_local_result:
-        return None
-    return graph if graph.version == x._version or _still_records(graph, x) else None
-
-
-def _still_records(graph: LocalGraph, x: Wrapper) -> bool:
-    """Whether `graph` is that of `x` after a write that autograd did not record, as within `no_grad`.
-
-    The gradient of such a tensor is that of all its uses, those before the write and those after it. A view gets
-    another node of the graph by any write to its memory, on one device too.
-    """
-    home, local = graph.home, x._local_tensor
-    if home is None or x._is_view() or not is_alias_of(local, home) or local.stride() != home.stride():
-        return False
-    with no_torch_function():
-        node: object = x.grad_fn
-    if getattr(node, "_forward_cls", None) is not FromLocal:  # a recorded write has another node
-        return False
-    graph.others.clear()
-    graph.version = x._version
-    return True
-
-
-def wrap_tracked(local: Tensor, spec: Spec, cotangent: Layout, operand: list[Wrapper] | None = None) -> Wrapper:
-    """Wrap a local result; if autograd tracks it, keep it as the local graph of the distributed tensor.
-
-    With an `operand`, whose copy the result is, autograd saves the result in place of the operand.
-    """
-    if not local.requires_grad:
-        return wrap(local, spec)
-    out: Wrapper
-    if operand is None:
-        out = from_local(local, spec, cotangent)
-    else:
-        out = OperandFromLocal.apply(local, spec, cotangent, operand)  # type: ignore[no-untyped-call]
-    out._local_graph = LocalGraph(out._version, local)
-    return out
-
-
-class RedistributeLocal(torch.autograd.Function):
-    """Redistribute a recorded local tensor by `move`; backward: its gradient by `grad_move`, unless that is None.
-
-    The gradient is recorded with the two exchanged, as the gradient of a gradient has the tensor's layout.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        local: Tensor,
-        move: LocalRedistribution | None,
-        grad_move: LocalRedistribution | None,
-        op: str | None,
-        as_operand: bool,
-    ) -> Tensor:
-        ctx.move, ctx.grad_move = move, grad_move
-        moved = local if move is None else _redistribute_plain(local, move, op)
-        if moved is local:
-            return moved.detach()
-        return counting_as(local, moved) if as_operand else moved
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        grad_move: LocalRedistribution | None = ctx.grad_move
-        if torch.is_grad_enabled():
-            return _redistribute_local(grad, grad_move, ctx.move, None, False), None, None, None, None
-        return grad if grad_move is None else _redistribute_plain(grad, grad_move, None), None, None, None, None
-
-
-def _redistribute_plain(local: Tensor, move: LocalRedistribution, op: str | None) -> Tensor:
-    return observed(_decision(move, op), move, (local,)) if OBSERVERS else move(local)
 
 
 def unchecked_apply(function: type[torch.autograd.Function]) -> Function:
@@ -386,11 +252,6 @@ def redistribute(
             return dual
     with no_torch_function():
         if torch.is_grad_enabled() and x.requires_grad:
-            if not asynchronous and local_graph_of(x) is not None:
-                move = local_redistribution(x._spec, layout)
-                if not move.gathers:
-                    local = _redistribute_local(x._local_graph.at_home(), move, move.of_gradient(), op, as_operand)
-                    return wrap_tracked(local, move.spec, move.grad, [x] if as_operand else None)
             out: Wrapper = Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
             return out
         return redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
@@ -433,4 +294,3 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
 
 to_local, from_local = unchecked_apply(ToLocal), unchecked_apply(FromLocal)
 redistribute_in_dtypes = unchecked_apply(RedistributeInDtypes)
-_redistribute_local = unchecked_apply(RedistributeLocal)

@@ -125,7 +125,7 @@ def operators_of(step: Callable[[], object]) -> Operators:
     def run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         return func(*args, **kwargs)
 
-    with observing(count), OperatorMode(run):  # without the fast path: each operator is dispatched, as when recorded
+    with observing(count), OperatorMode(run):
         step()
     return Operators(counts[False], counts[True])
 

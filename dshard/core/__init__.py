@@ -5,14 +5,13 @@ context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
 executable.py       what a call runs as: redistribute, run the local operator, wrap
-local_results.py    results of local operators in the first run of a call, reused while the call is specialised
 call_key.py         the key under which a call is cached
 moves.py            redistribution of local tensors, local operators on every rank
 joined_moves.py     redistribution of several local tensors by one collective
 mesh_moves.py       redistribution of local tensors to another mesh
 local_checks.py     checks of local and global tensors that become distributed, and their exchange between the ranks
 local_work.py       seconds of the local work of an operator
-observe.py          observers of decisions, calls and memory: for `trace`, `explain`, `strict` and the fast path
+observe.py          observers of decisions, calls and memory: for `trace`, `explain` and `strict`
 view_sync.py        views with memory of their own, kept equal to their base
 shared_memory.py    operands that share memory with what an in-place operator writes
 plain_tensors.py    plain tensors among distributed ones

@@ -18,8 +18,6 @@ _INT = frozenset({int})
 _NO_KWARGS: dict[str, Any] = {}
 _NAMED = object()
 """Stands before the names of the last arguments: no argument is equal to it."""
-_SAME = object()
-"""Stands for a distributed argument that is one object with the distributed argument before it."""
 
 
 def call_key(
@@ -28,27 +26,18 @@ def call_key(
     kwargs: Kwargs = _NO_KWARGS,
     values: bool = True,
     recording: bool = False,
-    nested: bool = True,
-) -> tuple[object, ...] | None:
+) -> tuple[object, ...]:
     """The cache key of a call of `called`; its second entry says whether autograd records an operand.
 
     A distributed tensor counts by its spec, which is interned. With `recording`, one that autograd records is followed
-    by whether it is a leaf. Without `values` of a number only its type counts. Without `nested` there is no key where
-    an argument is a plain tensor, holds tensors, or is none of torch's usual values, and an argument that is one object
-    with the one before it, as in `x + x`, counts as that (see `repeats_apart`).
+    by whether it is a leaf. Without `values` of a number only its type counts.
     """
     cls = Wrapper.public
-    before: object = None
     parts: list[object] = [called, False]
     for arg in (*args, *kwargs.values()) if kwargs else args:
         kind = type(arg)
         if kind is cls:
-            if arg is before:
-                parts.append(_SAME)
-                continue
             parts.append(arg._spec)
-            if not nested:
-                before = arg
             if arg._matmul is not None:
                 parts.append(id(arg._matmul))  # equal options are one object, which is kept
             if recording and arg.requires_grad:
@@ -64,24 +53,11 @@ def call_key(
             parts.append(arg)
         elif (kind is tuple or kind is list) and _INT.issuperset(map(type, arg)):
             parts.append(tuple(arg))
-        elif nested:
-            parts.append(_nested_key(arg, values))
         else:
-            return None
+            parts.append(_nested_key(arg, values))
     if kwargs:
         parts += (_NAMED, *kwargs)
     return tuple(parts)
-
-
-def repeats_apart(args: Sequence[Any], kwargs: Kwargs) -> tuple[int, ...]:
-    """For each distributed argument the first place of its object; empty if only neighbours are one object.
-
-    A log tells operands by identity, so that of `f(x, y, x)` does not say which one is which for `f(a, b, c)`.
-    """
-    cls = Wrapper.public
-    operands = [id(x) for x in (*args, *kwargs.values()) if type(x) is cls]
-    runs = [each for each, before in zip(operands, (0, *operands), strict=False) if each != before]
-    return tuple([operands.index(each) for each in operands]) if len({*runs}) < len(runs) else ()
 
 
 def _nested_key(arg: Any, values: bool) -> object:

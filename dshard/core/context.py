@@ -20,7 +20,6 @@ class PlanningContext:
         self.topology = topology
         self.executors = Cache("executors")
         self.choices = Cache("choices")
-        self.shortcuts = Cache("shortcuts")
         self.moves = Cache("moves")
 
     def topology_of(self, mesh: Mesh) -> Topology:

@@ -7,7 +7,6 @@ and without data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dshard.comm import LocalTensor, compare_calls, comparing, is_outside, own_coordinate, run, runner, runtime_of
-from dshard.core.call import AlternativePlan, LocalOp, views_first
+from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.local_results import LocalResults
 from dshard.core.moves import (
     leaves,
     local_redistribution,
@@ -26,9 +24,8 @@ from dshard.core.moves import (
     replace_leaves,
     replace_tensors,
     run_on_ranks,
-    tensors_in,
 )
-from dshard.core.observe import CALL_LOG, NEEDED, OBSERVERS, CallRecord, Decision, log, observed
+from dshard.core.observe import NEEDED, Decision
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
@@ -61,7 +58,6 @@ class Executable:
     __slots__ = (
         "compared",
         "decision",
-        "differentiable",
         "end",
         "finish",
         "gradients",
@@ -84,11 +80,10 @@ class Executable:
         finish: Finish,
         *,
         gradients: Sequence[Layout] = (),
-        differentiable: bool = False,
         prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.decision, self.local_op, self.specs, self.tensors, self.finish = decision, local_op, specs, tensors, finish
-        self.gradients, self.differentiable, self.prepare = gradients, differentiable, prepare
+        self.gradients, self.prepare = gradients, prepare
         self.mesh = decision.operands[0].layout.mesh
         self.plans = decision.plans
         self.compared = comparing()
@@ -157,10 +152,6 @@ class Executable:
         for end in self.decision.ends:
             out = run(end, out)
         return local, out
-
-    def is_local(self) -> bool:
-        """Whether nothing is redistributed, and the gradient of the local operator is that of the call."""
-        return self.differentiable and not any(plan.steps for plan in (*self.plans, *self.decision.ends))
 
     def compare(self, args: Values, kwargs: Kwargs = _NO_KWARGS) -> None:
         """In debug mode, go on only if all ranks make the same call."""
@@ -247,24 +238,6 @@ def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.devic
         spec_of(layout, tuple(out.shape), out.stride(), out.dtype, device)
         for out, layout in zip(outs, strategy.outputs, strict=True)
     ]
-
-
-def watched(
-    executable: Executable, op: OpOverload | None, args: Values, kwargs: Kwargs, call: Function, *call_args: object
-) -> Any:
-    """Run `call(*call_args)`, which runs `executable`, within the observers of this thread, and log the call.
-
-    `op` is None for a matmul or composite operator.
-    """
-    computed = LocalResults()
-    is_kept = CALL_LOG and executable.is_local() and not (op is not None and views_first(op))
-    if is_kept:
-        for x in tensors_in((args, kwargs)):  # what is made in the mode does not share its memory's version counter
-            getattr(x, "_local_tensor", None)
-    with computed.recording() if is_kept else nullcontext():
-        out = observed(executable.decision, call, call_args) if OBSERVERS else call(*call_args)
-    log(CallRecord(executable, op, args, kwargs, out, call, computed))
-    return out
 
 
 def wrap_as(spec: Spec) -> Finish:

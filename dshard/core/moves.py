@@ -71,7 +71,6 @@ class LocalRedistribution:
         "device_type",
         "gathers",
         "grad",
-        "gradient",
         "has_steps",
         "keeps_data",
         "lane",
@@ -103,9 +102,8 @@ class LocalRedistribution:
         self.has_steps = several or self.spec.dtype not in _IN_ONE
         self.runner: Callable[[Tensor], Tensor] | None = None
         self.starter: Start | None = None
-        self.gradient: LocalRedistribution | None = None
         self.targets: dict[Spec, Layout] = {}
-        key = (source, self.spec, self.plan)
+        key = (self.plan, source.dtype, source.device)  # strides are those of the graph by which it was made
         self.same: object = _SAME.get(key) or _SAME.add(key, object())
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -118,12 +116,6 @@ class LocalRedistribution:
             return self.runner(local)
         with torch.no_grad():
             return self.runner(local)
-
-    def of_gradient(self) -> LocalRedistribution | None:
-        """The redistribution of the result's gradient to the layout of the source's gradient; None if equal."""
-        if self.gradient is None and self.grad is not self.source_grad:
-            self.gradient = local_redistribution(self.spec.with_layout(self.grad), self.source_grad)
-        return self.gradient
 
     def begin(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
         """Begin the redistribution; the first use of its result waits. None if it cannot run asynchronously.

@@ -184,45 +184,13 @@ def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
             running[:] = before
 
 
-# -- calls, by which the fast path specialises
-
-
-class CallRecord(NamedTuple):
-    """A call that ran: its executable or None, its operator, arguments and result.
-
-    A matmul or composite operator has no `op`, and runs again by `call` of the tensors among its arguments.
-    `computed` are the results of its local operators, if nothing was communicated.
-    """
-
-    executable: Any
-    op: Any
-    args: Sequence[object]
-    kwargs: Kwargs
-    result: Any
-    call: Function | None = None
-    computed: Any = None
-
-
-CALL_LOGS: Scoped[list[CallRecord], tuple[list[CallRecord], ...]] = Scoped("call logs", tuple)
-"""The lists to which the calls of this thread and asynchronous task are appended."""
-
-CALL_LOG: Sequence[object] = CALL_LOGS.anywhere
-"""Empty while no thread keeps a log."""
-
-
-def log(record: CallRecord) -> None:
-    """Append a call to the logs of this thread."""
-    for records in CALL_LOGS.value():
-        records.append(record)
-
-
 # -- operators on local tensors, and their memory
 
 
 class OperatorMode(TorchDispatchMode):
     """Within the block, operators on plain tensors run as `run(func, args, kwargs)`.
 
-    So do the local operators of distributed tensors, which are dispatched without the fast path.
+    So do the local operators of distributed tensors, which are dispatched as others are.
     """
 
     def __init__(self, run: Callable[[Any, Args, Kwargs], Any]) -> None:

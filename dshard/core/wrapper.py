@@ -17,27 +17,19 @@ from dshard.torch_private import no_torch_function
 
 
 def _direct_attribute(name: str) -> property:
-    """An attribute of tensors, read without a call of `__torch_function__`, with which it takes four times as long.
-
-    The gradient of a tensor whose operators were recorded on its local tensor is still asked for by that call.
-    """
+    """An attribute of tensors, read without a call of `__torch_function__`, with which it takes four times as long."""
     attribute: Any = getattr(Tensor, name)
-    get, set_, needs_graph = attribute.__get__, attribute.__set__, name == "grad"
+    get, set_ = attribute.__get__, attribute.__set__
 
     def read(x: Wrapper) -> Any:
-        if needs_graph and x._local_graph is not None:
-            return get(x)
         with no_torch_function():
             return get(x)
 
     def write(x: Wrapper, value: object) -> None:
-        if x._local_graph is not None:
-            set_(x, value)
-            return
         with no_torch_function():
             set_(x, value)
 
-    setter, deleter = (write, attribute.__delete__) if needs_graph else (None, None)
+    setter, deleter = (write, attribute.__delete__) if name == "grad" else (None, None)
     return property(read, setter, deleter, attribute.__doc__)
 
 
@@ -54,11 +46,10 @@ class Wrapper(Base):
     # Stands in cache keys: whether the tensor that this one stands for in a trace is a leaf, or the mesh axes on which
     # its gradient is to stay partial.
     _leaf: bool | tuple[int, ...] | None = None
-    # Their types are defined above this module: the origin of a copied view, a graph on local tensors, the layout that
-    # gradients get, the options of matmuls of which it is the weight, its copies in other layouts by placements, and
-    # the parameter that it has replaced, if something holds that weakly.
+    # Their types are defined above this module: the origin of a copied view, the layout that gradients get, the options
+    # of matmuls of which it is the weight, its copies in other layouts by placements, and the parameter that it has
+    # replaced, if something holds that weakly.
     _view_sync: Any = None
-    _local_graph: Any = None
     _gradient_leaf: Any = None
     _matmul: Any = None
     _moved: Any = None

@@ -1,10 +1,7 @@
 """A call, from torch's two entries to local operators and collectives.
 
-fast_path.py         `__torch_function__`, warm: the call's key -> a shortcut
-shortcuts.py         functions on the local tensors, made from the log of a call's first run
-view_shortcuts.py    the same for views, which torch itself makes
-logged_call.py       questions to that log
-composite_table.py   `__torch_function__`, cold: functions that run as one composite operator
+torch_calls.py       `__torch_function__`: by a handler, as a composite operator, or as the operators that torch runs
+composite_table.py   functions that run as one composite operator, and other handlers
 other_classes.py     `__torch_function__` with another class of tensors, which may have its own rules
 numbers.py           results without dims, reduced when they are made
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap

@@ -29,7 +29,6 @@ from dshard.core.executable import (
     decision_of,
     positions_of,
     result_specs,
-    watched,
     wrap_as,
 )
 from dshard.core.moves import (
@@ -42,7 +41,7 @@ from dshard.core.moves import (
     tensors_in,
     write_local,
 )
-from dshard.core.observe import ASKED, CALL_LOG, OBSERVERS, CallRecord, log, observed
+from dshard.core.observe import ASKED, OBSERVERS, observed
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
@@ -77,8 +76,6 @@ Executor = Callable[[Args, Kwargs], Any]
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 _KEEP_LAYOUT = frozenset({_DETACH, torch.ops.aten.alias.default})
 """Operators whose result is their operand: of a partial tensor, too, they send nothing, observed or not."""
-RESHAPES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
-"""Operators whose kernel changes only sizes, so that torch's gradient of the kernel is the gradient of the call."""
 
 
 def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -90,7 +87,7 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         x = args[0]
         if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
             return wrap_in_flight(x._lazy_local, x._spec)
-        if type(x._local_tensor) is Tensor and x._view_sync is None and not (CALL_LOG or OBSERVERS):
+        if type(x._local_tensor) is Tensor and x._view_sync is None and not OBSERVERS:
             with no_torch_function():
                 start = x.storage_offset()
             # not a view of `_local_tensor`, which would have a version counter of its own
@@ -103,8 +100,6 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         args = without_shared(func, args, kwargs)
     composed = facts.composed
     if composed is not None and composed.applies(args):
-        if CALL_LOG:
-            log(CallRecord(None, func, args, kwargs, None))
         if OBSERVERS and composed.is_requested(func, args, kwargs):
             out = observed(decision_of(func, args, kwargs, why=ASKED), composed.run, (func, args, kwargs))
         else:
@@ -119,7 +114,8 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         executor = executors.add(key, _build(func, facts.op, args, kwargs))
     else:
         executors.hits += 1
-    out = _watched(executor, func, args, kwargs) if CALL_LOG or OBSERVERS else executor(args, kwargs)
+    decision = getattr(executor, "decision", None) if OBSERVERS else None
+    out = executor(args, kwargs) if decision is None else observed(decision, executor, (args, kwargs))
     if facts.changes:
         _count_change(func, args[0], facts.writes)
     return out
@@ -131,19 +127,6 @@ def _count_change(func: OpOverload, operand: object, written: bool) -> None:
         count_write(operand._local_tensor)
     if written:
         propagate_write(operand, func)
-
-
-def _watched(executor: Executor, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    if isinstance(executor, Executable):
-        return watched(executor, func, args, kwargs, executor, args, kwargs)
-    if isinstance(executor, ComposedExecutable):
-        log(CallRecord(None, func, args, kwargs, None))  # before the operators that run within it
-        if OBSERVERS and executor.decision is not None:
-            return observed(executor.decision, executor, (args, kwargs))
-        return executor(args, kwargs)
-    out = executor(args, kwargs)
-    log(CallRecord(None, func, args, kwargs, out))
-    return out
 
 
 def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) -> Executor:
@@ -225,8 +208,6 @@ def operator_executable(
         specs,
         positions,
         _finish(call, result, strategy, is_moved, specs),
-        gradients=strategy.gradients,
-        differentiable=op.kernel is None or views_first(call.func) or call.func in RESHAPES,
         prepare=in_memory_of(call, is_moved),
     )
 

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import ToLocal, as_distributed, redistribute, tracked_local, wrap_tracked
+from dshard.autograd.crossing import ToLocal, as_distributed, from_local, redistribute, to_local
 from dshard.comm import LocalTensor, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
-from dshard.core.executable import ComposedExecutable, Executable, decide, result_specs, watched, wrap_as
+from dshard.core.executable import ComposedExecutable, Executable, decide, result_specs, wrap_as
 from dshard.core.moves import counting_as, run_on_ranks
-from dshard.core.observe import CALL_LOG, OBSERVERS, observed
+from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, for_shapes
@@ -66,9 +66,7 @@ def run_chosen(
         )
     recorded = is_recorded(tensors)
     call: Function = partial(run_recorded if recorded else _run_unrecorded, executable)
-    if CALL_LOG or OBSERVERS:
-        return watched(executable, None, tensors, {}, call, *tensors)
-    return call(*tensors)
+    return observed(executable.decision, call, tensors) if OBSERVERS else call(*tensors)
 
 
 def _choose_composite(
@@ -110,7 +108,7 @@ def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
                     copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
             parts = [_recorded(t, layout) for t, layout in zip(redistributed, gradients, strict=True)]
             local = _as_tuples(local_op)(own_coordinate(executable.mesh))(*parts)
-            results = [wrap_tracked(x, out, out.layout.cotangent()) for x, out in zip(local, computed, strict=True)]
+            results = [_wrapped(x, out) for x, out in zip(local, computed, strict=True)]
         results = [_moved_to(x, out.layout) for x, out in zip(results, executable.specs, strict=True)]
         if isinstance(executable, SavingExecutable):
             results = [Saved.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
@@ -121,10 +119,13 @@ def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
     """The local tensor of `x`, recorded if `x` is; its gradient has the layout `gradient`."""
     if not x.requires_grad:
         return x._local_tensor
-    spec = x._spec.with_layout(gradient)
-    if traced(x._local_tensor):
-        return ToLocal.apply(x, spec)  # type: ignore[no-any-return, no-untyped-call]
-    return tracked_local(x, spec, gradient == x._spec.layout.cotangent())
+    apply = ToLocal.apply if traced(x._local_tensor) else to_local
+    return apply(x, x._spec.with_layout(gradient))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wrapped(local: Tensor, spec: Spec) -> Wrapper:
+    """The result of which this rank has `local`, recorded as that is."""
+    return from_local(local, spec, spec.layout.cotangent()) if local.requires_grad else wrap(local, spec)
 
 
 def _moved_to(x: Wrapper, layout: Layout) -> Wrapper:

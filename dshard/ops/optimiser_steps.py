@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from dshard.comm import kernel_device
-from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.observe import OBSERVERS
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import (
@@ -70,7 +70,7 @@ def _by_local_tensors(step: Step) -> Callable[..., object]:
             with torch.enable_grad():
                 loss = closure()
         groups = _with_fused_by_default(self)
-        local = None if CALL_LOG or OBSERVERS or n_dispatch_modes() or n_function_modes() else _local_step(self, groups)
+        local = None if OBSERVERS or n_dispatch_modes() or n_function_modes() else _local_step(self, groups)
         if local is not None:
             local.run(step)
         elif groups is self.param_groups:
@@ -149,7 +149,7 @@ class _LocalStep:
             spec = p._spec
             if type(gradient) is not cls or gradient._spec is not spec or spec.has_partial:
                 return False
-            if p._local_graph is not None or not (states or spec.shape):  # no new states that look like numbers
+            if not (states or spec.shape):  # no new states that look like numbers
                 return False
             local = p._local_tensor
             own = self.states[local] = dict(states or ())

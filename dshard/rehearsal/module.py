@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
 from dshard.comm.events import LISTENERS, run_pending
-from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.observe import OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import autocast_now, is_ready, kind_of
@@ -199,7 +199,7 @@ def _why_eager() -> str:
     """Why no module is rehearsed now; empty if one may be."""
     if not _ON.value():
         return "it is turned off"
-    if OBSERVERS or LISTENERS or CALL_LOG or RECORDERS or comparing():
+    if OBSERVERS or LISTENERS or RECORDERS or comparing():
         return "a trace, strict, explain, a replay or debug mode looks at the calls"
     if simulated_ranks() is not None or is_for_shapes():
         return "the ranks are simulated"

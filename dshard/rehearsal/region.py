@@ -21,7 +21,7 @@ from dshard.autograd.crossing import unchecked_apply
 from dshard.comm import Changes, publish_failure
 from dshard.comm.events import LISTENERS
 from dshard.core.context import settings_in_force
-from dshard.core.observe import CALL_LOG, OBSERVERS
+from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
@@ -123,7 +123,7 @@ class Run:
                 if (func is expected or func == expected) and is_grad() is grad:  # getters of attributes are equal
                     if Changes.count != changes or settings is not settings_now:
                         changes, settings_now = Changes.count, None
-                        if not (OBSERVERS or LISTENERS or CALL_LOG) and settings_in_force() == settings:
+                        if not (OBSERVERS or LISTENERS) and settings_in_force() == settings:
                             settings_now = settings
                     hooks = get_hooks(True)
                     if (

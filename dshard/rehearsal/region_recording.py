@@ -113,10 +113,6 @@ class Recording:
         self._seen: dict[int, tuple[int, ...]] = {}
         for x in inputs:
             self._give(self._number(x), x)
-            graph = getattr(x, "_local_graph", None)
-            for home in () if graph is None else (graph.home, *graph.others.values()):
-                if home is not None:
-                    self.recorder.add_alias(home, local_of(x))
 
     def _number(self, x: Tensor) -> int:
         number, self.n_tensors = self.n_tensors, self.n_tensors + 1

@@ -14,8 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import Scoped
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.dispatch import fast_path
-from dshard.dispatch.fast_path import through
+from dshard.dispatch import torch_calls
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,4 +117,4 @@ def call_with_session(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def run_eagerly(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a call as if there were no session."""
     own = OWN_CALLS.get(func)
-    return fast_path.call(func, args, kwargs, through) if own is None else own(*args, **kwargs)
+    return torch_calls.call(func, args, kwargs) if own is None else own(*args, **kwargs)

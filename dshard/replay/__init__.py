@@ -24,7 +24,7 @@ from dshard.comm import (
 )
 from dshard.comm.events import LISTENERS
 from dshard.core.comparisons import nothing_compared
-from dshard.core.observe import CALL_LOG, OBSERVERS, OperatorMode
+from dshard.core.observe import OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.rehearsal.local_recorder import StepRecorder
 from dshard.replay.recorded_program import RecordedProgram
@@ -302,7 +302,7 @@ def _why_looked_at() -> str:
     """Why this rank replays no step now, though others may; empty if it may, too."""
     if comparing():
         return "DSHARD_DEBUG=1 compares the calls of the ranks"
-    if OBSERVERS or LISTENERS or CALL_LOG or RECORDERS:
+    if OBSERVERS or LISTENERS or RECORDERS:
         return "a trace, strict or explain looks at the step"
     if n_dispatch_modes() and not _in_mode_of_dshard():
         return "the call is within a mode of torch"

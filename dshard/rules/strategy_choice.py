@@ -53,7 +53,16 @@ def choose(
         strategy = upper if i == likely else price.of(candidates[i])
         partial_count = sum(len(layout.partial_axes()) for layout in strategy.outputs)
         alike = strategy.outputs[:1] != (first,)
-        key = (_digits(strategy.seconds), partial_count, strategy.moves, strategy.rows.count(None), alike, i)
+        moves_number = not operands[0].shape and strategy.moves  # one that waits is reduced with others
+        key = (
+            _digits(strategy.seconds),
+            moves_number,
+            partial_count,
+            strategy.moves,
+            strategy.rows.count(None),
+            alike,
+            i,
+        )
         if best is None or key < best_key:
             best, best_key = strategy, key
     assert best is not None, "replicated operands are always an expansion"

@@ -18,7 +18,6 @@ from dshard.caches import Cache, cache_info, cached, clear_caches, clear_records
 from dshard.comm.user_code import user_call
 from dshard.core.context import MAX_TOPOLOGIES, planning_context, planning_context_of
 from dshard.core.observe import observing
-from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import Topology
 from dshard.torch_private import no_torch_function
@@ -105,7 +104,7 @@ def warm_and_cold() -> list[str]:
             grown = {name: count for name, count in new.items() if count}
             if turn == 2 and grown:
                 wrong.append(f"a warm step with grad={grad} looked up what it did not find: {grown}")
-            if turn == 2 and after["executors"].hits + after["shortcuts"].hits <= 8:
+            if turn == 2 and after["executors"].hits + after["choices"].hits <= 8:
                 wrong.append(f"hits are not counted: {after}")
         wrong += [f"turn {i} differs" for i, found in enumerate(results) if not found.equal(results[0])]
     return wrong
@@ -158,7 +157,6 @@ def test_operators_on_lists_and_those_without_a_rule_are_planned_once(ranks: Ran
     assert ranks.run(planned_once) == [[]] * 4
 
 
-@pytest.mark.skipif(not FAST, reason="needs the fast path")
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_warm_call_that_redistributes_takes_one_look_up(grad: bool) -> None:
     mesh = dshard.Mesh((4,), ("tp",))
@@ -175,7 +173,7 @@ def test_a_warm_call_that_redistributes_takes_one_look_up(grad: bool) -> None:
         after = cache_info()
 
     hits = {name: after[name].hits - found.hits for name, found in before.items()}
-    assert (hits["shortcuts"], hits["choices"], hits["executors"]) == (2, 0, 0)
+    assert (hits["choices"], hits["executors"]) == (2, 0)
     assert [type(node) for node in warm] == [type(node) for node in nodes[::2]]
 
 
@@ -189,12 +187,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def beside_shortcuts() -> list[str]:
-    """Who wants to see, record or change what runs does so, though shortcuts for the same calls are known."""
+def seen_and_changed() -> list[str]:
+    """Who wants to see, record or change what runs does so, though executables of the same calls are known."""
     x, y = laid((4, 6), Shard(0), Shard(1)), laid((6, 4), Shard(1), Replicate())
     calls = [lambda: x * 2, lambda: x.softmax(-1), lambda: x @ y, lambda: F.gelu(x), lambda: torch.add(x, x, alpha=2)]
     plain = [call().full_tensor() for call in calls]
-    wrong = [] if dshard.cache_info()["shortcuts"].entries else ["no shortcuts were learned"]
+    wrong = [] if dshard.cache_info()["executors"].entries else ["no executables are known"]
     again = [call().full_tensor() for call in calls]
     wrong += [f"call {i} differs" for i, (a, b) in enumerate(zip(plain, again, strict=True)) if not a.equal(b)]
     with dshard.trace() as traced:
@@ -218,10 +216,9 @@ def beside_shortcuts() -> list[str]:
     return wrong
 
 
-@pytest.mark.skipif(not FAST, reason="the fast path is off")
 @pytest.mark.ranks
-def test_shortcuts_hide_nothing(ranks: RankPool) -> None:
-    assert ranks.run(beside_shortcuts) == [[]] * 4
+def test_known_calls_hide_nothing(ranks: RankPool) -> None:
+    assert ranks.run(seen_and_changed) == [[]] * 4
 
 
 def mixed(x: Tensor) -> str:
@@ -233,7 +230,7 @@ def mixed(x: Tensor) -> str:
 
 
 @pytest.mark.ranks
-def test_a_plain_tensor_is_refused_though_a_shortcut_is_known(ranks: RankPool) -> None:
+def test_a_plain_tensor_is_refused_though_the_call_is_known(ranks: RankPool) -> None:
     found = ranks.run(plain_after_distributed)
     assert all("a plain torch.Tensor of shape (4, 4) among distributed tensors" in text for text in found)
 

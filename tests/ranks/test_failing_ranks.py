@@ -23,7 +23,6 @@ from dshard import Partial, Replicate, Shard, comm
 from dshard.checkpoint import save
 from dshard.comm import peer_failure
 from dshard.comm.deadlock import Waiting, stuck
-from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.torch_dtensor import IS_TORCHS
 
@@ -384,8 +383,8 @@ def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
             (raised, text, seconds), (after, _, seconds_after) = found[i]
             assert raised in kind.split("|"), (call, rank, text)
             assert any(part in text for part in parts.split("|")), (call, rank, text)
-            # Without the fast path torch looks for NaN in the global gradient, which all ranks know.
-            is_told = rank != BAD and (FAST or not call.__name__.startswith("nan_under_anomaly"))
+            # torch looks for NaN in the global gradient, which all ranks know
+            is_told = rank != BAD and not call.__name__.startswith("nan_under_anomaly")
             assert ("which this rank waited for)" in text) == is_told, (call, rank, text)
             assert ("along x of ranks 0, 1, 2, 3: " in text) == is_told, (call, rank, text)
             assert after in ("none", "PeerError", raised), (call, rank, found[i])

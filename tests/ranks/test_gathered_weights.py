@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import DShardError, DTensor, Layout, Mesh, Shard, init_device_mesh, parallelize, plan_model, trace
 from dshard.autograd.gathered_weights import GatheredWeights, versions_of
-from dshard.dispatch import fast_path
+from dshard.dispatch import torch_calls
 from dshard.parallel.gather_groups import blocks_of
 from dshard.simulate import record
 from dshard.testing import RankPool, distribute, simulated, whole
@@ -257,7 +257,7 @@ def test_versions_are_read_without_dispatch() -> None:
     with simulated(mesh):
         x = distribute(torch.ones(4), Layout(mesh, [Shard(0)]))
         x.mul_(2)
-        with patch.object(fast_path, "call", side_effect=AssertionError):
+        with patch.object(torch_calls, "call", side_effect=AssertionError):
             ((_, _, version, _),) = versions_of([x])
     assert version == x._version > 0
 

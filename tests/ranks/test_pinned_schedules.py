@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dshard import distribute_tensor, init_device_mesh, parallelize, trace
-from dshard.dispatch.fast_path import FAST
 from dshard.ops.matmul.options import use_strategy
 from dshard.testing import RankPool
 
@@ -94,7 +93,6 @@ def test_a_pinned_schedule_runs_as_a_block_does(ranks: RankPool, strategy: str):
     ranks.run(pinned, strategy, False)
 
 
-@pytest.mark.skipif(not FAST, reason="counts the functions of the fast path")
 def test_weights_with_two_products_are_not_pinned(ranks: RankPool):
     ranks.run(pinned, "data", True)
 

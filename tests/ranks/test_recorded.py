@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import DeviceMesh, Replicate, Shard, distribute_tensor, use_topology
 from dshard.comm import listen
-from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 from dshard.topology import BYTES
 
@@ -214,50 +212,6 @@ def wrong(thorough: bool) -> list[str]:
 def test_recorded_calls_are_those_of_one_device(ranks: RankPool, thorough: bool) -> None:
     """Hooks, retained and asked gradients, second derivatives, writes and views, and what autograd does not see."""
     assert ranks.run(wrong, thorough) == [[]] * 4
-
-
-def nodes(x: Tensor) -> Counter[str]:
-    """The names of the nodes behind `x`."""
-    found, stack = set(), [x.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            stack += [after for after, _ in node.next_functions]
-    return Counter(node.name() for node in found)
-
-
-def graphs() -> list[Counter[str]]:
-    x = distribute_tensor(values()[0], mesh(), SPLIT).requires_grad_()
-    return [nodes(F.gelu((x * 2 + 1).transpose(1, 2)).softmax(-1)) for _ in range(2)]
-
-
-@pytest.mark.skipif(not FAST, reason="the fast path is off")
-@pytest.mark.ranks
-def test_a_chain_crosses_once_whether_met_before_or_not(ranks: RankPool) -> None:
-    names = ("MulBackward0", "AddBackward0", "TransposeBackward0", "GeluBackward0", "SoftmaxBackward0")
-    expected = Counter((*names, "ToLocalBackward", "torch::autograd::AccumulateGrad"))
-    for first, again in ranks.run(graphs):
-        assert first == again == expected
-
-
-def graphs_of_looked_up_rows() -> list[Counter[str]]:
-    table = distribute_tensor(torch.randn(16, 8), mesh(), WHOLE).requires_grad_()
-    at = distribute_tensor(torch.arange(12).view(4, 3), mesh(), SPLIT)
-    found = []
-    for _ in range(2):
-        rows = F.embedding(at, table).view(4, 3, 2, 4).transpose(1, 2)
-        found.append(nodes(F.scaled_dot_product_attention(rows, rows, rows).tanh()))
-    return found
-
-
-@pytest.mark.skipif(not FAST, reason="the fast path is off")
-@pytest.mark.ranks
-def test_attention_over_looked_up_rows_crosses_once(ranks: RankPool) -> None:
-    for found in ranks.run(graphs_of_looked_up_rows):
-        for each in found:
-            crossings = {name: n for name, n in each.items() if "Local" in name}
-            assert crossings == {"ToLocalBackward": 1}, each
 
 
 def sent() -> list[list[tuple[str, str, int]]]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize, trace, use_strategy
-from dshard.dispatch.fast_path import FAST
 from dshard.testing import RankPool
 
 CLASSES = 5
@@ -188,13 +187,13 @@ def counted() -> tuple[int, ...]:
     return tuple(counts)
 
 
-@pytest.mark.skipif(not FAST or DEBUG, reason="counts the functions of the fast path")
+@pytest.mark.skipif(DEBUG, reason="counts the functions of warm calls")
 def test_a_warm_step_calls_few_functions_of_its_own(ranks: RankPool):
     operators = 33
     forward, mean, step, update = ranks.run(counted)[0]
-    assert forward < 20 * operators + 60, (
+    assert forward < 40 * operators, (
         "of about 33 operators, with the inputs laid out; blocks look for a backward pass; some keys share a hash"
     )
-    assert mean < 120, "two views, the loss of the local rows, one collective"
-    assert step < 1725, "with the gradients of 15 leaves, reduced together"
+    assert mean < 240, "two views, the loss of the local rows, one collective"
+    assert step < 2750, "with the gradients of 15 leaves, reduced together"
     assert update < 150, "a fused one of 15 parameters, whose writes are counted by one call"

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute, redistributed_operand, unchecked_apply
 from dshard.comm import Program, Scoped, Session, run, run_program, traced
-from dshard.core.executable import watched
-from dshard.core.observe import CALL_LOG, OBSERVERS, observed
+from dshard.core.observe import OBSERVERS, observed
 from dshard.core.signature import Args, Context, Function
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.mesh import Coordinate
@@ -142,11 +141,8 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None 
     recorded = is_recorded(tensors)
     call: Callable[..., Wrapper]
     call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
-    if executable.compared or CALL_LOG or OBSERVERS:
-        executable.compare(tensors)
-        out: Wrapper = watched(executable, None, tensors, {}, call, *tensors)
-        return out
-    return call(*tensors)
+    executable.compare(tensors)
+    return observed(executable.decision, call, tensors) if OBSERVERS else call(*tensors)
 
 
 def _multiply_unrecorded(matmul: Matmul, local: list[Tensor] | None, *tensors: Wrapper) -> Wrapper:

@@ -151,12 +151,11 @@ def matmul_of_strategy(
     pair = specs[:2]
     plans = plans_to(pair, strategy.inputs)
     end = plan_to(out.with_layout(strategy.outputs[0]), out.layout)
-    gradients, differentiable = strategy.gradients[:2], cut is None
+    gradients = strategy.gradients[:2]
     if len(specs) > 2:
         with_bias = _with_bias(rule, specs, out, strategy)
         plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
         gradients = (*gradients, with_bias.gradients[2])
-        differentiable = differentiable and not out.has_partial  # one rank alone adds the bias
     decision = Decision(
         *(name, tuple(map(operand_of, pair)), ((out.shape, out.itemsize),), rule, strategy, plans, topology),
         ends=(end,),
@@ -170,9 +169,7 @@ def matmul_of_strategy(
         panels, transport = streamed.stream.panels, streamed.stream.transport
         decision = replace(decision, panels=replace(decision.panels, run_in=panels, transport=transport))
     kernel = partial(_local, local_product(*rule.inputs, *rule.outputs), len(specs) > 2, strategy)
-    executable = make(
-        *(decision, kernel, [out], range(len(specs)), wrap_as(out)), gradients=gradients, differentiable=differentiable
-    )
+    executable = make(decision, kernel, [out], range(len(specs)), wrap_as(out), gradients=gradients)
     return Matmul(executable, specs, constraints, cut, stream, streamed)
 
 

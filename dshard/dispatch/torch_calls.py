@@ -1,0 +1,128 @@
+"""Calls of torch's functions on distributed tensors: by a handler, as a composite operator, or as torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_exporting
+
+from dshard.comm import publish_failure
+from dshard.core.moves import leaves
+from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.transforms import is_differentiating_forward, is_wrapped
+from dshard.core.wrapper import Wrapper
+from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
+from dshard.dispatch.numbers import may_hold_number, with_numbers_reduced
+from dshard.ops.custom import wrapped
+from dshard.placements import Replicate
+from dshard.torch_private import (
+    is_transforming,
+    is_view_replay_enabled,
+    no_torch_function,
+    set_view_replay_enabled,
+)
+
+_is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
+BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call `func` on distributed tensors; an error of this rank is told to the others."""
+    if _is_compiling():
+        return through(func, args, kwargs)
+    try:
+        if func in BACKWARD and not _creates_graph(func, args, kwargs):
+            return through(func, args, kwargs)
+        if torch.is_grad_enabled():
+            out = _keeping_terms(_with_view_replay(func, args, kwargs), args, kwargs)
+        else:
+            out = through(func, args, kwargs)
+        return with_numbers_reduced(out, args, kwargs) if may_hold_number(out) else out
+    except Exception as error:
+        publish_failure(error, _ranks(args))
+        raise
+
+
+def _keeping_terms(out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of an operator on operands of whose gradients the user wants each rank's term.
+
+    Where it is replicated, its gradient stays partial on the same mesh axes.
+    """
+    cls = Wrapper.public
+    kept = [x._leaf for x in (*args, *kwargs.values()) if type(x) is cls and type(x._leaf) is tuple]
+    axes = sorted({axis for each in kept for axis in each}) if kept else ()
+    for x in () if not kept else out if isinstance(out, list | tuple) else (out,):
+        if isinstance(x, Wrapper) and x._leaf is None:
+            x._leaf = tuple([axis for axis in axes if x._spec.layout.placements[axis] == Replicate()]) or None
+    return out
+
+
+def _ranks(args: Args) -> tuple[int, ...]:
+    """The ranks of the mesh of the first distributed operand."""
+    flat = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return next((x._spec.layout.mesh.ranks for x in flat if isinstance(x, Wrapper)), ())
+
+
+def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a backward pass is recorded: only then are its views differentiated, and may have to be replayed.
+
+    A view that can be replayed holds its base, so with replay no gradient would have a sole owner.
+    """
+    position = 4 if func is torch.autograd.grad else 3
+    return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
+
+
+def _with_view_replay(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call `func` with view replay on: autograd then makes views again by their function, not by strides."""
+    before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
+    set_view_replay_enabled(True)
+    try:
+        return through(func, args, kwargs)
+    finally:
+        set_view_replay_enabled(before)
+
+
+def through(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch runs."""
+    if is_transforming():
+        return _transformed(func, args, kwargs)
+    if func in WITH_PLAIN:
+        return WITH_PLAIN[func](func, args, kwargs)
+    if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
+        args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
+    handler = AUTOGRAD_FUNCTIONS.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    composite = COMPOSITES.get(func)
+    with no_torch_function():
+        # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
+        if composite is not None and not is_exporting() and not is_differentiating_forward():
+            out = composite(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+    return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
+
+
+def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function within a torch.func transform, as the operators that torch decomposes it into."""
+    if func in BACKWARD:
+        return AUTOGRAD_FUNCTIONS[func](func, args, kwargs)
+    if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
+        refuse_plain(func, args, kwargs)
+    with no_torch_function():
+        return func(*args, **kwargs)
+
+
+_Tensor: Any = torch.Tensor
+QUERIES = frozenset(
+    {
+        *(_Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__),
+        *(torch.is_floating_point, torch.is_complex, _Tensor.is_floating_point, _Tensor.is_complex),
+        *(_Tensor.dim, _Tensor.numel, _Tensor.is_contiguous),
+    }
+)
+"""Queries that torch answers of any tensor, and that raise nothing."""
