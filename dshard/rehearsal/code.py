@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.rehearsal.local_recorder import Instruction, Slot
+from dshard.rehearsal.simplified import reads
 
 aten = torch.ops.aten
 
@@ -50,14 +51,14 @@ def function_of(instruction: Instruction) -> Callable[..., Any]:
 
 
 class Code:
-    """Lines of code, and the values that they name: constants that Python does not write as numbers.
+    """Lines of one or more functions, and the values that they name: constants that Python does not write as numbers.
 
-    `place` says how the code names the value of a slot.
+    Values are in variables where the slot is in `variables`, others at their `place`.
     """
 
-    def __init__(self, place: Callable[[Slot], str], names: dict[str, Any] | None = None) -> None:
-        self.names: dict[str, Any] = {} if names is None else names
-        self.place = place
+    def __init__(self, place: Callable[[Slot], str], names: dict[str, Any]) -> None:
+        self.names, self._place = names, place
+        self.variables = set[Slot]()
         self._known: dict[tuple[str, int], str] = {}
 
     def constant(self, value: object, prefix: str = "c") -> str:
@@ -67,6 +68,10 @@ class Code:
             name = self._known[prefix, id(value)] = f"{prefix}{len(self._known)}"
             self.names[name] = value  # which keeps its id its own
         return name
+
+    def place(self, slot: Slot) -> str:
+        """How the code names the value of a slot."""
+        return variable(slot) if slot in self.variables else self._place(slot)
 
     def text(self, value: object) -> str:
         """An argument."""
@@ -88,6 +93,35 @@ class Code:
         target = "" if not any(each.outs) else f"{', '.join(outs)}{',' if each.is_tuple else ''} = "
         return f"{target}{function}({', '.join(arguments)})"
 
+    def lines(
+        self, instructions: Sequence[Instruction], stay: Container[Slot], stored: Container[Slot] = ()
+    ) -> list[str]:
+        """The lines that run instructions: values are freed after the last that speaks of them, unless they `stay`.
+
+        Those that are `stored` get their place as soon as they are made.
+        """
+        last = {slot: i for i, each in enumerate(instructions) for slot in (*reads(each), *each.made)}
+        ends: dict[int, list[Slot]] = {}
+        for slot, i in last.items():
+            if slot not in stay:
+                ends.setdefault(i, []).append(slot)
+        lines, at = list[str](), ""
+        for i, each in enumerate(instructions):
+            if each.line != at:
+                at = each.line
+                lines.append(f"# {at}")
+            lines.append(self.line(each))
+            lines += [f"{self._place(slot)} = {variable(slot)}" for slot in each.made if slot in stored]
+            self.variables.update(each.made)
+            lines += self.freed(ends.get(i, ()))
+        return lines
+
+    def freed(self, slots: Iterable[Slot]) -> list[str]:
+        """The lines that free values."""
+        places = [*map(self.place, slots)]
+        own = [f"del {', '.join(names)}"] if (names := [each for each in places if each.isidentifier()]) else []
+        return own + [f"{each} = None" for each in places if not each.isidentifier()]
+
     def function(self, name: str, parameters: str, lines: Sequence[str], file: str) -> tuple[Callable[..., Any], str]:
         """The function of these lines, and its source."""
         source = "\n    ".join([f"def {name}({parameters}):", *(lines or ["pass"])])
@@ -107,9 +141,7 @@ def filled(value: Any, values: Mapping[Slot, Any]) -> Any:
     return [filled(each, values) for each in value] if isinstance(value, tuple) else value
 
 
-def run_once(instructions: Sequence[Instruction], values: dict[Slot, Any]) -> None:
-    """Run instructions on the values of their slots, and add their results."""
-    for each in instructions:
-        out = each.function(*filled(each.args, values), **{name: filled(x, values) for name, x in each.kwargs})
-        made = zip(each.outs, out if each.is_tuple else (out,), strict=True)
-        values |= {slot: x for slot, x in made if slot is not None}
+def results_of(each: Instruction, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
+    """Run an instruction on the values of its slots: those of its new tensors."""
+    out = each.function(*filled(each.args, values), **{name: filled(x, values) for name, x in each.kwargs})
+    return each.values_of(out)

@@ -7,7 +7,7 @@ operators on local tensors there. Tensors are numbered as they arise; those that
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -82,6 +82,21 @@ class Instruction:
         return str(self.operator or (self.key[0] if isinstance(self.key, tuple) else self.key))
 
     @property
+    def made(self) -> list[Slot]:
+        """The slots of the new tensors."""
+        return [out for out in self.outs if out is not None]
+
+    def values_of(self, out: Any) -> dict[Slot, Any]:
+        """The values of these slots in the result `out`."""
+        outs = out if self.is_tuple else (out,)
+        return {slot: x for slot, x in zip(self.outs, outs, strict=True) if slot is not None}
+
+    @property
+    def begins(self) -> bool:
+        """Whether it begins a collective, `(tensor, buffer of the result)`."""
+        return isinstance(self.key, tuple) and self.key[0] == "begin"
+
+    @property
     def writes(self) -> bool:
         """Whether more comes of the call than its result, such as an error, or each call has another."""
         op = self.operator
@@ -100,10 +115,6 @@ class Instruction:
         writes = [values[a.name] for a in arguments if a.name in values and a.alias_info and a.alias_info.is_write]
         flat = [each for value in writes for each in (value if isinstance(value, tuple) else (value,))]
         return [each for each in flat if isinstance(each, Slot)]
-
-    def with_arguments(self, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Instruction:
-        """The same call with other arguments."""
-        return replace(self, args=args, kwargs=kwargs)
 
     def same_as(self, other: Instruction) -> bool:
         """Whether both are the same call of the same values."""
@@ -151,9 +162,9 @@ SAVES = "state of torch's random numbers"
 class LocalRecorder:
     """Instructions, and the external tensors by their slots; `why_not` says why they cannot be run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, views: Sequence[View | None] = ()) -> None:
         self.instructions: list[Instruction] = []
-        self.views: list[View | None] = []
+        self.views: list[View | None] = [*views]  # of each slot
         self.externals: dict[Slot, Tensor] = {}
         self.literals: dict[Slot, Tensor] = {}
         self.leaves: set[int] = set()
@@ -161,7 +172,7 @@ class LocalRecorder:
         self.why_not = ""
         self.number = -1  # of the call that runs
         self._tensors: Any = WeakIdKeyDictionary()
-        self._addresses: list[int] = []  # of the memory of each tensor
+        self._addresses = [0] * len(views)  # of the memory of each tensor
         self._values: dict[Hashable, Slot] = {}  # waits and draws
         self._within = self._backward = False
 

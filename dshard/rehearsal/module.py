@@ -21,7 +21,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import autocast_now, is_ready, kind_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
-from dshard.rehearsal.region_backward import gradients
+from dshard.rehearsal.region_backward import begun
 from dshard.rehearsal.region_recording import Recording
 from dshard.rehearsal.session import HERE, Entered, why_not_gathered
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
@@ -79,13 +79,13 @@ class Rehearsal:
     @property
     def code(self) -> str:
         """The functions that answer calls, and the backward programs."""
-        sources = [source for record in self.records for source in record.sources_of_code]
+        sources = [source for record in self.records for source in record.code]
         programs = [program.code for record in self.records for _, program in record.programs]
         return "\n\n".join([*sources, *programs])
 
     def __repr__(self) -> str:
         records = self.records
-        n_calls, patterns = sum(len(r.calls) for r in records), sum(len(r.programs) for r in records)
+        n_calls, patterns = sum(len(r.contents.calls) for r in records), sum(len(r.programs) for r in records)
         ran, derived = sum(r.n_programs_run for r in records), sum(r.n_derived for r in records)
         return (
             f"<rehearsed {self.name}: {self.answered} of {self.calls} calls; {n_calls} calls of torch in "
@@ -140,18 +140,17 @@ class Rehearsal:
             del self._known[old]
         known.calls += 1
         record = known.record
-        if record is not None and (record.running or not record.is_current()):
+        if record is not None and (record.running or not record.own.is_current()):
             if record.running:
                 self.why_not = "another thread runs the module"
                 return None, None
             known.record = record = None
         if record is not None and known.missed < 2:
-            record.running = True
-            return Run(record, inputs, gradients), known
+            return begun(record, inputs), known
         if known.pause:
             known.pause -= 1
             self.why_not = "its calls differ each time"
-            return (None, None) if record is None else (self._run(record, inputs), known)
+            return (None, None) if record is None else (begun(record, inputs), known)
         n_records = len(self.records)
         if known.calls < 2 + n_records // 4 or (record is None and n_records >= MAX_RECORDS):
             self.why_not = "the first call runs by Python"
@@ -166,11 +165,6 @@ class Rehearsal:
         self.why_not = "this call is recorded"
         return Recording(own, inputs), known
 
-    @staticmethod
-    def _run(record: Record, inputs: list[Tensor]) -> Run:
-        record.running = True
-        return Run(record, inputs, gradients)
-
     def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
         if isinstance(session, Recording):
@@ -179,7 +173,7 @@ class Rehearsal:
                 return
             gc.collect()  # so that what is alive is what autograd has saved, on all ranks
             record = Record(session)
-            if record.calls:
+            if record.contents.calls:
                 known.record = record
             self.why_not = f"this call was recorded: {record.why_not}" if record.why_not else self.why_not
             return

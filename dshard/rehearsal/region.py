@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dshard.autograd.crossing import unchecked_apply
 from dshard.comm import Changes, publish_failure
 from dshard.comm.events import LISTENERS
 from dshard.core.context import settings_in_force
 from dshard.core.observe import OBSERVERS
-from dshard.core.signature import Args, Context, Kwargs
+from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.region_recording import CHANGE_GRAPHS, is_checkpoint, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, Result, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
@@ -43,23 +42,6 @@ MAX_EXTRA = 64
 _END = object()
 
 
-class RegionNode(torch.autograd.Function):
-    """The node of autograd that stands for all calls of one run of a module."""
-
-    @staticmethod
-    def forward(ctx: Context, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.inner = run
-        ctx.set_materialize_grads(False)
-        return tuple([run.tensors[n] for n in run.record.needing])
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: Run = ctx.inner
-        run.stop()
-        return None, None, *run.gradients(run, grads)
-
-
-_apply = unchecked_apply(RegionNode)
 TAP = torch.zeros((), requires_grad=True)
 """An operand of every run, which gets no gradient: whoever asks for one has the node of the run called."""
 
@@ -71,13 +53,12 @@ class Run:
     the next had another reason: `why_not`. `late` keeps the operands that were seen on the way, for the backward pass.
     """
 
-    def __init__(self, record: Record, inputs: Sequence[Tensor], gradients: Callable[..., Any]) -> None:
-        self.record, self.inputs, self.gradients = record, inputs, gradients
-        self.fixed = record.fixed()
+    def __init__(self, record: Record, inputs: Sequence[Tensor]) -> None:
+        self.record, self.inputs = record, inputs
+        self.fixed = record.own.fixed()
         self.values: list[Any] = self.fixed.values.copy()
         self.tensors: list[Any] = record.tensors
         self.n_answered, self.n_extra, self.why_not = 0, 0, ""
-        self.is_over = False
         self.answer: Answer | None = None
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
@@ -90,29 +71,27 @@ class Run:
         self.overwritten: list[int] = []
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         self.tensors[: len(inputs)] = inputs
-        for number, n in record.input_slots:
-            self.values[number] = local_of(inputs[n])
+        for n, place in record.places.inputs:
+            self.values[place] = local_of(inputs[n])
         for n in record.absent:
-            self.tensors[n] = _stand_in(record.made[n], record.offsets[n])
+            self.tensors[n] = _stand_in(record.contents.made[n])
         self.versions: dict[int, tuple[Tensor, int]] = {}
-        if record.needing:
+        if record.places.needing:
             with no_torch_function():
-                leaves = record.leaves
-                for n in record.read - record.late:
-                    x = leaves[n] if n in leaves else inputs[n]
+                for n in record.read - record.places.late.keys():
+                    x = self.operand(n)
                     self.versions[n] = x, x._version
-                _apply(self, TAP, *self.operands())
 
-    def operands(self) -> list[Tensor]:
-        """The tensors that get a gradient."""
-        leaves = self.record.leaves
-        return [leaves[n] if n in leaves else self.inputs[n] for n in self.record.trained]
+    def operand(self, n: int) -> Tensor:
+        """The leaf or input number `n`."""
+        leaves = self.record.contents.leaves
+        return leaves[n] if n in leaves else self.inputs[n]
 
     def session(self) -> Answer:
         """The function that answers calls."""
-        steps = iter(self.record.steps)
+        steps = iter(self.record.answers)
         tensors, values, other = self.tensors, self.values, self._other
-        is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.ranks
+        is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.contents.ranks
         settings_now: Any = None
         changes = -1
         expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
@@ -144,7 +123,7 @@ class Run:
                 at = self._next_if_skipped(func)
                 if at is None:
                     return other(func, args, kwargs)
-                steps = iter(self.record.steps[at:])
+                steps = iter(self.record.answers[at:])
                 expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         self.answer = answer
@@ -152,11 +131,11 @@ class Run:
 
     def _next_if_skipped(self, func: Any) -> int | None:
         """Skip a call on which no later one depends, if one after it has this function; the number of the next."""
-        record, at = self.record, self.n_answered
-        n = at
-        while n < len(record.calls) and n in record.optional:
+        n = at = self.n_answered
+        calls, optional = self.record.contents.calls, self.record.places.optional
+        while n < len(calls) and n in optional:
             n += 1
-            if n < len(record.calls) and record.calls[n].func == func:
+            if n < len(calls) and calls[n].func == func:
                 self.skipped.update(range(at, n))
                 self.n_answered = n
                 return n
@@ -197,7 +176,7 @@ class Run:
     def _miss(self, name: str) -> None:
         if self.why_not:
             return
-        i, calls = self.n_answered, self.record.calls
+        i, calls = self.n_answered, self.record.contents.calls
         if i < len(calls):
             self.why_not = f"call {i} is {name.strip('_')}, the record has {calls[i].name} at {calls[i].line}"
 
@@ -208,7 +187,7 @@ class Run:
         for x in written:
             with no_torch_function():
                 needs_grad = x.requires_grad
-            if any(x is self.tensors[n] for n in self.record.gathered):
+            if any(x is self.tensors[n] for n in self.record.contents.gathered):
                 raise RuntimeError(
                     "a gathered weight was written to in a rehearsed module whose earlier calls did not write: write "
                     "outside of the forward pass, or run the module `with dshard.rehearsing(False):`"
@@ -223,60 +202,58 @@ class Run:
         """The numbers of the tensors with the memory of `x` that somebody may use: autograd knows none as a view."""
         storage, sharing = local_of(x).untyped_storage()._cdata, list[int]()
         for n, other in enumerate(self.tensors):
-            if other is None or n in self.record.late:
+            if other is None or n in self.record.places.late:
                 continue
             local = other.__dict__.get("_local_tensor") if isinstance(other, Wrapper) else other
             if local is not None and local.untyped_storage()._cdata == storage:
                 del other
-                if n < self.record.n_inputs or _is_held(self.tensors, n):
+                if n < self.record.contents.n_inputs or _is_held(self.tensors, n):
                     sharing.append(n)
         return sharing
 
     def answered(self) -> list[Call]:
         """The calls that were answered."""
-        return [call for i, call in enumerate(self.record.calls[: self.n_answered]) if i not in self.skipped]
+        return [call for i, call in enumerate(self.record.contents.calls[: self.n_answered]) if i not in self.skipped]
 
     def uses_later(self, n: int) -> bool:
         """Whether calls that were not answered use a tensor, so that its gradient has another part."""
-        return any(n in call.refs for call in self.record.calls[self.n_answered :])
+        return any(n in call.refs for call in self.record.contents.calls[self.n_answered :])
 
     tap = TAP
 
     def uses(self, i: int) -> bool:
         """Whether a call that was answered used the result that is output number `i` of the node."""
-        return self.record.first_use.get(self.record.needing[i], self.n_answered) < self.n_answered
+        n = self.record.places.needing[i]
+        return any(n in call.refs for call in self.record.contents.calls[: self.n_answered])
 
     def add_hook(self, i: int, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Call `hook` with the whole gradient of output number `i`."""
         handle = RemovableHandle(self.hooks)
-        self.hooks[handle.id] = (self.record.needing[i], hook)
+        self.hooks[handle.id] = (self.record.places.needing[i], hook)
         return handle
 
     @property
     def is_whole(self) -> bool:
         """Whether all calls of the record were answered."""
-        return self.n_answered == len(self.record.calls)
+        return self.n_answered == len(self.record.answers)
 
     def stop(self) -> None:
         """End the run: calls that follow are eager. Results that somebody holds are given away, others are kept."""
-        if self.is_over:
+        if not self.tensors:  # it has ended before
             return
-        self.is_over = True
         if HERE.answer is self.answer:
             HERE.answer = None
         self.answer = None  # which holds the values
-        record, tensors = self.record, self.tensors
-        self.late = {n: tensors[n] for call in self.answered() for n in call.late}
-        if record.needing:
-            slots = record.version_slots
-            self.versions |= {n: (x, self.values[slots[n]]) for n, x in self.late.items() if n in record.read}
-        for n in (*range(record.n_inputs), *record.late):
-            tensors[n] = None
-        for n in record.plain:
+        record, tensors, places = self.record, self.tensors, self.record.places
+        if places.late:
+            self.late = {n: tensors[n] for call in self.answered() for n in call.late}
+        if places.needing:
+            self.versions |= {n: (x, self.values[places.late[n]]) for n, x in self.late.items() if n in record.read}
+        for n in (*range(record.contents.n_inputs), *places.late, *places.plain):
             tensors[n] = None
         record.absent = absent = list[int]()
         with no_torch_function():
-            for n, size in record.sizes:
+            for n, size in places.distributed:
                 x = tensors[n]
                 if (
                     getrefcount(x) == 3  # the list, this variable, and the argument
@@ -291,12 +268,11 @@ class Run:
                 tensors[n] = None
                 absent.append(n)
         self.tensors = []
-        if not record.needing:
+        if not places.needing:
             self.values = []
         else:
             for slot in record.unread if self.is_whole else ():
                 self.values[slot.number] = None
-        record.running = False
 
 
 _LAST: Any = (_END, None, None, False, (), None)
@@ -307,10 +283,10 @@ def _is_held(tensors: Sequence[Any], n: int) -> bool:
     return getrefcount(tensors[n]) != 2 or tensor_references(tensors[n]) != 1
 
 
-def _stand_in(kind: Any, offset: int) -> Wrapper:
+def _stand_in(result: Result) -> Wrapper:
     """A result without a local tensor."""
-    _, spec, _, matmul, *_ = kind
-    x = wrap(None, spec, offset or None)  # type: ignore[arg-type]
+    _, spec, _, matmul, *_ = result.kind
+    x = wrap(None, spec, result.offset or None)  # type: ignore[arg-type]
     del x._local_tensor
     if matmul is not None:
         x._matmul = matmul

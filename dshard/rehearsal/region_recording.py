@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -88,21 +88,31 @@ class RegionRecorder(LocalRecorder):
         self.reads_host = ""
 
 
+class Result(NamedTuple):
+    """A result of a call: its kind, the slot of its local tensor, and its place in storage."""
+
+    kind: Kind
+    slot: Slot
+    offset: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no distributed tensor."""
+        return self.kind[0] is Tensor
+
+
 class Recording:
     """The calls of one run of a module on `inputs`, as a session; `ended` says why it did not last to the end.
 
     Tensors have numbers: first the inputs, then others as they are seen. `leaves` are the module's own, and leaves of
-    autograd, by number; `made` has the kind of each result, `locals` the slot of its local tensor, `offsets` its place
-    in storage, `dropped` the number of the call at which Python had dropped it.
+    autograd, by number; `made` are the results, `dropped` has the number of the call at which Python had dropped one.
     """
 
     def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor]) -> None:
         self.own, self.inputs, self.ended = own, inputs, ""
         self.calls: list[Call] = []
         self.leaves: dict[int, Tensor] = {}
-        self.made: dict[int, Kind] = {}
-        self.locals: dict[int, Slot] = {}
-        self.offsets: dict[int, int] = {}
+        self.made: dict[int, Result] = {}
         self.dropped: dict[int, int] = {}
         self.sources: dict[Slot, int] = {}  # of slots that no instruction made: the number of the tensor
         self.recorder = RegionRecorder()
@@ -298,7 +308,7 @@ class Recording:
     def _first_view(self, x: Tensor) -> int | None:
         """The first call that made a view of the memory of `x`, which autograd has to know as such."""
         storage = StorageWeakRef(local_of(x).untyped_storage())
-        sharing = [n for n, slot in self.locals.items() if self.recorder.storages.get(slot) == storage]
+        sharing = [n for n, result in self.made.items() if self.recorder.storages.get(result.slot) == storage]
         makers = [i for i, call in enumerate(self.calls) if any(Ref(n) in call.outs for n in sharing)]
         if any(self.recorder.storages.get(slot) == storage for slot in self.sources):
             return makers[0] if makers else None
@@ -314,9 +324,9 @@ class Recording:
             if isinstance(x, Wrapper) and not (is_ready(x) and x._leaf is None):
                 raise Ends("a result is in flight, a copy of a view, or keeps partial gradients")
             number = self._number(x)
-            self.made[number], self.locals[number] = kind_of(x), self.recorder.slot_of(local_of(x))
+            slot = self.recorder.slot_of(local_of(x))
             with no_torch_function():
-                self.offsets[number] = int(x.storage_offset())
+                self.made[number] = Result(kind_of(x), slot, int(x.storage_offset()))
         return Ref(number)
 
     def alive(self) -> set[Slot]:
@@ -325,13 +335,9 @@ class Recording:
 
     def pending(self) -> set[Slot]:
         """The slots of collectives that have begun, and not ended."""
-        begun = {
-            each.outs[0]
-            for each in self.recorder.instructions
-            if isinstance(each.key, tuple) and each.key[0] == "begin"
-        }
-        ended = {each.args[0] for each in self.recorder.instructions if each.key == ENDS}
-        return {slot for slot in begun - ended if slot is not None}
+        instructions = self.recorder.instructions
+        begun = {slot for each in instructions if each.begins for slot in each.made}
+        return begun - {each.args[0] for each in instructions if each.key == ENDS}
 
 
 def state_of(x: Tensor) -> tuple[int, int, bool, int]:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 
 aten = torch.ops.aten
-
-
-class Recorded(Protocol):
-    """Instructions, with the views of all slots by number."""
-
-    @property
-    def instructions(self) -> Sequence[Instruction]:
-        """The instructions, in order."""
-        ...
-
-    @property
-    def views(self) -> Sequence[View | None]:
-        """How the tensor of each slot lies in its storage."""
-        ...
 
 
 def slots_in(value: object) -> Iterator[Slot]:
@@ -43,22 +29,38 @@ def reads(instruction: Instruction) -> Iterator[Slot]:
         yield from slots_in(value)
 
 
+def with_slots(instruction: Instruction, place: Callable[[Slot], object]) -> Instruction:
+    """The instruction with other arguments in the places of its slots."""
+
+    def at(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return place(value)
+        return tuple([at(each) for each in value]) if isinstance(value, tuple) else value
+
+    kwargs = tuple((name, at(value)) for name, value in instruction.kwargs)
+    return replace(instruction, args=at(instruction.args), kwargs=kwargs)
+
+
 def written_by(instructions: Iterable[Instruction]) -> set[Slot]:
     """The slots whose memory operators write to, by themselves or by views of them."""
     roots: dict[Slot, Slot] = {}
     written = set[Slot]()
     for each in instructions:
         if each.is_view:
-            base = each.args[0]
-            roots |= {out: roots.get(base, base) for out in each.outs if out is not None}
+            roots |= dict.fromkeys(each.made, roots.get(each.args[0], each.args[0]))
         elif each.operator is not None:
             written.update(slot for x in each.written() for slot in (x, roots.get(x, x)))
     return written
 
 
-def simplified(recording: Recorded, results: Iterable[Slot]) -> tuple[list[Instruction], dict[Slot, Slot]]:
-    """The instructions that the results need, without views that equal others, and the slots that stand for others."""
-    instructions, stands_for = _without_equal_views(recording)
+def simplified(
+    instructions: Iterable[Instruction], views: Sequence[View | None], results: Iterable[Slot]
+) -> tuple[list[Instruction], dict[Slot, Slot]]:
+    """The instructions that the results need, without views that equal others, and the slots that stand for others.
+
+    `views` says how the tensor of each slot lies in its storage.
+    """
+    instructions, stands_for = _without_equal_views(instructions, views)
     needed = {stands_for.get(slot, slot) for slot in results}
     kept: list[Instruction] = []
     for instruction in reversed(instructions):
@@ -68,22 +70,21 @@ def simplified(recording: Recorded, results: Iterable[Slot]) -> tuple[list[Instr
     return kept[::-1], stands_for
 
 
-def _without_equal_views(recording: Recorded) -> tuple[list[Instruction], dict[Slot, Slot]]:
+def _without_equal_views(
+    instructions: Iterable[Instruction], views: Sequence[View | None]
+) -> tuple[list[Instruction], dict[Slot, Slot]]:
     """The instructions, each view taken of the first tensor that has its memory, and only once."""
-    views, kept = recording.views, list[Instruction]()
+    kept = list[Instruction]()
     stands_for: dict[Slot, Slot] = {}
     roots: dict[Slot, Slot] = {}  # the tensor whose storage a view has
     known: dict[tuple[Slot, View | None], Slot] = {}
     made_of: dict[Slot, Slot] = {}
 
-    def same(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return stands_for.get(value, value)
-        return tuple([same(each) for each in value]) if isinstance(value, tuple) else value
+    def same(slot: Slot) -> Slot:
+        return stands_for.get(slot, slot)
 
-    for each in recording.instructions:
-        kwargs = tuple((name, same(value)) for name, value in each.kwargs)
-        instruction = replace(each, args=same(each.args), kwargs=kwargs)
+    for each in instructions:
+        instruction = with_slots(each, same)
         base = instruction.args[0] if instruction.args and isinstance(instruction.args[0], Slot) else None
         if base is None or not instruction.is_view:
             kept.append(instruction)
@@ -119,11 +120,14 @@ def _of_first(
     return replace(instruction, args=(first, *instruction.args[1:]))
 
 
-def only_of(fixed: Iterable[Slot], instructions: Iterable[Instruction]) -> list[Instruction]:
-    """The views of fixed tensors alone, which are made once."""
-    known, once = set(fixed), list[Instruction]()
+def parted(
+    fixed: Iterable[Slot], instructions: Iterable[Instruction]
+) -> tuple[list[Instruction], list[Instruction], set[Slot]]:
+    """The views of fixed tensors alone, which are made once; other instructions; and all slots that are fixed."""
+    known, once, rest = set(fixed), list[Instruction](), list[Instruction]()
     for each in instructions:
-        if each.is_view and all(slot in known for slot in reads(each)):
-            known.update(out for out in each.outs if out is not None)
-            once.append(each)
-    return once
+        is_fixed = each.is_view and known.issuperset(reads(each))
+        (once if is_fixed else rest).append(each)
+        if is_fixed:
+            known.update(each.made)
+    return once, rest, known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from dshard.comm import publish_failure
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.local_recorder import Slot, StepRecorder
+from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.simplified import simplified, written_by
 from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
 from dshard.replay.step_call import Call, local_of
@@ -31,7 +30,8 @@ class RecordedProgram:
         self._terms: dict[tuple[type, frozenset[Term]], Slot] = {}
         slots = [slot for slot in recording.results if isinstance(slot, Slot)]
         grads = [leaf.slot for leaf in recording.leaves if leaf.slot is not None]
-        instructions, stands_for = simplified(self._with_options(), [*slots, *grads])
+        views = recording.recorder.views
+        instructions, stands_for = simplified(self._with_options(), views, [*slots, *grads])
         fixed = {slot: source.tensor() for slot, source in sources.items() if source.kind in ("owned", "literal")}
         results = [stands_for.get(slot, slot) for slot in (*slots, *grads)]
         self.step = StepProgram(instructions, results, fixed, {*sources, *self._terms.values()} - fixed.keys())
@@ -45,18 +45,18 @@ class RecordedProgram:
         self._values: dict[Slot, float] = {}
         self.ranks = tuple(recording.recorder.ranks)
 
-    def _with_options(self) -> StepRecorder:
-        """The recorder, with a slot for each argument that follows an option which was seen with two values."""
-        recorder, varied = copy(self.recording.recorder), self.recording.varied
-        recorder.instructions = [*recorder.instructions]
+    def _with_options(self) -> list[Instruction]:
+        """The instructions, with a slot for each argument that follows an option which was seen with two values."""
+        recorder, varied = self.recording.recorder, self.recording.varied
+        instructions = [*recorder.instructions]
         for (i, j), terms in self.recording.terms.items():
             if any(option in varied for _, option in terms):
-                each = recorder.instructions[i]
+                each = instructions[i]
                 key = type(values_in(each)[j]), terms
                 slot = self._terms.setdefault(key, Slot(len(recorder.views) + len(self._terms)))
                 args, kwargs = with_values(each, {j: slot})
-                recorder.instructions[i] = replace(each, args=args, kwargs=kwargs)
-        return recorder
+                instructions[i] = replace(each, args=args, kwargs=kwargs)
+        return instructions
 
     def why_stale(self) -> str:
         """What changed since the recording; empty if nothing did. Takes the options of the next run."""

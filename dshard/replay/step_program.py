@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dshard.rehearsal.code import Code, run_once, variable
+from dshard.rehearsal.code import Code, results_of, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
-from dshard.rehearsal.simplified import only_of, reads
+from dshard.rehearsal.simplified import parted, reads
 
 FILE = "<replay>"
 """The name of the file of programs, in tracebacks."""
@@ -29,42 +29,19 @@ class StepProgram:
     def __init__(
         self, instructions: Sequence[Instruction], results: Sequence[Slot], fixed: Mapping[Slot, Any], inputs: set[Slot]
     ) -> None:
-        made = {out for each in instructions for out in each.outs if out is not None}
-        self.n_collectives = sum(isinstance(each.key, tuple) and each.key[0] == "begin" for each in instructions)
+        made = {out for each in instructions for out in each.made}
+        self.n_collectives = sum(each.begins for each in instructions)
         self.n_operators = sum(each.operator is not None for each in instructions)
         used = {slot for each in instructions for slot in reads(each)} | set(results)
         self.inputs = sorted((slot for slot in inputs if slot in used and slot not in made), key=lambda s: s.number)
         known = {slot: x for slot, x in fixed.items() if slot in used}
-        once = only_of(fixed, instructions)
-        run_once(once, known)
+        once, rest, _ = parted(fixed, instructions)
+        for each in once:
+            known |= results_of(each, known)
         code = Code(variable, {variable(slot): x for slot, x in known.items()})
-        rest = [each for each in instructions if not any(each is other for other in once)]
-        lines = _lines(rest, results, code, known)
-        views = {out for each in instructions if each.is_view for out in each.outs}
+        lines = code.lines(rest, {*results, *known})
+        views = {out for each in instructions if each.is_view for out in each.made}
         own = (f"{variable(slot)}{'.data' if slot in views else ''}, " for slot in results)  # versions of their own
         lines.append(f"return ({''.join(own)})")
         self.run: Callable[..., tuple[Any, ...]]
         self.run, self.code = code.function("step", ", ".join(map(variable, self.inputs)), lines, FILE)
-
-
-def _lines(
-    instructions: Sequence[Instruction], results: Sequence[Slot], code: Code, known: Mapping[Slot, Any]
-) -> list[str]:
-    """The lines of the program, each tensor freed after its last use."""
-    last: dict[Slot, int] = {}
-    for i, each in enumerate(instructions):
-        for slot in (*reads(each), *(out for out in each.outs if out is not None)):
-            last[slot] = i
-    ends: dict[int, list[Slot]] = {}
-    for slot, i in last.items():
-        if slot not in results and slot not in known:
-            ends.setdefault(i, []).append(slot)
-    lines, place = list[str](), ""
-    for i, each in enumerate(instructions):
-        if each.line != place:
-            place = each.line
-            lines.append(f"# {place}")
-        lines.append(code.line(each))
-        if i in ends:
-            lines.append(f"del {', '.join(map(variable, ends[i]))}")
-    return lines

@@ -1,0 +1,127 @@
+"""The functions that answer calls: each compares a call with the recorded one, and runs its instructions.
+
+Values are in a list, by the numbers of their slots: those of parameters and of views of them, which are made once, and
+those that later calls or the backward pass read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from sys import getrefcount
+from typing import Any, NamedTuple
+from weakref import getweakrefcount
+
+from torch import Tensor
+
+from dshard.core.wrapper import Wrapper
+from dshard.rehearsal.calls import MISS, Autocast, Call, Comparison, Ref, local_of, without_autocast
+from dshard.rehearsal.code import Code
+from dshard.rehearsal.contents import Contents
+from dshard.rehearsal.lifetimes import Lifetimes
+from dshard.rehearsal.simplified import reads
+from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
+
+FILE = "<rehearsed>"
+"""The name of the file of the code of calls, in tracebacks."""
+_ONE = pytree.tree_structure(0)
+
+
+class Answer(NamedTuple):
+    """What answers a call: the function called, the state it was recorded in, and the function that runs it.
+
+    `run(args, kwargs, tensors, values)` returns the result, or MISS if the arguments differ.
+    """
+
+    func: Any
+    grad: bool
+    settings: list[object]
+    checkpoint: bool
+    autocast: Autocast
+    run: Callable[..., Any]
+
+
+def answers_of(contents: Contents, lifetimes: Lifetimes, versions: dict[int, int]) -> tuple[list[Answer], list[str]]:
+    """What answers each call, and its source; `versions` are the places of the versions of operands first seen."""
+    writer = _Writer(contents, lifetimes, versions)
+    answers, sources = list[Answer](), list[str]()
+    for i, call in enumerate(contents.calls):
+        run, source = writer.function(i, call)
+        run = without_autocast(run, call.autocast)
+        answers.append(Answer(call.func, call.grad, call.settings, call.checkpoint is not None, call.autocast, run))
+        sources.append(source)
+    return answers, sources
+
+
+class _Writer:
+    """Writes the functions of a record, which share their constants."""
+
+    def __init__(self, contents: Contents, lifetimes: Lifetimes, versions: dict[int, int]) -> None:
+        self.contents, self.lifetimes, self.versions = contents, lifetimes, versions
+        self.slots = {n: slot for slot, n in contents.sources.items()}
+        self.first_calls = contents.first_calls
+        self.drops: dict[int, list[int]] = {}
+        for n, i in contents.dropped.items():
+            if n in contents.made and not contents.made[n].is_plain:
+                self.drops.setdefault(max(i, self.first_calls[n] + 1), []).append(n)
+        names = {"MISS": MISS, "R": getrefcount, "uses": tensor_references, "weak": getweakrefcount, "local": local_of}
+        names |= {"version": version_of, "written": _count_writes, "unflatten": pytree.tree_unflatten}
+        self.code = Code(lambda slot: f"v[{slot.number}]", names)
+
+    def place(self, n: int) -> str:
+        """How the code names the object number `n`."""
+        leaves = self.contents.leaves
+        return self.code.constant(leaves[n], "p") if n in leaves else f"o[{n}]"
+
+    def function(self, i: int, call: Call) -> tuple[Callable[..., Any], str]:
+        """The function that answers a call, and its source."""
+        code, contents, life = self.code, self.contents, self.lifetimes
+        code.variables.clear()
+        same = Comparison(call, code, self.place)
+        lines = [f"if not ({' and '.join(same.conditions)}): return MISS"]
+        for n, name in same.first_seen:
+            lines.append(f"o[{n}] = {name}; v[{self.versions[n]}] = version({name})")
+            if n in self.slots:
+                lines.append(f"v[{self.slots[n].number}] = local({name})")
+        lines += [f"if not ({condition}): return MISS" for condition in same.after]
+        for n in self.drops.get(i, ()):
+            lines += [
+                f"x = o[{n}]",
+                "if R(x) == 3 and uses(x) == 1 and not weak(x): x.__dict__.pop('_local_tensor', None)",
+            ]
+        results = {n: life.at(contents.made[n].slot) for n, at in self.first_calls.items() if at == i}
+        ending = {slot for slot, at in life.last.items() if at == i and slot not in life.kept}
+        segment, given = life.segments[i], set(results.values())
+        stored = {slot for each in segment for slot in each.made if slot not in ending}
+        stay = {slot for each in segment for slot in (*reads(each), *each.made)} - (ending - given)
+        lines += code.lines(segment, stay, stored)
+        if call.writes:
+            lines.append(f"written([{', '.join(map(self.place, call.writes))}])")
+        for n, slot in results.items():
+            value = code.place(slot)
+            lines.append(f"o[{n}] = {value}" if contents.made[n].is_plain else f"o[{n}]._local_tensor = {value}")
+        lines += code.freed(slot for slot in ending & given if slot not in code.variables)
+        outs = [self.place(ref.number) if isinstance(ref, Ref) else code.constant(ref) for ref in call.outs]
+        lines.append(f"return {_structured(call.structure, outs, code)}")
+        return code.function(f"call_{i}_{call.name}", "args, kwargs, o, v", lines, FILE)
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was written to, as autograd counts; 0 for those of inference mode."""
+    with no_torch_function():
+        return 0 if x.is_inference() else x._version
+
+
+def _count_writes(tensors: Sequence[Tensor]) -> None:
+    """Count a write to the distributed ones: plain ones have counted it themselves."""
+    increment_version([x for x in tensors if isinstance(x, Wrapper)])
+
+
+def _structured(structure: Any, outs: Sequence[str], code: Code) -> str:
+    """The code of a nested result."""
+    if structure == _ONE:
+        return outs[0]
+    if structure == pytree.tree_structure((0,) * len(outs)):
+        return f"({''.join(out + ', ' for out in outs)})"
+    if structure == pytree.tree_structure([0] * len(outs)):
+        return f"[{', '.join(outs)}]"
+    return f"unflatten([{', '.join(outs)}], {code.constant(structure)})"

@@ -1,0 +1,143 @@
+"""What a record answers: the calls that were recorded, and the tensors among their operands and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dshard.rehearsal.calls import Call, Kind, Ref, kind_of
+from dshard.rehearsal.local_recorder import Instruction, Slot, View
+from dshard.rehearsal.region_recording import Recording, Result, instructions_of
+from dshard.rehearsal.session import OWN_CALLS
+from dshard.rehearsal.simplified import reads
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The calls that are answered, in order, and their tensors by number; `why_not` says why there are no more.
+
+    Attributes:
+        views: How the tensor of each slot lies in its storage.
+        literals: Tensors of numbers of the program.
+        sources: The number of the tensor that gives a slot its value; its first are the inputs.
+        leaves: The module's own tensors, and leaves of autograd; `kinds` are theirs.
+        made: The results.
+        trained: The leaves and inputs that get a gradient.
+        dropped: The calls at which Python had dropped a result.
+    """
+
+    calls: list[Call]
+    why_not: str
+    n_inputs: int
+    n_tensors: int
+    views: list[View | None]
+    literals: dict[Slot, Tensor]
+    sources: dict[Slot, int]
+    leaves: dict[int, Tensor]
+    kinds: dict[int, Kind]
+    made: dict[int, Result]
+    trained: list[int]
+    dropped: dict[int, int]
+    ranks: tuple[int, ...]
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """The instructions of all calls."""
+        return instructions_of(self.calls)
+
+    @property
+    def needing(self) -> list[int]:
+        """The results that need a gradient."""
+        return [n for n, x in self.made.items() if _needs_grad(x.kind)]
+
+    @property
+    def counted(self) -> set[int]:
+        """The tensors whose versions calls count up."""
+        return {n for call in self.calls for n in call.writes}
+
+    @property
+    def late(self) -> list[int]:
+        """The operands that are seen first in a call."""
+        return sorted({n for call in self.calls for n in call.late})
+
+    @property
+    def gathered(self) -> set[int]:
+        """The results of calls of dshard that give several tensors."""
+        own = [call for call in self.calls if call.func in OWN_CALLS and not isinstance(call.args[0], Ref)]
+        return {ref.number for call in own for ref in call.outs if isinstance(ref, Ref)}
+
+    @property
+    def first_calls(self) -> dict[int, int]:
+        """The call that gives a result first."""
+        numbered = reversed([*enumerate(self.calls)])
+        return {
+            ref.number: i
+            for i, call in numbered
+            for ref in call.outs
+            if isinstance(ref, Ref) and ref.number in self.made
+        }
+
+
+def contents_of(recording: Recording) -> Contents:
+    """The part of a recording that can be answered."""
+    recorder = recording.recorder
+    calls, why_not = _answerable(recording)
+    made = {ref.number for call in calls for ref in call.outs if isinstance(ref, Ref)}
+    used = made | set(range(len(recording.inputs))) | {n for call in calls for n in call.refs}
+    read = {slot for each in instructions_of(calls) for slot in reads(each)}
+    known = used | {n for slot, n in recording.sources.items() if slot in read}  # some are gathered ahead
+    kinds = {n: kind_of(x) for n, x in recording.leaves.items() if n in known}
+    needing_inputs = [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
+    return Contents(
+        calls=calls,
+        why_not=why_not,
+        n_inputs=len(recording.inputs),
+        n_tensors=recording.n_tensors,
+        views=recorder.views,
+        literals=recorder.literals,
+        sources={slot: n for slot, n in recording.sources.items() if n in known},
+        leaves={n: recording.leaves[n] for n in kinds},
+        kinds=kinds,
+        made={n: result for n, result in recording.made.items() if n in made},
+        trained=[n for n, kind in kinds.items() if n in used and _needs_grad(kind)] + needing_inputs,
+        dropped=recording.dropped,
+        ranks=tuple(recorder.ranks),
+    )
+
+
+def _needs_grad(kind: Kind) -> bool:
+    return bool(kind[4])
+
+
+def _answerable(recording: Recording) -> tuple[list[Call], str]:
+    """The calls up to the first that reads what neither a call, an input nor the module has made, and why no more."""
+    known = {*recording.sources, *recording.recorder.literals}
+    for i, call in enumerate(recording.calls):
+        for each in call.instructions:
+            if not known.issuperset(reads(each)):
+                return recording.calls[:i], f"{call.name} reads a tensor that no recorded call made, at {each.line}"
+            known.update(each.made)
+        given = [
+            recording.made[ref.number].slot
+            for ref in call.outs
+            if isinstance(ref, Ref) and ref.number in recording.made
+        ]
+        if not known.issuperset(given):
+            return recording.calls[:i], f"{call.name} gives a tensor that no recorded call made, at {call.line}"
+    return recording.calls, recording.ended
+
+
+def optional_calls(contents: Contents) -> frozenset[int]:
+    """The calls on which no other depends, but such: a later run may leave them out."""
+    optional, used, slots = set[int](), set[int](), set[Slot]()
+    for i, call in reversed([*enumerate(contents.calls)]):
+        made = {ref.number for ref in call.outs if isinstance(ref, Ref)}
+        own = {out for each in call.instructions for out in each.made}
+        writes = call.writes or any(each.writes for each in call.instructions)
+        if not (writes or (made | set(call.late)) & used or own & slots or i == len(contents.calls) - 1):
+            optional.add(i)
+            continue
+        used |= made | call.refs
+        slots.update(slot for each in call.instructions for slot in reads(each))
+    return frozenset(optional)

@@ -1,0 +1,404 @@
+"""The calls of a run once more, under autograd, with the results that their local operators had.
+
+They run on aliases of the module's own tensors, but what their local operators give is taken from the run, so that
+nothing is sent, drawn or computed twice. What the inner backward pass then runs is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dshard.comm import ENDS
+from dshard.core.context import settings_restored
+from dshard.core.plain_tensors import count_as_replicated
+from dshard.core.signature import Args, Kwargs
+from dshard.core.spec import is_for_shapes
+from dshard.core.wrapper import Wrapper
+from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
+from dshard.rehearsal.code import results_of
+from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
+from dshard.rehearsal.region import Run
+from dshard.rehearsal.region_recording import has_state
+from dshard.rehearsal.session import run_eagerly
+from dshard.rehearsal.simplified import reads
+from dshard.torch_private import OpOverload, no_torch_function, pytree
+
+aten = torch.ops.aten
+LOST = (
+    "the backward pass of a rehearsed module reads a value that was not kept, and cannot be made again: "
+    "run the module `with dshard.rehearsing(False):`"
+)
+
+
+class _Token:
+    """Stands for a collective that has begun in the forward pass."""
+
+
+class Frame:
+    """The calls of one checkpoint: the instructions `taken`, of which `n_saved` ran before it saved its last tensor."""
+
+    def __init__(self, derivation: Derivation) -> None:
+        self.derivation, self.n_saved, self.has_run = derivation, 0, False
+        self.taken: list[Instruction] = derivation.taken
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Note that a tensor is saved."""
+        self.n_saved = len(self.taken)
+        with self.derivation._unrecorded():
+            saved = x.detach()  # an operator that saves its result would hold its own node
+        share(self.derivation, saved, x)
+        return saved
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The saved tensor; before the first the calls run again."""
+        if not self.has_run:
+            self.has_run = True
+            self.derivation.run_frame(self)
+        return x
+
+
+class _Views:
+    """Views of tensors, each by its memory and how it lies there: equal ones have equal keys."""
+
+    def __init__(self, views: Sequence[View | None]) -> None:
+        self._views = views
+        self._roots: dict[Slot, Slot] = {}
+        self._first: dict[tuple[Slot, object], Slot] = {}
+
+    def add(self, each: Instruction) -> None:
+        """Note the results of an instruction, if they are views."""
+        if each.is_view:
+            root = self.root(each.args[0])
+            for slot in each.made:
+                self._roots[slot] = root
+                self._first.setdefault((root, self._views[slot.number]), slot)
+
+    def root(self, slot: Slot) -> Slot:
+        """The tensor whose memory a view has."""
+        return self._roots.get(slot, slot)
+
+    def first(self, slot: Slot) -> Slot:
+        """The first view that equals one."""
+        return self._first.get((self.root(slot), self._views[slot.number]), slot)
+
+
+class Derivation(LocalRecorder):
+    """Runs calls again with the results that their local operators had in a run; then records the backward pass.
+
+    Slots are those of the record, and go on where it ends.
+
+    Attributes:
+        is_real: Whether values that were not kept are made again at once.
+        n_forward: The number of the record's slots.
+        unreal: The slots of tensors without their values.
+        taken: The instructions that ran.
+        again: The slots of what checkpoints made again.
+    """
+
+    def __init__(self, run: Run, *, is_real: bool = False) -> None:
+        record, views = run.record, run.record.contents.views
+        super().__init__([*views, *[None] * (record.own.n_slots - len(views))])
+        run.fixed.extend(record.own)
+        self.record, self.values, self.is_real = record, run.values, is_real
+        self.n_forward = record.own.n_slots
+        self.makers = {out: each for each in record.contents.instructions for out in each.made}
+        self.expected: list[Instruction] = []
+        self._of_call: list[Instruction] = []  # those of the running call that were taken
+        self.is_backward = False
+        self.unreal = set[Slot]()
+        self.taken: list[Instruction] = []
+        self._made: dict[Slot, Any] = {}
+        self.again = set[Slot]()  # made by calls of checkpoints
+        self._equal = _Views(self.views)
+        for each in record.contents.instructions:
+            self._equal.add(each)
+        for slot in (*record.contents.sources, *record.own.literals):
+            x = run.fixed.values[slot.number]
+            if x is None:
+                x = self.values[slot.number]
+            if isinstance(x, Tensor):
+                self._tensors[x] = slot
+
+    def slot_of(self, x: Tensor) -> Slot:
+        """The slot of a tensor; one that no instruction made becomes external."""
+        slot: Slot | None = self._tensors.get(x)
+        if slot is None:
+            slot = self._new_slot(x)
+            self.externals[slot] = x
+        return slot
+
+    def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator on plain tensors: what it gave in the run, or, in the backward pass, record it."""
+        if self._within or is_for_shapes() or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default and not self.is_backward and self.expected:
+            literal = next(
+                (each for each in self.expected if each.args and each.args[0] in self.record.own.literals), None
+            )
+            if literal is not None:
+                self.expected.remove(literal)
+                return self._known_result(literal, args)
+        recorded_args = self._recorded(args)
+        recorded_kwargs = tuple((name, self._recorded(value)) for name, value in kwargs.items())
+        if not self.is_backward:
+            each = self._take(func, recorded_args, recorded_kwargs)
+            if each is not None and each.is_view:
+                return self._view(each, func(*args, **kwargs))
+            if each is not None:
+                return self._known_result(each, args, kwargs)
+        args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
+        out, n = super().run(func, args, kwargs), len(self.instructions)
+        if n and not self.is_backward:
+            self._equal.add(self.instructions[-1])
+        return out
+
+    def call(self, key: object, function: Callable[..., Any], *args: object) -> Any:
+        """Call a function: what it gave in the run, or, in the backward pass, record it."""
+        if self._within or is_for_shapes():
+            return function(*args)
+        if not self.is_backward:
+            each = self._take(key, self._recorded(args), (), by_key=True)
+            if each is not None:
+                return self._known_result(each, args)
+        return super().call(key, function, *self._real(args))
+
+    def _take(self, what: object, args: Any, kwargs: Any, *, by_key: bool = False) -> Instruction | None:
+        """The first instruction of the call that is this one, which then has run."""
+        for i, each in enumerate(self.expected):
+            if self._is(each, what, args, kwargs, by_key=by_key):
+                self.taken.append(each)
+                self._of_call.append(each)
+                return self.expected.pop(i)
+        # the first call of its kind may run operators once more, to learn what they give
+        return next((x for x in self._of_call if not x.writes and self._is(x, what, args, kwargs, by_key=by_key)), None)
+
+    def _is(self, each: Instruction, what: object, args: Any, kwargs: Any, *, by_key: bool) -> bool:
+        """Whether an instruction is this call of equal values."""
+        if by_key:
+            return each.key is not None and equal(each.key, what) and self._equals(each.args, args)
+        if each.key is not None:
+            return False
+        if each.function is what and self._equals((each.args, each.kwargs), (args, kwargs)):
+            return True
+        is_view = each.is_view and what in VIEWS_IF_POSSIBLE and each.function is aten.view.default
+        return is_view and self._equals(each.args[0], args[0])
+
+    def begin_call(self, call: Call) -> None:
+        """Run the operators of `call` from now on."""
+        self.expected, self._of_call = [*call.instructions], []
+
+    def run_frame(self, frame: Frame) -> None:
+        """Run the calls of a checkpoint again, up to what it saved last, as torch does before it gives what it saved.
+
+        Random numbers are those of the first time.
+        """
+        for each in frame.taken[: frame.n_saved]:
+            if self._is_of_first_time(each):
+                continue
+            arguments = {slot: self.value(slot, again=True) for slot in reads(each)}
+            with self._unrecorded():
+                self._keep(results_of(each, arguments))
+            self.again.update(each.made)
+            self.instructions.append(each)
+
+    def _is_of_first_time(self, each: Instruction) -> bool:
+        """Whether an instruction draws, makes or writes values that are those of the first time."""
+        once, op = self.record.lifetimes.made_once, each.operator
+        if op is None:
+            return each.key != ENDS and not each.begins
+        if torch.Tag.nondeterministic_seeded in op.tags or once.intersection(each.outs):
+            return True
+        return op._schema.is_mutable and any(self._equal.root(slot) in once for slot in each.written())
+
+    def _keep(self, values: Mapping[Slot, Any]) -> None:
+        self._made |= values
+        for slot, x in values.items():
+            if isinstance(x, Tensor):
+                self._tensors[x] = slot
+            else:
+                self._values[x] = slot
+
+    def _equals(self, a: object, b: object) -> bool:
+        """Whether arguments are equal: the same values, or equal views of the same."""
+        return equal(self._first(a), self._first(b))
+
+    def _first(self, value: Any) -> Any:
+        if isinstance(value, Slot):
+            return self._equal.first(value)
+        return tuple([self._first(each) for each in value]) if isinstance(value, tuple) else value
+
+    def _view(self, each: Instruction, out: Any) -> Any:
+        is_unreal = each.args[0] in self.unreal
+        for slot, x in each.values_of(out).items():
+            self._tensors[x] = slot
+            if is_unreal:
+                self.unreal.add(slot)
+        return out
+
+    def _known_result(self, each: Instruction, args: Args, kwargs: Kwargs | None = None) -> Any:
+        """What an instruction gave: tensors of its results, with their values where the run has kept them."""
+        new = {*each.outs}
+        if self.is_real and not self._is_kept(each):
+            return self._run_really(each, args, kwargs or {})
+        with self._unrecorded():
+            outs = [
+                (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
+                for x in each.returned
+            ]
+        return outs if each.is_tuple else outs[0]
+
+    def _is_kept(self, each: Instruction) -> bool:
+        """Whether the values that an instruction made, or wrote to, are those after the run."""
+        ending = [
+            x for x in self.record.contents.instructions if x.key == ENDS and (x is each or x.args[0] in each.made)
+        ]
+        made = [slot for x in ending for slot in x.returned if isinstance(slot, Slot)] or each.made
+        if made:
+            return all(self._kept(slot) is not None for slot in made)
+        written = each.written() if each.operator is not None else [*reads(each)]
+        return not any(self._equal.root(slot) in self._made for slot in written)
+
+    def _run_really(self, each: Instruction, args: Args, kwargs: Kwargs) -> Any:
+        args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
+        with self._unrecorded():
+            out = each.function(*args, **kwargs)
+        self._keep(each.values_of(out))
+        return out
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        within, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = within
+
+    def _operand(self, slot: Slot, args: Any) -> Any:
+        for x in pytree.tree_leaves(args):
+            if isinstance(x, Tensor) and self._tensors.get(x) == slot:
+                return x
+        return self._stand_in(slot)
+
+    def _stand_in(self, slot: Slot) -> Any:
+        view = self.views[slot.number]
+        if view is None and (known := self._kept(slot)) is not None:
+            self._values[known] = slot
+            return known
+        if view is None:
+            token = _Token()
+            self._values[token] = slot
+            self.unreal.add(slot)
+            return token
+        value = self._kept(slot)
+        if value is None:
+            self.unreal.add(slot)
+            out = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+        else:
+            out = aten.alias.default(value)
+        self._tensors[out] = slot
+        return out
+
+    def _kept(self, slot: Slot) -> Any:
+        at = self.record.lifetimes.at(slot).number
+        return self.values[at] if at < len(self.values) else None
+
+    def _real(self, value: Any) -> Any:
+        """An argument with the values of tensors that have none."""
+        if isinstance(value, Tensor):
+            slot = self._tensors.get(value)
+            return self.value(slot) if slot in self.unreal else value
+        if isinstance(value, _Token):
+            return self.value(self._values[value])
+        if isinstance(value, list | tuple):
+            return type(value)([self._real(each) for each in value]) if type(value) in (list, tuple) else value
+        return value
+
+    def value(self, slot: Slot, *, again: bool = False) -> Any:
+        """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
+        value = None if again and slot in self._made else self._kept(slot)
+        if value is None and slot not in self._made:
+            if self.record.lifetimes.at(slot) in self.record.lifetimes.lost:
+                raise RuntimeError(LOST)
+            each = self.makers[slot]
+            arguments = {read: self.value(read) for read in reads(each)}
+            with self._unrecorded():
+                self._made |= results_of(each, arguments)
+        value = self._made[slot] if value is None else value
+        if isinstance(value, Tensor) and value not in self._tensors:
+            self._tensors[value] = slot
+        return value
+
+
+def inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
+    """The operands by number: those that get a gradient as aliases, of which autograd knows nothing else."""
+    contents = run.record.contents
+    inner: dict[int, Any] = {**contents.leaves, **dict(enumerate(run.inputs)), **run.late}
+    for n in contents.trained:
+        x: Any = inner[n]
+        with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
+            alias: Any = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
+        if isinstance(x, Wrapper):
+            alias._matmul, alias._leaf, alias._gradient_leaf = x._matmul, x._leaf, x._gradient_leaf
+        inner[n] = alias
+    return inner
+
+
+def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
+    """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
+    having_state = [call.args[0] for call in run.answered() if has_state(call.func, call.args)]
+    with ExitStack() as stack:
+        for group in {id(x): x for x in having_state}.values():
+            stack.enter_context(group.apart())
+        _run_calls(run, derivation, inner)
+
+
+def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
+    frames: dict[int, Frame] = {}
+    for call in run.answered():
+        derivation.number = -2
+        derivation.taken = []
+        frame = None
+        if call.checkpoint is not None and not derivation.is_real:
+            frame = frames.setdefault(id(call.checkpoint), Frame(derivation))
+            derivation.taken = frame.taken
+        derivation.begin_call(call)
+        with _as_before(call), nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack):
+            args, kwargs = pytree.tree_map(
+                lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
+            )
+            results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
+        for ref, x in zip(call.outs, results, strict=True):
+            if isinstance(ref, Ref):
+                is_ready(x)
+            if isinstance(ref, Ref) and ref.number not in inner:
+                inner[ref.number] = x
+                if isinstance(x, Wrapper) and x._spec is not run.record.contents.made[ref.number].kind[1]:
+                    raise RuntimeError(f"{call.name} at {call.line} gives another layout when it runs again")
+
+
+@contextmanager
+def _as_before(call: Call) -> Iterator[None]:
+    """Within the block, the state of a call."""
+    count_as_replicated(int(call.within), forward=call.within)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(settings_restored(call.states))
+            stack.enter_context(torch.set_grad_enabled(call.grad))
+            for device, dtype, cached in call.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
+            yield
+    finally:
+        count_as_replicated(-int(call.within), forward=call.within)
+
+
+def share(derivation: Derivation, alias: Any, x: Any) -> None:
+    """Let the local tensor of an alias have the slot of the tensor's own."""
+    local = local_of(alias)
+    if local is not local_of(x):
+        derivation._tensors[local] = derivation.slot_of(local_of(x))
