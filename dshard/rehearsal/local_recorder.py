@@ -128,8 +128,8 @@ def equal(a: object, b: object) -> bool:
     """Whether two arguments are equal; objects that cannot be compared have to be the same."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(equal, a, b))
-    if a is b:
-        return True
+    if a is b or isinstance(a, Tensor):
+        return a is b
     if isinstance(a, float):  # nan is nan, but zeros have signs
         return repr(a) == repr(b)
     return type(a) is type(b) and not isinstance(a, torch.ScriptObject) and a == b
@@ -312,52 +312,6 @@ class LocalRecorder:
         )
 
 
-class RandomStates:
-    """The states of torch's own random numbers in a recording, by type of device.
-
-    A recomputed layer sets the state in which it ran first: where an operator draws in another state than the last one
-    left, an instruction sets it, to one that was read before.
-    """
-
-    def __init__(self, recorder: LocalRecorder) -> None:
-        self._recorder = recorder
-        self._now = {device: _numbers_of(read()) for device, (read, _) in _STATES.items() if _has_numbers(device)}
-        self._known: dict[tuple[str, bytes], Tensor] = {}
-
-    def before(self, device: str) -> None:
-        """Record what sets the state in which an operator is about to draw, if the last one left another."""
-        read, write = _STATES[device]
-        state, left = _numbers_of(read()), self._now[device]
-        if state != left:
-            self._add(device, left)
-            known = self._known.get((device, state))
-            if known is None:
-                self._recorder.refuse("the step sets the state of torch's random numbers")
-                return
-            now = read()
-            self._recorder.call("sets random numbers", write, known)
-            with no_torch_dispatch():
-                write(now)  # what the instruction set is of another call
-        self._add(device, state)
-
-    def _add(self, device: str, state: bytes) -> None:
-        if (device, state) not in self._known:
-            self._known[device, state] = self._recorder.call(SAVES, _STATES[device][0])
-
-    def after(self, device: str) -> None:
-        """Keep the state that an operator left."""
-        self._now[device] = _numbers_of(_STATES[device][0]())
-
-    def end(self) -> None:
-        """Record what sets the state that the step leaves."""
-        for device in self._now:
-            self.before(device)
-
-
-def _has_numbers(device: str) -> bool:
-    return device == "cpu" or torch.cuda.is_initialized()
-
-
 def _numbers_of(state: Tensor) -> bytes:
     """The part of a state that decides the numbers: the first word is the seed, where dshard keeps its own state."""
     with no_torch_dispatch():
@@ -380,23 +334,53 @@ _STATES: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = {
 
 
 class StepRecorder(LocalRecorder):
-    """Records a step, of which nothing else runs later: with the states of torch's random numbers."""
+    """Records a step, of which nothing else runs later: with the states of torch's own random numbers.
+
+    A recomputed layer sets the state in which it ran first: where an operator draws in another state than the last one
+    left, an instruction sets it, to one that was read before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.random = RandomStates(self)
+        self._left: dict[str, bytes] = {}
+        self._states: dict[tuple[str, bytes], Tensor] = {}
+        for device in _STATES:
+            if device == "cpu" or torch.cuda.is_initialized():
+                self._keep_state(device)
 
     def _result_of(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         device = _draws(func, args, kwargs)
         if device:
-            self.random.before(device)
+            self._set_state(device)
         out = func(*args, **kwargs)
         if device:
-            self.random.after(device)
+            self._keep_state(device)
         return out
+
+    def _keep_state(self, device: str) -> None:
+        read = _STATES[device][0]
+        key = device, _numbers_of(read())
+        self._left[device] = key[1]
+        if key not in self._states:
+            self._states[key] = self.call(SAVES, read)
+
+    def _set_state(self, device: str) -> None:
+        """Record what sets the present state, if the last draw left another."""
+        read, write = _STATES[device]
+        state = _numbers_of(now := read())
+        if state != self._left.get(device):
+            known = self._states.get((device, state))
+            if known is None:
+                self.refuse("the step sets the state of torch's random numbers")
+                return
+            self.call("sets random numbers", write, known)
+            with no_torch_dispatch():
+                write(now)  # what the instruction set is of another call
+            self._left[device] = state
 
     def close(self) -> None:
         """End the recording, and drop what only it needs."""
-        self.random.end()
+        for device in self._left:
+            self._set_state(device)
         super().close()
-        del self.random  # which refers to this recorder
+        self._states.clear()

@@ -1,8 +1,7 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
-`step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `recorded_program` and
-`step_program` make a function of that, with the numbers of `optimizer_options` as inputs, and `step_state`
-compares what is cheap to compare.
+`step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `step_program` makes a
+function of that, with the numbers of `optimizer_options` as inputs, and `step_state` compares what is cheap to compare.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from dshard.core.comparisons import nothing_compared
 from dshard.core.observe import OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.rehearsal.local_recorder import StepRecorder
-from dshard.replay.recorded_program import RecordedProgram
-from dshard.replay.step_call import Call, gradient_kind
-from dshard.replay.step_recording import CheckingRecorder, Leaf, Recording, matched, record
+from dshard.replay.step_program import StepProgram
+from dshard.replay.step_recording import Call, CheckingRecorder, Recording, gradient_kind, matched, record
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 
@@ -94,18 +92,15 @@ class _Known:
 
     def __init__(self, key: object, due: int, calls_before: int) -> None:
         self.key, self.due, self.calls_before = key, due, calls_before
-        self.leaves: list[Leaf] = []
-        self.tries, self.compared = 0, 0
+        self.tries = self.compared = 0
         self.last: Recording | None = None
-        self.program: RecordedProgram | None = None
+        self.program: StepProgram | None = None
         self.why_not = "the first call runs by Python"
 
-    def is_due(self, call: int, check_every: int) -> bool:
-        """Whether this call is to be compared with the program: all ranks have the same calls, and compare the same."""
-        is_due = call >= self.due
-        if is_due:
-            self.due = call + check_every
-        return is_due
+    def is_for(self, call: Call) -> bool:
+        """Whether the leaves have gradients of the kinds that they had in the recording."""
+        leaves = () if self.last is None else self.last.leaves
+        return all(gradient_kind(leaf.source.in_call(call).grad) == leaf.before for leaf in leaves)
 
     def why_python(self) -> str:
         """Why the next call has to run by Python; empty if it need not.
@@ -125,32 +120,20 @@ class _Known:
         """Leave the step to Python for many calls: it cannot be replayed as it is."""
         self.calls_before, self.tries, self.last, self.why_not = _PAUSE, 0, None, why
 
-    def add(self, recording: Recording, call: int) -> None:
-        """Take a recording of the step: a program, if it equals the last one."""
-        self.tries, self.compared = self.tries + 1, call
-        self.leaves = [leaf for leaf in recording.leaves if leaf.tensor is not None]
-        self.last, last = recording, self.last
-        if recording.recorder.why_not:
-            self.pause(recording.recorder.why_not)
-        elif last is not None:
-            same, why = matched(last, recording)
-            if not why:
-                self.last, self.program = same, RecordedProgram(same)
-            elif self.tries >= _TRIES:
-                self.pause(f"two calls differ: {why}")
-
-    def compare(self, recording: Recording, call: int) -> str:
-        """Take a recording that must equal that of the program; what differs, or empty."""
-        assert self.program is not None
-        before, self.compared = self.program.recording, call
-        self.last, why = matched(before, recording)
-        why = why or recording.recorder.why_not
+    def add(self, recording: Recording, call: Call, number: int) -> str:
+        """Take the recording of a call: a program, if it equals the last one. What differs, or empty."""
+        last, self.last, self.compared, self.tries = self.last, recording, number, self.tries + 1
+        why = recording.recorder.why_not
+        if last is not None and not why:
+            self.last, why = matched(last, recording)
         if why:
-            self.program, self.last, self.tries = None, recording if not recording.recorder.why_not else None, 0
-        elif (self.last.terms, self.last.varied) == (before.terms, before.varied):
+            self.program = None
+            if recording.recorder.why_not or self.tries >= _TRIES:
+                self.pause(recording.recorder.why_not or f"two calls differ: {why}")
+        elif last is not None and self.program is not None and last[-2:] == self.last[-2:]:
             self.program.recording = self.last  # with what the state holds now
-        else:
-            self.program = RecordedProgram(self.last)
+        elif last is not None:
+            self.program = StepProgram(self.last, call)
         return why
 
 
@@ -180,58 +163,52 @@ class Replay(Generic[P, R]):
                 on one that this rank waits for.
         """
         self.calls += 1
-        self.why_not = _why_apart()
-        if self.why_not:
+        if simulated_ranks() is not None or is_transforming() or torch.compiler.is_compiling():
+            self.why_not = "the ranks are simulated, or the call is within a transform or a compiled region of torch"
             return self.step(*args, **kwargs)
         with nothing_compared():
-            return self._step(Call(args, kwargs))
+            out = self._step(Call(args, kwargs), looks := _why_looked_at())
+        if self.calls >= _PATIENCE and not (looks or self._has_warned or self.replays or self._programs):
+            self._has_warned = True
+            warn_here(f"{self._name} was not replayed in {self.calls} calls: {self.why_not}")
+        return out
 
     __call__ = replayed_step  # whose name errors have, of ranks that wait in a replay
 
-    def _step(self, call: Call) -> R:
-        looks, unsuited = _why_looked_at(), call.why_not()
+    def _step(self, call: Call, looks: str) -> R:
+        unsuited = call.why_not()
         self.why_not = looks or unsuited
         numbers = self._rows.exchange(0 if self.why_not else self._number_of(call.key))
-        if unsuited or 0 in numbers:
+        is_due, known = False, None
+        if not unsuited and 0 not in numbers:
+            known = self._of(call, numbers)
+            is_due = self.calls >= known.due
+            known.due = self.calls + self.check_every if is_due else known.due  # alike on all ranks
+            if not looks:
+                self.why_not = known.why_python() or ("this call is compared with the program" if is_due else "")
+                if not all(self._rows.exchange(int(not self.why_not))) and not self.why_not:
+                    known = None
+        if known is None or looks:
             self.why_not = self.why_not or "another rank runs the step by Python"
-            return self._by_python(call, is_wanted=not looks)
-        known = self._of(call, numbers)
-        is_due = known.is_due(self.calls, self.check_every)
-        if looks:
-            return self._by_python(call)
-        self.why_not = known.why_python() or ("this call is compared with the program" if is_due else "")
-        if not all(self._rows.exchange(int(not self.why_not))) and not self.why_not:
-            self.why_not = "another rank runs the step by Python"
-            return self._by_python(call)
-        if known.program is not None:
-            if self.why_not:
-                return self._compared(known, known.program, call)
+        elif known.program is not None and not self.why_not:
             self.replays += 1
             known.tries = 0
             return known.program.run(call)  # type: ignore[no-any-return]
-        if known.calls_before:
+        elif known.program is not None or not known.calls_before:
+            return self._recorded(known, call)
+        else:
             known.calls_before -= 1
-            return self._by_python(call, is_wanted=True)
-        with noting_rows(self._rows):
-            result, recording = record(self.step, call, StepRecorder())
-        known.add(recording, self.calls)
-        self.why_not = known.why_not if known.calls_before else self.why_not
-        self._warn_if_never()
-        return result  # type: ignore[no-any-return]
-
-    def _by_python(self, call: Call, is_wanted: bool = False) -> R:
-        if is_wanted:
-            self._warn_if_never()
         with noting_rows(self._rows):
             return self.step(*call.args, **call.kwargs)
 
-    def _compared(self, known: _Known, program: RecordedProgram, call: Call) -> R:
-        """Run the step by Python, and compare what it does with the program.
+    def _recorded(self, known: _Known, call: Call) -> R:
+        """Run the step by Python, and record it; where there is a program, it must do what that does.
 
         Raises:
             ReplayError: it does something else; all of it was run, or nothing since a collective that differs.
         """
-        wrong = f", and replays since call {known.compared} may be wrong" if known.compared < self.calls - 1 else ""
+        program, since = known.program, known.compared
+        wrong = f", and replays since call {since} may be wrong" if since < self.calls - 1 else ""
 
         def error(what: str) -> ReplayError:
             return ReplayError(
@@ -239,16 +216,19 @@ class Replay(Generic[P, R]):
                 f"arguments{wrong}; pass it as an argument, or leave the step to Python"
             )
 
+        recorder = StepRecorder() if program is None else CheckingRecorder(program.recording, error)
         try:
-            result, recording = record(self.step, call, CheckingRecorder(program.recording, error))
+            with noting_rows(self._rows):
+                result, recording = record(self.step, call, recorder)
+            why = known.add(recording, call, self.calls)
+            if why and program is not None:
+                raise error(why)
         except ReplayError as raised:
-            known.program, known.last = None, None
-            publish_failure(raised, program.ranks)
+            if program is not None:
+                known.program = None
+                publish_failure(raised, program.ranks)
             raise
-        why = known.compare(recording, self.calls)
-        if why:
-            publish_failure(differs := error(why), program.ranks)
-            raise differs
+        self.why_not = known.why_not if known.calls_before else self.why_not
         return result  # type: ignore[no-any-return]
 
     def _number_of(self, key: object) -> int:
@@ -263,39 +243,29 @@ class Replay(Generic[P, R]):
         key = call.key, numbers
         same = [known for known in self._known if known.key == key]
         for known in same:
-            if all(gradient_kind(leaf.of(call).grad) == leaf.before for leaf in known.leaves):
+            if known.is_for(call):
                 return known
         self._known = [_Known(key, self.calls + self.check_every, 0 if same else 1), *self._known[: _KEPT - 1]]
         return self._known[0]
-
-    def _warn_if_never(self) -> None:
-        """Warn once of a step of which many calls were made, and none could be replayed."""
-        if self.calls >= _PATIENCE and not (self._has_warned or self.replays or any(x.program for x in self._known)):
-            self._has_warned = True
-            warn_here(f"{self._name} was not replayed in {self.calls} calls: {self.why_not}")
 
     @property
     def _name(self) -> str:
         return getattr(self.step, "__qualname__", None) or repr(self.step)
 
     @property
+    def _programs(self) -> list[StepProgram]:
+        return [known.program for known in self._known if known.program is not None]
+
+    @property
     def code(self) -> str:
         """The programs that are replayed, as Python."""
-        return "\n\n".join(known.program.step.code for known in self._known if known.program is not None)
+        return "\n\n".join(program.code for program in self._programs)
 
     def __repr__(self) -> str:
-        programs = [known.program.step for known in self._known if known.program is not None]
-        sizes = ", ".join(f"{each.n_operators} operators and {each.n_collectives} collectives" for each in programs)
+        sizes = ", ".join(
+            f"{each.n_operators} operators and {each.n_collectives} collectives" for each in self._programs
+        )
         return f"<replay of {self._name}: {self.replays} of {self.calls} calls replayed; {sizes or 'no program'}>"
-
-
-def _why_apart() -> str:
-    """Why no rank replays steps here; empty if one may."""
-    if simulated_ranks() is not None:
-        return "the ranks are simulated"
-    if is_transforming() or torch.compiler.is_compiling():
-        return "the call is within a transform or a compiled region of torch"
-    return ""
 
 
 def _why_looked_at() -> str:
@@ -304,11 +274,7 @@ def _why_looked_at() -> str:
         return "DSHARD_DEBUG=1 compares the calls of the ranks"
     if OBSERVERS or LISTENERS or RECORDERS:
         return "a trace, strict or explain looks at the step"
-    if n_dispatch_modes() and not _in_mode_of_dshard():
+    n_modes = n_dispatch_modes()  # `count_traffic` has one of dshard's own, which looks at operators on local tensors
+    if n_modes and (n_modes > 1 or type(dispatch_mode()) is not OperatorMode):
         return "the call is within a mode of torch"
     return ""
-
-
-def _in_mode_of_dshard() -> bool:
-    """Whether the only mode looks at operators on local tensors, as `dshard.testing.count_traffic` does."""
-    return n_dispatch_modes() == 1 and type(dispatch_mode()) is OperatorMode

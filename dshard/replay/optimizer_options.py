@@ -10,24 +10,31 @@ as two groups with one rate, none in which these differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from dshard.rehearsal.local_recorder import Instruction
-from dshard.replay.step_state import is_option
+from dshard.torch_private import pytree
 
 Option: TypeAlias = tuple[int, str, int]
 """A number: that of a group, the name of its entry, and its number there."""
+Options: TypeAlias = dict[Option, int | float]
 Term: TypeAlias = tuple[str, Option]
 """A function of an option, by its name."""
-Place: TypeAlias = tuple[int, int]
-"""The number of an instruction, and that of a value among its arguments."""
+Terms: TypeAlias = dict[tuple[int, int], frozenset[Term]]
+"""Of arguments, by the numbers of the instruction and of the value in it, the terms that they may follow."""
 
 FUNCTIONS: dict[str, Callable[[float], float]] = {"x": lambda x: x, "-x": lambda x: -x, "1 - x": lambda x: 1 - x}
 
 
-def options_of(groups: Iterable[dict[str, Any]]) -> dict[Option, int | float]:
+def is_option(value: object) -> bool:
+    """Whether an entry of a group of parameters is a number, or a tuple of numbers."""
+    return all(type(number) in (int, float) for number in (value if type(value) is tuple else (value,)))
+
+
+def options_of(groups: Iterable[dict[str, Any]]) -> Options:
     """The numbers among the options of groups of parameters, and the products with which weights decay."""
-    numbers: dict[Option, int | float] = {}
+    numbers: Options = {}
     for i, group in enumerate(groups):
         for name, value in group.items():
             if is_option(value):
@@ -37,10 +44,8 @@ def options_of(groups: Iterable[dict[str, Any]]) -> dict[Option, int | float]:
     return numbers
 
 
-def terms_in(
-    instructions: Sequence[Instruction], options: Mapping[Option, int | float]
-) -> dict[Place, frozenset[Term]]:
-    """The terms that equal arguments of operators, by their places."""
+def terms_in(instructions: Sequence[Instruction], options: Options) -> Terms:
+    """The terms that equal arguments of operators."""
     terms: dict[float, set[Term]] = {}
     for option, number in options.items():
         for name, function in FUNCTIONS.items():
@@ -54,19 +59,13 @@ def terms_in(
     }
 
 
-def values_in(instruction: Instruction) -> list[Any]:
+def values_in(each: Instruction) -> list[Any]:
     """The values among the arguments of an instruction, with those in tuples."""
-    values = list[Any]()
-    _mapped((instruction.args, instruction.kwargs), values.append)
-    return values
+    return pytree.tree_leaves((each.args, each.kwargs))  # type: ignore[no-any-return]
 
 
-def with_values(instruction: Instruction, new: Mapping[int, Any]) -> tuple[Any, Any]:
-    """The arguments of an instruction with other values, by their numbers among those of `values_in`."""
-    numbers = iter(range(len(values_in(instruction))))
-    changed: tuple[Any, Any] = _mapped((instruction.args, instruction.kwargs), lambda x: new.get(next(numbers), x))
-    return changed
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    return tuple([_mapped(each, function) for each in value]) if isinstance(value, tuple) else function(value)
+def with_values(each: Instruction, new: Mapping[int, Any]) -> Instruction:
+    """The instruction with other values among its arguments, by their numbers among those of `values_in`."""
+    values, structure = pytree.tree_flatten((each.args, each.kwargs))
+    args, kwargs = pytree.tree_unflatten([new.get(j, x) for j, x in enumerate(values)], structure)
+    return replace(each, args=args, kwargs=kwargs)

@@ -1,4 +1,4 @@
-"""A recorded step as a program: simplified, and compiled to one Python function of its external tensors.
+"""A recording that was seen twice, as a function of the tensors of a call and of the options of optimisers.
 
 Most instructions of a recording are views, of which many are equal, and operators whose results nobody uses, as those
 that only infer shapes. A view of a parameter is made once, not in each step. The function frees each tensor after its
@@ -8,34 +8,47 @@ bit, and its collectives match those of ranks that run the step by Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dshard.comm import publish_failure
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.rehearsal.calls import local_of, without_autocast
 from dshard.rehearsal.code import Code, results_of, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
-from dshard.rehearsal.simplified import parted, reads
+from dshard.rehearsal.simplified import parted, reads, simplified, written_by
+from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
+from dshard.replay.step_recording import Call, Recording
+from dshard.replay.step_state import alike
+from dshard.torch_private import increment_version, pytree
 
 FILE = "<replay>"
 """The name of the file of programs, in tracebacks."""
 
 
 class StepProgram:
-    """A step as a function of its external tensors.
+    """A recording as a function; `code` is its source."""
 
-    `code` is its source. The `inputs` are the slots of the external tensors that it takes, in order; `fixed` tensors
-    are part of it, with what is made of them alone.
-    """
-
-    def __init__(
-        self, instructions: Sequence[Instruction], results: Sequence[Slot], fixed: Mapping[Slot, Any], inputs: set[Slot]
-    ) -> None:
-        made = {out for each in instructions for out in each.made}
+    def __init__(self, recording: Recording, call: Call) -> None:
+        self.recording, sources = recording, recording.sources
+        self._terms: dict[tuple[type, frozenset[Term]], Slot] = {}
+        self._numbers: dict[Slot, float] = {}
+        slots = [slot for slot in recording.results if isinstance(slot, Slot)]
+        outs = slots + [leaf.slot for leaf in recording.leaves if leaf.slot is not None]
+        instructions, stands_for = simplified(self._with_options(), recording.recorder.views, outs)
+        self._n_results, results = len(slots), [stands_for.get(slot, slot) for slot in outs]
         self.n_collectives = sum(each.begins for each in instructions)
         self.n_operators = sum(each.operator is not None for each in instructions)
         used = {slot for each in instructions for slot in reads(each)} | set(results)
-        self.inputs = sorted((slot for slot in inputs if slot in used and slot not in made), key=lambda s: s.number)
-        known = {slot: x for slot, x in fixed.items() if slot in used}
-        once, rest, _ = parted(fixed, instructions)
+        inputs = {slot for slot, source in sources.items() if source.kind in ("argument", "gradient")}
+        self._inputs = sorted(used & (inputs | set(self._terms.values())), key=lambda slot: slot.number)
+        self._read = {sources[slot].of for slot in self._inputs if slot in sources and sources[slot].kind == "gradient"}
+        known = {slot: local_of(source.of) for slot, source in sources.items() if source.kind == "tensor"}
+        known = {slot: x for slot, x in (known | recording.recorder.literals).items() if slot in used}
+        once, rest, _ = parted(known, instructions)
         for each in once:
             known |= results_of(each, known)
         code = Code(variable, {variable(slot): x for slot, x in known.items()})
@@ -43,5 +56,79 @@ class StepProgram:
         views = {out for each in instructions if each.is_view for out in each.made}
         own = (f"{variable(slot)}{'.data' if slot in views else ''}, " for slot in results)  # versions of their own
         lines.append(f"return ({''.join(own)})")
-        self.run: Callable[..., tuple[Any, ...]]
-        self.run, self.code = code.function("step", ", ".join(map(variable, self.inputs)), lines, FILE)
+        run, self.code = code.function("step", ", ".join(map(variable, self._inputs)), lines, FILE)
+        self._run: Callable[..., tuple[Any, ...]] = without_autocast(run, call.autocast)
+        written = written_by(instructions)
+        self._written = [source for slot, source in sources.items() if slot in written and source.kind != "gradient"]
+        self.ranks = tuple(recording.recorder.ranks)
+
+    def _with_options(self) -> list[Instruction]:
+        """The instructions, with a slot for each argument that follows an option which was seen with two values."""
+        recorder = self.recording.recorder
+        instructions = [*recorder.instructions]
+        for (i, j), terms in self.recording.terms.items():
+            if any(option in self.recording.varied for _, option in terms):
+                key = type(values_in(instructions[i])[j]), terms
+                slot = self._terms.setdefault(key, Slot(len(recorder.views) + len(self._terms)))
+                instructions[i] = with_values(instructions[i], {j: slot})
+        return instructions
+
+    def why_stale(self) -> str:
+        """What changed since the recording; empty if nothing did. Takes the options of the next run."""
+        name = self.recording.held.changed() or self._changed_option()
+        return name and f"{name} has changed"
+
+    def _changed_option(self) -> str:
+        """The name of an option whose present value was not recorded, and which no argument is known to follow."""
+        before, now = self.recording.options, options_of(self.recording.groups)
+        if now.keys() != before.keys():
+            return "an option of an optimiser"
+        for option, number in now.items():
+            a, b, varies = number, before[option], option in self.recording.varied
+            if not (alike(a, b) or (varies and type(a) is type(b) and bool(a) == bool(b))):
+                return option[1]
+        for (kind, terms), slot in self._terms.items():
+            values = {kind(FUNCTIONS[name](now[option])) for name, option in terms}
+            if len(values) > 1:
+                return min(option[1] for _, option in terms)
+            self._numbers[slot] = values.pop()
+        return ""
+
+    def run(self, call: Call) -> Any:
+        """Run the step: its result, with the gradients in place."""
+        leaves: list[Tensor] = [leaf.source.in_call(call) for leaf in self.recording.leaves]
+        inputs = [self._input(slot, call, leaves) for slot in self._inputs]
+        for i, (x, leaf) in enumerate(zip(leaves, self.recording.leaves, strict=True)):
+            if leaf.change != "keeps" and i not in self._read:
+                x.grad = None  # so that its memory is free
+        try:
+            with torch.no_grad():
+                outs = self._run(*inputs)
+        except Exception as error:
+            publish_failure(error, self.ranks)
+            raise
+        written = [source.in_call(call) for source in self._written]
+        wrappers: list[Tensor] = [x for x in written if isinstance(x, Wrapper)]
+        if wrappers:  # others have counted the writes themselves
+            increment_version(wrappers)
+        made = iter(outs[self._n_results :])
+        for x, leaf in zip(leaves, self.recording.leaves, strict=True):
+            if leaf.change == "sets":
+                x.grad = _wrapped(next(made), leaf.spec)
+            elif leaf.change == "drops":
+                x.grad = None
+        given = iter(outs)
+        results = [next(given) if isinstance(result, Slot) else result for result in self.recording.results]
+        return pytree.tree_unflatten([*map(_wrapped, results, self.recording.specs)], self.recording.structure)
+
+    def _input(self, slot: Slot, call: Call, leaves: Sequence[Tensor]) -> Any:
+        source = self.recording.sources.get(slot)
+        if source is None:
+            return self._numbers[slot]
+        x = leaves[source.of].grad if source.kind == "gradient" else call.tensors[source.of]
+        assert x is not None
+        return local_of(x)
+
+
+def _wrapped(local: Any, spec: Any) -> Any:
+    return local if spec is None else wrap(local, spec)

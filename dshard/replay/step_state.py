@@ -1,20 +1,20 @@
 """State beside its arguments that a step uses, as far as it is cheap to compare before each replay.
 
-That are the modules which are called, the optimisers which step, and the variables of the function: the objects that
-they hold, parameters, buffers and hooks among them. What these objects hold in turn is not looked at.
+That is what the variables of its function lead to, and the modules and optimisers that it calls, by way of modules,
+optimisers, dicts and lists. Other objects, tensors too, are compared by identity alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dis import get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from inspect import ismethod
-from itertools import chain, islice
+from itertools import chain
 from operator import is_
-from types import CellType, CodeType, FunctionType
-from typing import Any, TypeAlias
+from types import CodeType, FunctionType
+from typing import Any
 
 from torch import Tensor, is_tensor, nn
 from torch.nn.modules import module as torch_module
@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dshard.core.wrapper import Wrapper
+from dshard.replay.optimizer_options import Options, is_option, options_of
 from dshard.torch_private import no_torch_function
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -34,126 +36,122 @@ _GLOBAL_HOOKS = [
     for name, value in names.items()
     if name.startswith("_global_") and isinstance(value, dict)
 ]
-Read: TypeAlias = Callable[[], dict[Any, object]]
-
-
-class Held:
-    """What a state holds, by identity: the values of dicts, those that functions `read`, and the hooks of tensors.
-
-    Numbers and tensors that have changed without that the step did anything else are ignored: `since` finds them.
-    """
-
-    def __init__(self, dicts: list[dict[Any, object]], read: list[Read], tensors: list[Tensor]) -> None:
-        self._dicts, self._read, self._tensors = dicts, read, tensors
-        self._needs = [f"requires_grad of tensor {i}" for i in range(len(tensors))]
-        self._before, self._ignored = self._now(), set[int]()
-
-    def _all(self) -> Iterator[dict[Any, object]]:
-        with no_torch_function():
-            hooks: list[Any] = [x._backward_hooks for x in self._tensors if x._backward_hooks]
-            hooks += [x._post_accumulate_grad_hooks for x in self._tensors if x._post_accumulate_grad_hooks]
-            needs = dict(zip(self._needs, [x.requires_grad for x in self._tensors], strict=True))
-        return chain(self._dicts, hooks, [read() for read in self._read], [needs])
-
-    def _now(self) -> list[object]:
-        return [*chain.from_iterable(map(dict.values, self._all()))]
-
-    def changed(self) -> str:
-        """The name of an object that is another now; empty if there is none."""
-        now, before = self._now(), self._before
-        if len(now) == len(before) and all(map(is_, now, before)):
-            return ""
-        others = [i for i, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b and not alike(a, b)]
-        if len(now) == len(before):
-            others = [i for i in others if i not in self._ignored]
-            if not others:
-                return ""
-        name = next(islice(chain.from_iterable(self._all()), min(others, default=len(now)), None), "an entry")
-        return "a hook" if type(name) is int else str(name)
-
-    def since(self, last: Held) -> Held:
-        """This state, with numbers and tensors ignored that are others than the `last` time."""
-        if len(self._before) == len(last._before):
-            pairs = enumerate(zip(self._before, last._before, strict=True))
-            others = {i for i, (a, b) in pairs if a is not b and not alike(a, b)}
-            now = self._before  # modes such as `training` are no numbers
-            self._ignored = last._ignored | {i for i in others if type(now[i]) in (int, float) or is_tensor(now[i])}
-        return self
 
 
 class StepState:
-    """The modules, optimisers, tensors and variables of a step, gathered while it runs."""
+    """The containers, tensors and groups of parameters that a function leads to, and the modules that it calls.
+
+    `reads` return what the containers hold; `grads` are those of the leaves when these were first reached.
+    """
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self.modules: dict[int, nn.Module] = {}
-        self.optimizers: dict[int, Optimizer] = {}
+        self.reads: list[Callable[[], dict[Any, object]]] = [partial(_variables, function)]
         self.tensors: dict[int, Tensor] = {}
-        self.grads: dict[int, Tensor | None] = {}  # as they were before the step
-        self._options: list[tuple[str, object]] = []  # before the step
-        self._variables = [*_variables(function)]
-        held = [value for read in self._variables for value in read().values()]
-        self._variables += [partial(_members, x) for x in held if isinstance(x, list | dict) and len(x) <= _MANY]
-        for value in (*held, *(x for read in self._variables for x in read().values())):
-            self._add(value)
+        self.grads: dict[int, Tensor | None] = {}
+        self.groups: list[dict[str, Any]] = []
+        self._options = list[Options]()  # of the groups when they were reached
+        self._seen: dict[int, object] = {}
+        self.add(*_variables(function).values(), *_GLOBAL_HOOKS)
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Within the block, add the modules that are called, and the optimisers that step."""
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(lambda module, args: self._add(module)).remove)
-            hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._add(optimizer))
-            stack.callback(hook.remove)
-            yield
-
-    def _add(self, value: object) -> None:
-        if isinstance(value, nn.Module) and id(value) not in self.modules:
-            for module in value.modules():
-                self.modules[id(module)] = module
-                self.add_tensors((*module._parameters.values(), *module._buffers.values()))
-        elif isinstance(value, Optimizer) and id(value) not in self.optimizers:
-            self.optimizers[id(value)] = value
-            self._options += _options(value.param_groups)
-            for group in value.param_groups:
-                self.add_tensors(group["params"])
-        elif isinstance(value, Tensor):
-            self.add_tensors([value])
-
-    def add_tensors(self, tensors: Iterable[Tensor | None]) -> None:
-        """Add tensors, with the gradients of the leaves among them."""
-        for x in tensors:
-            if x is not None and id(x) not in self.tensors:
+    def add(self, *values: object) -> None:
+        """Add what these objects lead to."""
+        to_do = [*values]
+        while to_do:
+            x = to_do.pop()
+            if id(x) in self._seen:
+                continue
+            if isinstance(x, Tensor):
                 self.tensors[id(x)] = x
                 if x.requires_grad and x.is_leaf:
                     self.grads[id(x)] = x.grad
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The groups of parameters of the optimisers."""
-        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+            elif isinstance(x, nn.Module | Optimizer):
+                groups = x.param_groups if isinstance(x, Optimizer) else []
+                self.groups += groups
+                self._options += [options_of([group]) for group in groups]
+                self.reads += [partial(_settings, group) for group in groups]
+                to_do += [vars(x), *(group["params"] for group in groups)]
+                self._seen |= {id(group): group for group in groups}
+            elif isinstance(x, dict | list) and len(x) <= _MANY:
+                to_do += x.values() if isinstance(x, dict) else x
+                self.reads.append(partial(_entries, x))
+            else:
+                continue
+            self._seen[id(x)] = x
 
     @property
     def options_changed(self) -> bool:
         """Whether the step has changed options of its optimisers."""
-        return _options(self.groups()) != self._options
+        return self._options != [options_of([group]) for group in self.groups]
 
-    def held(self, arguments: Iterable[Tensor]) -> Held:
-        """What the state holds now, without the tensors that are arguments."""
-        modules, optimizers = self.modules.values(), self.optimizers.values()
-        dicts: list[dict[Any, Any]] = [*map(vars, (*modules, *optimizers))]
-        dicts += [each for optimizer in optimizers for each in optimizer.state.values()]
-        dicts += [*_GLOBAL_HOOKS, *(value for each in dicts for value in each.values() if isinstance(value, dict))]
-        lists = [optimizer.param_groups for optimizer in optimizers] + [group["params"] for group in self.groups()]
-        reads: list[Read] = [*self._variables, *(partial(_members, x) for x in lists)]
-        reads += [partial(_settings, group) for group in self.groups()]
-        tensors = [x for x in self.tensors.values() if not any(x is each for each in arguments)]
-        return Held(dicts, reads, tensors)
-
-
-def _members(values: list[object] | dict[Any, object]) -> dict[Any, object]:
-    return values if isinstance(values, dict) else {f"entry {i}": value for i, value in enumerate(values)}
+    @contextmanager
+    def adding_calls(self) -> Iterator[None]:
+        """Within the block, add the modules that are called, and the optimisers that step."""
+        on_call = register_module_forward_pre_hook(lambda module, args: self.add(module))
+        on_step = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.add(optimizer))
+        try:
+            yield
+        finally:
+            on_call.remove()
+            on_step.remove()
 
 
-def _options(groups: Iterable[dict[str, object]]) -> list[tuple[str, object]]:
-    return [(name, value) for group in groups for name, value in group.items() if is_option(value)]
+class Held:
+    """What the containers of a state hold, by identity, and what decides how its tensors are used beside their values.
+
+    Numbers and tensors that have changed without that the step did anything else are ignored: `since` finds them.
+    """
+
+    def __init__(self, state: StepState, arguments: Iterable[Tensor]) -> None:
+        own = {id(x) for x in arguments}
+        self._reads, self._ignored = state.reads, frozenset[int]()
+        self._tensors = [x for number, x in state.tensors.items() if number not in own]
+        self._before, self._uses = self._now(), [*map(_use, self._tensors)]
+
+    def _now(self) -> list[object]:
+        return [*chain.from_iterable([read().values() for read in self._reads])]
+
+    def changed(self) -> str:
+        """The name of what is another now; empty if nothing is."""
+        now, before = self._now(), self._before
+        if len(now) != len(before) or not all(map(is_, now, before)):
+            others = _others(now, before) - (self._ignored if len(now) == len(before) else frozenset())
+            if others or len(now) != len(before):
+                names = [*chain.from_iterable([read() for read in self._reads]), "an entry"]
+                name = names[min(others, default=-1)]
+                return "a hook" if type(name) is int else str(name)
+        for x, use in zip(self._tensors, self._uses, strict=True):
+            if _use(x) != use:
+                what = next(name for name, a, b in zip(_USE, _use(x), use, strict=True) if a != b)
+                return f"{what} of a tensor of shape {tuple(x.shape)}"
+        return ""
+
+    def since(self, last: Held) -> Held:
+        """This state, with numbers and tensors ignored that are others than the `last` time."""
+        now = self._before  # modes such as `training` are no numbers
+        if len(now) == len(last._before):
+            others = _others(now, last._before)
+            self._ignored = last._ignored | {i for i in others if type(now[i]) in (int, float) or is_tensor(now[i])}
+        return self
+
+
+def _others(now: list[object], before: list[object]) -> frozenset[int]:
+    pairs = enumerate(zip(now, before, strict=False))
+    return frozenset(i for i, (a, b) in pairs if a is not b and not alike(a, b))
+
+
+_USE = ("requires_grad", "memory", "a hook")
+
+
+def _use(x: Tensor) -> tuple[object, ...]:
+    with no_torch_function():
+        local: Any = x.__dict__.get("_local_tensor") if isinstance(x, Wrapper) else x
+        memory = local if local is None else (id(local), local.data_ptr())
+        hooks = [*(x._backward_hooks or {}).values(), *(x._post_accumulate_grad_hooks or {}).values()]
+        return x.requires_grad, memory, hooks
+
+
+def _entries(x: dict[Any, object] | list[object]) -> dict[Any, object]:
+    return x if isinstance(x, dict) else {f"entry {i}": value for i, value in enumerate(x)}
 
 
 def _settings(group: dict[str, object]) -> dict[str, object]:
@@ -161,35 +159,28 @@ def _settings(group: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if not is_option(value)}
 
 
-def _variables(function: Any) -> Iterator[Read]:
-    """Functions that read the variables which a function names, and the attributes of the object that it belongs to."""
+def _variables(function: Any) -> dict[str, object]:
+    """The variables which a function names, and the attributes of the object that it belongs to."""
     if isinstance(function, partial):
-        yield from _variables(function.func)
-        yield lambda: {**dict(enumerate(function.args)), **function.keywords}
-    elif ismethod(function):
-        yield from _variables(function.__func__)
-        yield lambda: vars(function.__self__) if hasattr(function.__self__, "__dict__") else {}
-    elif isinstance(function, FunctionType):
-        code, cells = function.__code__, function.__closure__ or ()
-        names = [name for name in sorted(_globals_read(code)) if name in function.__globals__]
-        yield lambda: dict(zip(code.co_freevars, map(_contents, cells), strict=True))
-        yield lambda: {name: function.__globals__.get(name) for name in names}
-        yield lambda: {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
-    elif hasattr(function, "__dict__"):
-        yield lambda: vars(function)
+        arguments = {f"argument {i}": value for i, value in enumerate(function.args)}
+        return _variables(function.func) | arguments | function.keywords
+    if ismethod(function):
+        return _variables(function.__func__) | getattr(function.__self__, "__dict__", {})
+    if not isinstance(function, FunctionType):
+        return getattr(function, "__dict__", {})
+    held = {name: function.__globals__.get(name) for name in _globals_read(function.__code__)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable without a value
+            held[name] = cell.cell_contents
+    defaults = {f"default {i}": value for i, value in enumerate(function.__defaults__ or ())}
+    return held | defaults | (function.__kwdefaults__ or {})
 
 
-def _globals_read(code: CodeType) -> set[str]:
+@lru_cache(1024)
+def _globals_read(code: CodeType) -> frozenset[str]:
     """The global variables that a function reads, with those of functions and comprehensions within it."""
-    names = {each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    names = frozenset(each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL")
     return names.union(*(_globals_read(each) for each in code.co_consts if isinstance(each, CodeType)))
-
-
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
-        return None
 
 
 def is_plain(value: object) -> bool:
@@ -200,9 +191,3 @@ def is_plain(value: object) -> bool:
 def alike(a: object, b: object) -> bool:
     """Whether two plain values are equal in type and value, zeros in their sign too."""
     return is_plain(a) and type(a) is type(b) and repr(a) == repr(b)
-
-
-def is_option(value: object) -> bool:
-    """Whether an entry of a group of parameters is a number, or a tuple of numbers."""
-    each = value if type(value) is tuple else (value,)
-    return all(type(number) in (int, float) for number in each)

@@ -157,7 +157,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
         lambda t: t.optimizer.register_step_post_hook(lambda o, *a: o.param_groups[0]["params"][0].data.clamp_(-1, 1)),
         "a hook has changed",
     ),
-    "a hook of a parameter": (lambda t: t.model.up.weight.register_hook(lambda g: g * 2), "a hook has changed"),
+    "a hook of a parameter": (lambda t: t.model.up.weight.register_hook(lambda g: g * 2), "a hook of a tensor"),
     "the state of the optimiser": (lambda t: t.optimizer.load_state_dict(t.optimizer.state_dict()), "has changed"),
     "the forward pass": (lambda t: setattr(t.model.drop, "forward", lambda x: x * 2), "has changed"),
     "a variable": (lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.5)), "optimizer has"),
@@ -168,10 +168,10 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
         lambda t: t.model.up.load_state_dict({k: v + 1 for k, v in t.model.up.state_dict().items()}, assign=True),
         "weight has changed",
     ),
-    "memory": (lambda t: setattr(t.model.up.weight, "data", t.model.up.weight.data + 1), "was replaced"),
+    "memory": (lambda t: setattr(t.model.up.weight, "data", t.model.up.weight.data + 1), "memory of a tensor"),
     "a module": (lambda t: setattr(t.model, "drop", nn.Dropout(0.7)), "drop has changed"),
     "a hook": (lambda t: t.model.up.register_forward_hook(lambda m, a, out: out * 2), "a hook has changed"),
-    "a frozen parameter": (lambda t: t.model.down.requires_grad_(False), "requires_grad of tensor . has changed"),
+    "a frozen parameter": (lambda t: t.model.down.requires_grad_(False), "requires_grad of a tensor"),
 }  # fmt: skip
 
 
