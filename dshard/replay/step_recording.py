@@ -212,20 +212,21 @@ def _literal(x: Tensor) -> Source:
 
 
 def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
-    """The second recording with what both say of options, and what differs in them; empty if nothing does."""
+    """The second recording, and what differs in them; if nothing does, with what both say of options."""
     common = {place: terms & second.terms[place] for place, terms in first.terms.items() if place in second.terms}
-    second = second._replace(terms={place: terms for place, terms in common.items() if terms})
-    why = _difference(first, second)
+    terms = {place: terms for place, terms in common.items() if terms}
+    why = _difference(first, second, terms)
+    if why:
+        return second, why
     changed = {option for option, number in second.options.items() if number != first.options.get(option)}
-    held = second.held if why else second.held.since(first.held)
-    return second._replace(varied=first.varied | changed, held=held), why
+    return second._replace(terms=terms, varied=first.varied | changed, held=second.held.since(first.held)), ""
 
 
-def _difference(first: Recording, second: Recording) -> str:
+def _difference(first: Recording, second: Recording, terms: Terms) -> str:
     one, two = first.recorder.instructions, second.recorder.instructions
     for i, (a, b) in enumerate(zip(one, two, strict=False)):
         if not a.same_as(b):
-            new = {j: value for j, value in enumerate(values_in(b)) if (i, j) in second.terms}
+            new = {j: value for j, value in enumerate(values_in(b)) if (i, j) in terms}
             if not with_values(a, new).same_as(b):
                 return _instruction_difference(a, b)
     if len(one) != len(two):

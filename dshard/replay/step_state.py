@@ -12,10 +12,11 @@ from dis import get_instructions
 from functools import lru_cache, partial
 from inspect import ismethod
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, is_tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -41,10 +42,11 @@ _GLOBAL_HOOKS = [
 class StepState:
     """The containers, tensors and groups of parameters that a function leads to, and the modules that it calls.
 
-    `reads` return what the containers hold; `grads` are those of the leaves when these were first reached.
+    `reads` return what containers other than `dicts` hold; `grads` are those of leaves when these were first reached.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
+        self.dicts: list[dict[Any, object]] = []
         self.reads: list[Callable[[], dict[Any, object]]] = [partial(_variables, function)]
         self.tensors: dict[int, Tensor] = {}
         self.grads: dict[int, Tensor | None] = {}
@@ -73,7 +75,10 @@ class StepState:
                 self._seen |= {id(group): group for group in groups}
             elif isinstance(x, dict | list) and len(x) <= _MANY:
                 to_do += x.values() if isinstance(x, dict) else x
-                self.reads.append(partial(_entries, x))
+                if isinstance(x, dict):
+                    self.dicts.append(x)
+                else:
+                    self.reads.append(partial(_entries, x))
             else:
                 continue
             self._seen[id(x)] = x
@@ -103,12 +108,15 @@ class Held:
 
     def __init__(self, state: StepState, arguments: Iterable[Tensor]) -> None:
         own = {id(x) for x in arguments}
-        self._reads, self._ignored = state.reads, frozenset[int]()
+        self._dicts, self._reads, self._ignored = state.dicts, state.reads, frozenset[int]()
         self._tensors = [x for number, x in state.tensors.items() if number not in own]
-        self._before, self._uses = self._now(), [*map(_use, self._tensors)]
+        self._before, self._uses = self._now(), _uses(self._tensors)
+
+    def _all(self) -> Iterator[dict[Any, object]]:
+        return chain(self._dicts, [read() for read in self._reads])
 
     def _now(self) -> list[object]:
-        return [*chain.from_iterable([read().values() for read in self._reads])]
+        return [*chain.from_iterable(map(dict.values, self._all()))]
 
     def changed(self) -> str:
         """The name of what is another now; empty if nothing is."""
@@ -116,13 +124,13 @@ class Held:
         if len(now) != len(before) or not all(map(is_, now, before)):
             others = _others(now, before) - (self._ignored if len(now) == len(before) else frozenset())
             if others or len(now) != len(before):
-                names = [*chain.from_iterable([read() for read in self._reads]), "an entry"]
+                names = [*chain.from_iterable(self._all()), "an entry"]
                 name = names[min(others, default=-1)]
                 return "a hook" if type(name) is int else str(name)
-        for x, use in zip(self._tensors, self._uses, strict=True):
-            if _use(x) != use:
-                what = next(name for name, a, b in zip(_USE, _use(x), use, strict=True) if a != b)
-                return f"{what} of a tensor of shape {tuple(x.shape)}"
+        for name, used, uses in zip(_USES, self._uses, _uses(self._tensors), strict=True):
+            if used != uses:
+                x = next(x for x, a, b in zip(self._tensors, used, uses, strict=True) if a != b)
+                return f"{name} of a tensor of shape {tuple(x.shape)}"
         return ""
 
     def since(self, last: Held) -> Held:
@@ -139,19 +147,22 @@ def _others(now: list[object], before: list[object]) -> frozenset[int]:
     return frozenset(i for i, (a, b) in pairs if a is not b and not alike(a, b))
 
 
-_USE = ("requires_grad", "memory", "a hook")
+def _entries(values: list[object]) -> dict[Any, object]:
+    return {f"entry {i}": value for i, value in enumerate(values)}
 
 
-def _use(x: Tensor) -> tuple[object, ...]:
+def _uses(tensors: list[Tensor]) -> tuple[list[Any], ...]:
+    """What decides how tensors are used beside their values, in the order of `_USES`."""
     with no_torch_function():
-        local: Any = x.__dict__.get("_local_tensor") if isinstance(x, Wrapper) else x
-        memory = local if local is None else (id(local), local.data_ptr())
-        hooks = [*(x._backward_hooks or {}).values(), *(x._post_accumulate_grad_hooks or {}).values()]
-        return x.requires_grad, memory, hooks
+        local = [x.__dict__.get("_local_tensor", _NOWHERE) if isinstance(x, Wrapper) else x for x in tensors]
+        hooks = [[kind and {**kind} for kind in map(kinds, tensors)] for kinds in _HOOKS]
+        return [*map(_REQUIRES_GRAD, tensors)], [*map(id, local)], [*map(Tensor.data_ptr, local)], *hooks
 
 
-def _entries(x: dict[Any, object] | list[object]) -> dict[Any, object]:
-    return x if isinstance(x, dict) else {f"entry {i}": value for i, value in enumerate(x)}
+_USES = ("requires_grad", "memory", "memory", "a hook", "a hook")
+_REQUIRES_GRAD, *_HOOKS = map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_NOWHERE = torch.empty(0)
+"""Stands for a local tensor that is in flight."""
 
 
 def _settings(group: dict[str, object]) -> dict[str, object]:
