@@ -35,7 +35,11 @@ class Arrival:
             self.node = node.next_functions[0][0]
 
     def __call__(self, local: Tensor) -> Wrapper | None:
-        return self.reduced(local) if will_execute_node(self.node) else None
+        try:
+            is_wanted = will_execute_node(self.node)
+        except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
+            is_wanted = True
+        return self.reduced(local) if is_wanted else None
 
     def reduced(self, local: Tensor) -> Wrapper:
         """The gradient, in flight; or partial, where gradients are accumulated."""

@@ -498,6 +498,17 @@ def gradient_for_an_activation() -> tuple[Make, Step]:
 
 
 @program
+def gradients_of_parameters() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        y = model(x)
+        parameters = [*model.a.parameters(), *model.b.parameters()]
+        first = torch.autograd.grad(y.square().mean(), parameters, retain_graph=True)
+        return [*first, *torch.autograd.grad(y.mean(), parameters[:2])]
+
+    return Model, step
+
+
+@program
 def hook_on_a_parameter() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         if i == 4:
