@@ -126,7 +126,7 @@ class Code:
         """The function of these lines, and its source."""
         source = "\n    ".join([f"def {name}({parameters}):", *(lines or ["pass"])])
         exec(compile(source, file, "exec"), self.names)  # made here, of numbers and names alone
-        return self.names[name], source
+        return self.names.pop(name), source  # else the function and the names that it reads would hold each other
 
 
 def variable(slot: Slot) -> str:

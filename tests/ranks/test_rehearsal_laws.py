@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from helpers.rehearsed_programs import PROGRAMS, ROWS, WIDTH, Keeping, run_program, squares
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import dshard
 from dshard import init_device_mesh, parallelize
@@ -141,6 +143,28 @@ def local(x: Any) -> bool:
 @pytest.mark.ranks
 def test_nothing_stays_of_a_step_that_python_has_dropped(ranks: RankPool) -> None:
     assert ranks.run(held_after_steps) == [[]] * 4
+
+
+def is_freed_without_the_collector() -> bool:
+    """Whether the memory of a rehearsed model is freed when its last name goes, as that of any module."""
+    model = steps_of("data")
+    with dshard.rehearsing():
+        for _ in range(5):
+            squares(model, torch.ones(ROWS, WIDTH))
+    assert model.rehearsed.answered == 3
+    gc.collect()
+    gc.disable()
+    try:
+        memory = StorageWeakRef(model.a.weight.to_local().untyped_storage())
+        del model
+        return bool(memory.expired())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.ranks
+def test_a_rehearsed_model_is_freed_like_any(ranks: RankPool) -> None:
+    assert ranks.run(is_freed_without_the_collector) == [True] * 4
 
 
 def calls_after_an_interrupt() -> list[str]:
