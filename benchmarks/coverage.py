@@ -51,8 +51,10 @@ from torch import Tensor
 
 from dshard import DTensor, Layout, Replicate
 from dshard.comm import listen
-from dshard.dispatch.registry import path_of
+from dshard.dispatch.registry import known
 from dshard.errors import DShardError
+from dshard.ops.decompositions import decomposition_of
+from dshard.ops.foreach import FOREACH
 from dshard.tables import text_table
 from dshard.testing import distribute, simulated, whole
 
@@ -190,6 +192,16 @@ def note(notes: list[str], text: str) -> None:
         notes.append(text)
 
 
+def path_of(func: Any, args: Any) -> str:
+    """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
+    facts = known(func)
+    if facts.composed is not None and facts.composed.applies(args):
+        return "rule" if facts.composed.local else "decomposition"
+    if facts.op is not None or func in FOREACH:
+        return "rule"
+    return "fallback" if decomposition_of(func) is None else "decomposition"
+
+
 @contextmanager
 def recording(paths: set[Any]) -> Iterator[None]:
     """Note which operators reach distributed tensors, from outside, and by which way each goes."""
@@ -199,7 +211,7 @@ def recording(paths: set[Any]) -> Iterator[None]:
     def wrapped(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         nonlocal depth
         if depth == 0:
-            paths.add((func, path_of(func, args, kwargs or {})))
+            paths.add((func, path_of(func, args)))
         depth += 1
         try:
             return original.__func__(func, types, args, kwargs)

@@ -18,22 +18,14 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function
 
 
-def alias_of_leaf(x: Wrapper) -> Wrapper:
-    """A leaf with the memory of the leaf `x`, whose gradients are reduced as those of `x`, with the same others."""
-    with no_torch_function():
-        alias: Wrapper = x.detach()
-        Tensor.requires_grad_(alias)
-    _register(alias, x._gradient_leaf)
-    return alias
-
-
 def keep_gradient_layout(x: Wrapper) -> None:
     """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
     if x._gradient_leaf is None:
-        _register(x, Leaf(x))
+        reduce_gradients_as(x, Leaf(x))
 
 
-def _register(x: Wrapper, leaf: Leaf) -> None:
+def reduce_gradients_as(x: Wrapper, leaf: Leaf) -> None:
+    """Redistribute each gradient of `x` as those of `leaf`, with the same others."""
     x._gradient_leaf, cls = leaf, Wrapper.public
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:

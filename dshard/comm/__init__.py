@@ -70,7 +70,6 @@ from dshard.comm.recorded_calls import (
     record_leaf,
     recorded,
     recording_calls,
-    recording_here,
 )
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
 from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
@@ -214,7 +213,6 @@ __all__ = [
     "record_leaf",
     "recorded",
     "recording_calls",
-    "recording_here",
     "reshard",
     "run",
     "run_number",

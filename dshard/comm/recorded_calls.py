@@ -50,11 +50,6 @@ def recording_calls(recorder: CallRecorder) -> AbstractContextManager[None]:
     return _RECORDERS.entered(recorder)
 
 
-def recording_here() -> bool:
-    """Whether this thread records a step: on local tensors, so that calls may take the path of other calls."""
-    return bool(RECORDERS) and _RECORDERS.value() is not None
-
-
 def recorded(key: object, function: Callable[..., T], *args: object) -> T:
     """Call a function, by the recorder of this thread if there is one."""
     recorder = _RECORDERS.value() if RECORDERS else None

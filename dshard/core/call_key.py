@@ -27,13 +27,13 @@ def call_key(
     values: bool = True,
     recording: bool = False,
 ) -> tuple[object, ...]:
-    """The cache key of a call of `called`; its second entry says whether autograd records an operand.
+    """The cache key of a call of `called`.
 
     A distributed tensor counts by its spec, which is interned. With `recording`, one that autograd records is followed
     by whether it is a leaf. Without `values` of a number only its type counts.
     """
     cls = Wrapper.public
-    parts: list[object] = [called, False]
+    parts: list[object] = [called]
     for arg in (*args, *kwargs.values()) if kwargs else args:
         kind = type(arg)
         if kind is cls:
@@ -41,7 +41,6 @@ def call_key(
             if arg._matmul is not None:
                 parts.append(id(arg._matmul))  # equal options are one object, which is kept
             if recording and arg.requires_grad:
-                parts[1] = True
                 leaf = arg._leaf  # of the tensor that it stands for in a trace
                 try:
                     parts.append(arg.is_leaf if leaf is None else leaf)

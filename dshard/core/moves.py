@@ -267,18 +267,6 @@ def wrap_counting(x: Tensor, local: Tensor, spec: Spec) -> Wrapper:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def is_same_memory(x: object, written: object) -> bool:
-    """Whether two local tensors have the same elements of the same memory."""
-    return (
-        type(x) is Tensor
-        and type(written) is Tensor
-        and 0 != x.data_ptr() == written.data_ptr()  # what has no elements has no memory
-        and (x.shape, x.dtype) == (written.shape, written.dtype)
-        and (x.is_conj(), x.is_neg()) == (written.is_conj(), written.is_neg())
-        and all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), written.stride(), strict=True))
-    )
-
-
 def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, whose output views share the version counter of its operand also below autograd.
 

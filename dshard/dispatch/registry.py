@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tag
@@ -14,7 +14,7 @@ from dshard.caches import Cache, cached, clear_caches
 from dshard.core.call import Call, Composed, Operator, writes_first
 from dshard.core.checks import CHECKS, META
 from dshard.core.shared_memory import reads_more
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args
 from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
 from dshard.errors import NotationError
 from dshard.ops import (
@@ -36,8 +36,7 @@ from dshard.ops import (
     slicing,
     views,
 )
-from dshard.ops.decompositions import decomposition_of
-from dshard.ops.foreach import FOREACH, INDEPENDENT_OF_VALUES
+from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
 from dshard.placements import ReduceOp
 from dshard.rules.rule import Rule
@@ -266,16 +265,3 @@ def _composed(func: OpOverload, op: Operator | None) -> Composed | None:
 
 CHECKS |= CHECKS_WITHOUT_RULE
 CHECKS |= {name: op.check for table in TABLES for name, op in table.items() if op.check is not None}
-
-
-Path: TypeAlias = Literal["rule", "decomposition", "fallback"]
-
-
-def path_of(func: OpOverload, args: Args, kwargs: Kwargs) -> Path:
-    """The path of a call: its rule, other operators, or the fallback that replicates on every rank."""
-    facts = known(func)
-    if facts.composed is not None and facts.composed.applies(args):
-        return "rule" if facts.composed.local else "decomposition"
-    if facts.op is not None or func in FOREACH:
-        return "rule"
-    return "fallback" if decomposition_of(func) is None else "decomposition"

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
-from dshard.autograd import joined_gradients
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.leaf_gradients import gradient_in_layout
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function, will_execute_node
-
-within_backward_pass: Callable[[], AbstractContextManager[None]] = getattr(
-    joined_gradients, "within_backward_pass", nullcontext
-)
-"""A block whose gradients are reduced with those of the backward pass around it."""
 
 
 class Arrival:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import unchecked_apply
+from dshard.autograd.joined_gradients import within_backward_pass
 from dshard.comm import publish_failure, recording_calls
 from dshard.core.context import settings_in_force
 from dshard.core.observe import OperatorMode
@@ -26,7 +27,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import NoProgram, program_of
 from dshard.rehearsal.calls import local_of
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again, share
-from dshard.rehearsal.leaf_arrivals import Arrival, within_backward_pass
+from dshard.rehearsal.leaf_arrivals import Arrival
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run

@@ -29,7 +29,7 @@ from dshard import (
 )
 from dshard.autograd import joined_gradients
 from dshard.autograd.joined_gradients import bucket_bytes, within_backward_pass
-from dshard.autograd.leaf_gradients import alias_of_leaf
+from dshard.autograd.leaf_gradients import reduce_gradients_as
 from dshard.comm import Lane
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
@@ -153,7 +153,10 @@ class Nested(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        aliases = [alias_of_leaf(x) for x in ctx.xs]
+        with no_torch_function():
+            aliases = [torch.Tensor.requires_grad_(x.detach()) for x in ctx.xs]
+        for alias, x in zip(aliases, ctx.xs, strict=True):
+            reduce_gradients_as(alias, x._gradient_leaf)
         with torch.enable_grad():
             every = zip(products(ctx.rows, *aliases), grads, strict=True)
             outs, given = zip(*((y, grad) for y, grad in every if grad is not None), strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,9 +89,6 @@ class WindowAttention(ComposedExecutable):
         q, k, v = (redistribute(x, layout) for x, layout in zip(tensors, self.strategy.inputs, strict=True))
         moved = (q, *windowed(self.windows, (k, v)))
         return run_recorded(self.attention, *moved) if is_recorded(tensors) else self.attention(moved)
-
-
-_Ranges: TypeAlias = Sequence[range]
 
 
 class _Moved(torch.autograd.Function):
