@@ -34,26 +34,6 @@ from dshard.topology.sharing import groups_of
 from dshard.torch_private import LocalTensor, disable_modes, late, local_tensor_mode, mesh_environment
 from dshard.validate import as_tuple, of_wrong_type, shown
 
-__all__ = [
-    "DeviceMesh",
-    "Group",
-    "LocalTensor",
-    "Runtime",
-    "bind",
-    "break_off",
-    "current_mesh",
-    "device_mesh_of",
-    "group_of",
-    "init_device_mesh",
-    "is_first_rank",
-    "is_outside",
-    "own_coordinate",
-    "ranks_of_root",
-    "ranks_per_host",
-    "runtime_of",
-    "simulated_ranks",
-]
-
 
 @dataclass(slots=True)
 class Runtime:

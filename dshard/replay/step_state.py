@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dis import get_instructions
-from functools import lru_cache, partial
+from functools import partial
 from inspect import ismethod
 from itertools import chain
 from operator import attrgetter, is_
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dshard.caches import cached
 from dshard.core.wrapper import Wrapper
 from dshard.replay.optimizer_options import Options, is_option, options_of
 from dshard.torch_private import no_torch_function
@@ -187,7 +188,7 @@ def _variables(function: Any) -> dict[str, object]:
     return held | defaults | (function.__kwdefaults__ or {})
 
 
-@lru_cache(1024)
+@cached("global variables of functions", 1024)
 def _globals_read(code: CodeType) -> frozenset[str]:
     """The global variables that a function reads, with those of functions and comprehensions within it."""
     names = frozenset(each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL")

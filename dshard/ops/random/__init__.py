@@ -16,24 +16,3 @@ from dshard.ops.random.operators import (
     uniform,
 )
 from dshard.ops.random.state import Draw, get_rng_state, manual_seed, next_draw, set_rng_state
-
-__all__ = [
-    "RANDOM",
-    "Distribution",
-    "Draw",
-    "draw_for",
-    "dropped_again",
-    "filled",
-    "get_rng_state",
-    "integers",
-    "is_random",
-    "kept_factor",
-    "manual_seed",
-    "next_draw",
-    "permutation",
-    "seeded_alike",
-    "seeded_op",
-    "set_rng_state",
-    "standard_normal",
-    "uniform",
-]
