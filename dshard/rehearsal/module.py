@@ -26,8 +26,8 @@ from dshard.rehearsal.region_recording import Recording
 from dshard.rehearsal.session import HERE, Entered, why_not_gathered
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
-MAX_RECORDS, TRIES, PAUSE = 16, 3, 100
-"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next."""
+MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
+"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next: then more."""
 _DEFAULT = os.environ.get("DSHARD_REHEARSE", "0") not in ("", "0")
 _ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
 
@@ -40,10 +40,19 @@ def rehearsing(on: bool = True) -> Iterator[None]:
 
 
 class _Known:
-    """What is known of calls with inputs of one kind."""
+    """What is known of calls with inputs of one kind.
+
+    Attributes:
+        tries: Recordings since a run was answered as a whole.
+        missed: Runs since then, or since the last recording.
+        pause: Calls until the next recording.
+        is_near: Whether most calls of the last run were answered.
+        froze: Whether a recording has set what is there aside from the collection of garbage.
+    """
 
     def __init__(self) -> None:
         self.calls = self.tries = self.missed = self.pause = 0
+        self.is_near = self.froze = False
         self.record: Record | None = None
 
 
@@ -150,37 +159,52 @@ class Rehearsal:
         if known.pause:
             known.pause -= 1
             self.why_not = "its calls differ each time"
-            return (None, None) if record is None else (begun(record, inputs), known)
+            return (begun(record, inputs), known) if record is not None and known.is_near else (None, None)
         n_records = len(self.records)
         if known.calls < 2 + n_records // 4 or (record is None and n_records >= MAX_RECORDS):
             self.why_not = "the first call runs by Python"
             return None, None
         known.tries += 1
         if known.tries >= TRIES:
-            known.tries, known.pause = 0, PAUSE
+            known.pause = PAUSE * 4 ** (known.tries - TRIES)
         known.missed = 0
         own = {
             id(x): x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()) if x is not None
         }
         self.why_not = "this call is recorded"
+        if not gc.get_freeze_count():
+            gc.freeze()  # then what was there before takes no time when garbage is collected after the call
+            known.froze = True
         return Recording(own, inputs), known
 
     def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
         if isinstance(session, Recording):
-            if failed:  # what is alive now is not what autograd has saved
-                self.why_not = "the call that was recorded failed"
-                return
-            gc.collect()  # so that what is alive is what autograd has saved, on all ranks
-            record = Record(session)
-            if record.contents.calls:
-                known.record = record
-            self.why_not = f"this call was recorded: {record.why_not}" if record.why_not else self.why_not
+            self._keep(session, known, failed)
             return
         session.stop()
-        known.missed = 0 if session.is_whole else known.missed + 1
+        if session.is_whole:
+            known.missed = known.tries = known.pause = 0
+        else:
+            known.missed += 1
+        known.is_near = session.n_answered > 0.75 * len(session.record.answers)
         self.answered += session.is_whole
         self.why_not = session.why_not or ("" if session.is_whole else "the module made fewer calls")
+
+    def _keep(self, recording: Recording, known: _Known, failed: bool) -> None:
+        """Keep the record of a call that has ended, unless it failed: what is alive then is not what autograd saved."""
+        if not failed:
+            gc.collect()  # so that what is alive is what autograd has saved, on all ranks
+        if known.froze:
+            gc.unfreeze()
+            known.froze = False
+        if failed:
+            self.why_not = "the call that was recorded failed"
+            return
+        record = Record(recording)
+        if record.contents.calls:
+            known.record = record
+        self.why_not = f"this call was recorded: {record.why_not}" if record.why_not else self.why_not
 
 
 def _key_of(value: object) -> object:

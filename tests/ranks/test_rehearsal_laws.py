@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import gc
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -187,6 +189,44 @@ def calls_after_an_interrupt() -> list[str]:
 @pytest.mark.ranks
 def test_an_interrupted_call_leaves_no_session(ranks: RankPool) -> None:
     assert ranks.run(calls_after_an_interrupt) == [[""] * 8] * 4
+
+
+def frozen_after_steps() -> list[int]:
+    """The objects that the collection of garbage leaves out after each step, of which one is interrupted."""
+    model, frozen = steps_of("data"), []
+    with dshard.rehearsing():
+        for i in range(4):
+            model.interrupted = i == 1
+            try:
+                squares(model, torch.ones(ROWS, WIDTH))
+            except KeyboardInterrupt:
+                model.interrupted = False
+                model(torch.ones(ROWS + 1, WIDTH))  # closes the session
+            frozen.append(gc.get_freeze_count())
+    return frozen
+
+
+@pytest.mark.ranks
+def test_a_recording_sets_no_garbage_aside_for_good(ranks: RankPool) -> None:
+    assert ranks.run(frozen_after_steps) == [[0] * 4] * 4
+
+
+def recordings_of_a_model_that_always_differs() -> tuple[int, list[str]]:
+    """How many of 120 calls were recorded, and why the last were not answered."""
+    model, said = steps_of("data"), []
+    with dshard.rehearsing(), torch.no_grad():
+        for i in range(120):
+            model.a.forward = partial(torch.mul, other=1.0 + i)
+            model(torch.ones(ROWS, WIDTH))
+            said.append(model.rehearsed.why_not)
+    return sum("recorded" in why for why in said), said[-3:]
+
+
+@pytest.mark.ranks
+def test_a_model_that_always_differs_is_left_alone(ranks: RankPool) -> None:
+    for recorded, said in ranks.run(recordings_of_a_model_that_always_differs):
+        assert recorded == 3
+        assert said == ["its calls differ each time"] * 3
 
 
 def records_of_shapes() -> tuple[int, int]:
