@@ -27,7 +27,7 @@ from dshard.rehearsal.session import HERE, Entered, why_not_gathered
 from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
-"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next: then more."""
+"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
 _DEFAULT = os.environ.get("DSHARD_REHEARSE", "0") not in ("", "0")
 _ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
 

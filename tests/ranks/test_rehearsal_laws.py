@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gc
 from functools import partial
 from threading import Thread
 from typing import Any
