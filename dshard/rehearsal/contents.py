@@ -113,7 +113,10 @@ def _needs_grad(kind: Kind) -> bool:
 def _answerable(recording: Recording) -> tuple[list[Call], str]:
     """The calls up to the first that reads what neither a call, an input nor the module has made, and why no more."""
     known = {*recording.sources, *recording.recorder.literals}
+    views = {*map(Ref, recording.shown_twice())}
     for i, call in enumerate(recording.calls):
+        if not views.isdisjoint(ref for ref in call.outs if isinstance(ref, Ref)):
+            return recording.calls[:i], f"{call.name} gives a view that the program holds with its base, at {call.line}"
         for each in call.instructions:
             if not known.issuperset(reads(each)):
                 return recording.calls[:i], f"{call.name} reads a tensor that no recorded call made, at {each.line}"

@@ -7,7 +7,7 @@ it, so nothing is assumed of what a program does with results.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
@@ -252,6 +252,7 @@ class Run:
         for n in (*range(record.contents.n_inputs), *places.late, *places.plain):
             tensors[n] = None
         record.absent = absent = list[int]()
+        held: dict[int, Any] = dict(enumerate(map(local_of, self.inputs)))
         with no_torch_function():
             for n, size in places.distributed:
                 x = tensors[n]
@@ -265,14 +266,24 @@ class Run:
                         if x.requires_grad:
                             x.detach_()  # which lets go of this run
                         continue
+                elif x.requires_grad:
+                    held[-1 - n] = x.__dict__.get("_local_tensor")
                 tensors[n] = None
                 absent.append(n)
         self.tensors = []
         if not places.needing:
             self.values = []
         else:
+            self.versions |= _sharing(held)
             for slot in record.unread if self.is_whole else ():
                 self.values[slot.number] = None
+
+
+def _sharing(held: dict[int, Any]) -> dict[int, tuple[Tensor, int]]:
+    """Those tensors that share memory, with their versions: autograd does not know that a write changes the others."""
+    storages = {n: x.untyped_storage()._cdata for n, x in held.items() if x is not None}
+    count = Counter(storages.values())
+    return {n: (held[n], held[n]._version) for n, storage in storages.items() if count[storage] > 1 and n < 0}
 
 
 _LAST: Any = (_END, None, None, False, (), None)

@@ -94,6 +94,7 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     record = run.record
     if not run.values:
         raise RuntimeError(TWICE)
+    _check_versions(run, [n for n in run.versions if n < 0])
     given = [i for i, grad in enumerate(grads) if grad is not None]
     arrived: list[Any] = [grads[i] for i in given]
     if torch.is_grad_enabled():

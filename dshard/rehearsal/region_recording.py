@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from sys import getrefcount
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,6 +33,7 @@ from dshard.torch_private import (
     no_torch_function,
     pytree,
     saved_tensor_hooks,
+    tensor_references,
 )
 
 CHANGE_GRAPHS = frozenset(
@@ -50,6 +52,10 @@ CHANGE_GRAPHS = frozenset(
     }
 )
 """Functions that change a tensor, or autograd's graph, without a result: they end what is recorded and answered."""
+
+
+def _is_size(x: object) -> bool:
+    return type(x) is torch.Size
 
 
 class Ends(Exception):
@@ -193,7 +199,7 @@ class Recording:
         Raises:
             Ends: it cannot be answered later.
         """
-        flat, structure = pytree.tree_flatten((args, kwargs))
+        flat, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_size)  # which would come back as a tuple
         operands = [x for x in flat if isinstance(x, Tensor)]
         if getattr(func, "__name__", "") in CHANGE_GRAPHS:
             raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))
@@ -329,6 +335,22 @@ class Recording:
                 self.made[number] = Result(kind_of(x), slot, int(x.storage_offset()))
         return Ref(number)
 
+    def shown_twice(self) -> list[int]:
+        """The numbers of results that need a gradient and share the memory of an operand, or result, that is held.
+
+        autograd has to know these as views: a write to one changes the other.
+        """
+        storages = self.recorder.storages
+        seen, shown = {storages[slot] for slot in self.sources if slot in storages}, list[int]()
+        for n, result in self.made.items():
+            storage = storages.get(result.slot)
+            if storage is None or not result.kind[4] or not _is_held(self._refs[n]):
+                continue
+            if storage in seen:
+                shown.append(n)
+            seen.add(storage)
+        return shown
+
     def alive(self) -> set[Slot]:
         """The slots whose memory is alive."""
         return {slot for slot, storage in self.recorder.storages.items() if not storage.expired()}
@@ -338,6 +360,12 @@ class Recording:
         instructions = self.recorder.instructions
         begun = {slot for each in instructions if each.begins for slot in each.made}
         return begun - {each.args[0] for each in instructions if each.key == ENDS}
+
+
+def _is_held(reference: Any) -> bool:
+    """Whether Python holds a tensor: while C++ does, for autograd, too, torch has one more Python reference to it."""
+    x = reference()
+    return x is not None and getrefcount(x) - 2 > (tensor_references(x) > 1)  # `x`, and the argument
 
 
 def state_of(x: Tensor) -> tuple[int, int, bool, int]:

@@ -378,6 +378,24 @@ def writes_to_a_view() -> tuple[Make, Step]:
 
 
 @program
+def writes_to_a_result_and_its_view() -> tuple[Make, Step]:
+    class Both(Model):
+        def forward(self, x: Tensor) -> Any:
+            h = self.hidden(x)
+            return h, h[:2]
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        h, part = model(x)
+        if i % 3:
+            (h if i % 3 == 1 else part).mul_(3)
+        loss = h.square().mean() + part.sum()
+        loss.backward()
+        return [loss]
+
+    return Both, step
+
+
+@program
 def batch_norm() -> tuple[Make, Step]:
     class Normed(Model):
         def __init__(self) -> None:

@@ -120,6 +120,39 @@ def test_modules_with_gathered_weights_are_not_rehearsed(ranks: RankPool) -> Non
         assert (answered, said) == (0, "its weights are gathered, which is not rehearsed yet")
 
 
+def late_write_to_a_base() -> tuple[int, str]:
+    """A program that once keeps the base of what the model gives, and writes to it: autograd knows no base."""
+
+    class Part(Keeping):
+        def forward(self, x: Any) -> Any:
+            h = self.a(x.view(torch.Size((*x.size()[:-1], 2, WIDTH // 2))).flatten(1))
+            self.kept = h if self.keeps else None
+            return h[:, :4]
+
+    model = Part()
+    model.keeps = False
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    parallelize(model, mesh, "data", torch.randn(ROWS, WIDTH))
+    with dshard.rehearsing():
+        for _ in range(4):
+            squares(model, torch.ones(ROWS, WIDTH))
+        model.keeps, answered = True, model.rehearsed.answered
+        out = model(torch.ones(ROWS, WIDTH))
+        model.kept.mul_(2)
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return answered, str(error)
+    return answered, ""
+
+
+@pytest.mark.ranks
+def test_a_write_that_autograd_cannot_follow_is_an_error(ranks: RankPool) -> None:
+    for answered, said in ranks.run(late_write_to_a_base):
+        assert answered == 2
+        assert "modified by an inplace operation: a tensor of shape" in said
+
+
 def held_after_steps() -> list[str]:
     """What a record holds after a forward pass whose result is dropped, and after one with a backward pass."""
     model, held = steps_of("data"), []
