@@ -75,6 +75,7 @@ class _ReduceOnce:
         self.leaf.has_partial_sum = False
         grad, layout = x.grad, self.leaf.layout
         if isinstance(grad, Wrapper) and grad._spec.layout is not layout:
-            joined = join(self.leaf, grad, local_redistribution(self.leaf.reduced(grad._spec), layout), False)
+            move = local_redistribution(self.leaf.reduced(grad._spec), layout)
+            joined = join(self.leaf, grad._local_tensor, move, False)
             with no_torch_function():
                 x.grad = redistributed(grad, layout, "accumulate") if joined is None else joined

@@ -255,16 +255,18 @@ def within_backward_pass() -> Iterator[None]:
         yield
 
 
-def join(leaf: Leaf, grad: Wrapper, move: LocalRedistribution, own: bool) -> Wrapper | None:
-    """Redistribute the gradient of a leaf by `move` together with others; None if it is to be redistributed alone."""
+def join(leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wrapper | None:
+    """Redistribute the gradient of a leaf by `move` together with others; None if it is to be redistributed alone.
+
+    `local` is its local tensor.
+    """
     number = graph_task_id()
-    local = grad._local_tensor
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
     pending = Pending(leaf, local, move, own)
     _running(number).add(pending)
-    dtype = grad._spec.dtype
-    return wrap_in_flight(pending, move.spec if move.spec.dtype is dtype else move.spec.with_dtype(dtype))
+    spec = move.spec
+    return wrap_in_flight(pending, spec if spec.dtype is local.dtype else spec.with_dtype(local.dtype))
 
 
 def _running(number: int) -> BackwardPass:

@@ -68,7 +68,7 @@ def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
         return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
     own = asynchronous and not leaf.is_packed and is_sole_owner(grad, references)  # a packed one is not written
     if leaf.accumulates:
-        joined = join(leaf, grad, move, own)
+        joined = join(leaf, grad._local_tensor, move, own)
         if joined is not None:
             return joined
     if sent is not spec:

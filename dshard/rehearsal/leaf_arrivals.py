@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
+from dshard.autograd.joined_gradients import join
 from dshard.autograd.leaf_gradients import gradient_in_layout
+from dshard.comm import RECORDERS
+from dshard.core.moves import local_redistribution
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function, will_execute_node
+
+_GRAD: Any = Tensor.grad
 
 
 class Arrival:
     """The gradient of the leaf `x`, a partial one of spec `spec`: called with its local tensor, it is being reduced.
 
-    It is given on as it is where it stays partial, and is None where the pass wants no gradient of the leaf.
+    It is given on as it is where it stays partial. Where autograd would do nothing but set `x.grad`, that is set here.
+    The result is None then, and where the pass wants no gradient of the leaf.
     """
 
     def __init__(self, x: Wrapper, spec: Spec) -> None:
-        self.leaf, self.spec = x._gradient_leaf, spec
+        self.x, self.leaf, self.spec = x, x._gradient_leaf, spec
+        self.move = local_redistribution(self.leaf.reduced(spec), self.leaf.layout)
         with no_torch_function(), torch.enable_grad():
-            node = x.view_as(x).grad_fn
-            assert node is not None
-            self.node = node.next_functions[0][0]
+            view: Any = x.view_as(x)
+        self.node = view.grad_fn.next_functions[0][0]
+        self.hooks = [_hooks_of(self.node.register_prehook), _hooks_of(self.node.register_hook)]
 
     def __call__(self, local: Tensor) -> Wrapper | None:
         try:
             is_wanted = will_execute_node(self.node)
         except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
-            is_wanted = True
-        return self.reduced(local) if is_wanted else None
+            return self.reduced(local)
+        if not is_wanted:
+            return None
+        grad, x = self.reduced(local), self.x
+        with no_torch_function():
+            is_seen = len(x._backward_hooks or ()) != 1 or x._post_accumulate_grad_hooks or any(self.hooks) or RECORDERS
+            if is_seen or _GRAD.__get__(x) is not None or "_lazy_local" not in grad.__dict__:
+                return grad
+            _GRAD.__set__(x, grad)
+        return None
 
     def reduced(self, local: Tensor) -> Wrapper:
         """The gradient, in flight; or partial, where gradients are accumulated."""
-        grad = wrap(local, self.spec)
-        if accumulating() or self.leaf.has_partial_sum:
-            return grad
-        return gradient_in_layout(grad, self.leaf, 0)
+        leaf = self.leaf
+        if accumulating() or leaf.has_partial_sum:
+            return wrap(local, self.spec)
+        joined = join(leaf, local, self.move, False) if leaf.accumulates else None
+        return gradient_in_layout(wrap(local, self.spec), leaf, 0) if joined is None else joined
+
+
+def _hooks_of(register: Callable[[Any], Any]) -> Mapping[int, object]:
+    """The hooks of a node that a function registers, now and later."""
+    handle = register(lambda *_: None)
+    hooks: Mapping[int, object] = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks

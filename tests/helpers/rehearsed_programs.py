@@ -537,6 +537,25 @@ def hook_on_a_parameter() -> tuple[Make, Step]:
 
 
 @program
+def hooks_of_accumulation() -> tuple[Make, Step]:
+    """Hooks of the node that accumulates a parameter's gradient, and one behind that of another parameter."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        weight = model.a.weight
+        if i == 0:
+            model.seen, model.node = [], weight.view_as(weight).grad_fn.next_functions[0][0]
+        if i == 4:
+            model.node.register_prehook(lambda grads: (grads[0] * 2,))
+        if i == 5:
+            model.node.register_hook(lambda into, grads: model.seen.append(grads[0].full_tensor().norm()))
+        if i == 6:
+            model.b.weight.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", x.grad * 3))
+        return [*squares(model, x), *model.seen]
+
+    return Model, step
+
+
+@program
 def parameters_change() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         if i == 4:

@@ -54,6 +54,11 @@ def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
     assert [outcome.wrong for outcome in outcomes] == [[]] * 4
 
 
+@pytest.mark.ranks
+def test_hooks_of_a_leaf_see_its_gradient(ranks: RankPool) -> None:
+    check(ranks, "hooks_of_accumulation", "data", 1e-6)
+
+
 # -- invariants
 
 
