@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from dshard import comm
 from dshard.autograd.crossing import redistribute
@@ -25,87 +26,68 @@ from dshard.tensor import DTensor, as_dtensor
 from dshard.validate import as_int, as_shape, is_symbolic, shown, suggestion
 
 
+class Options(TypedDict, total=False):
+    """Options of factories: those of torch, the mesh (by default the current one), and placements (all replicated)."""
+
+    device_mesh: DeviceMesh | Mesh | None
+    placements: Sequence[Placement] | None
+    dtype: torch.dtype | None
+    requires_grad: bool
+    generator: torch.Generator | None
+
+
+class SizedOptions(Options, total=False):
+    """Options of factories whose sizes, and bounds, may have names."""
+
+    size: Sequence[int]
+    low: int
+    high: int
+
+
 @traceable
-def zeros(
-    *size: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def zeros(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
-    return _new(torch.zeros, size, device_mesh, placements, **options)
+    return _new(torch.zeros, sizes, options)
 
 
 @traceable
-def ones(
-    *size: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def ones(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
-    return _new(torch.ones, size, device_mesh, placements, **options)
+    return _new(torch.ones, sizes, options)
 
 
 @traceable
-def empty(
-    *size: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def empty(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """An uninitialised DTensor; `dtype` and `requires_grad` as in `torch.empty`."""
-    return _new(torch.empty, size, device_mesh, placements, **options)
+    return _new(torch.empty, sizes, options)
 
 
 @traceable
-def full(
-    size: Sequence[int],
-    fill_value: float,
-    *,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def full(size: Sequence[int], fill_value: float, **options: Unpack[Options]) -> DTensor:
     """A DTensor of which every element is `fill_value`; `dtype` and `requires_grad` as in `torch.full`."""
-    return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), device_mesh, placements, **options)
+    return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), options)
 
 
 @traceable
-def rand(
-    *size: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def rand(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`.
 
     `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.rand`.
     """
-    return _random("rand", torch.rand, random.uniform, size, device_mesh, placements, **options)
+    return _random("rand", torch.rand, random.uniform, sizes, options)
 
 
 @traceable
-def randn(
-    *size: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def randn(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`.
 
     `dtype`, `requires_grad` and `generator`, alike on all ranks, as in `torch.randn`.
     """
-    return _random("randn", torch.randn, random.standard_normal, size, device_mesh, placements, **options)
+    return _random("randn", torch.randn, random.standard_normal, sizes, options)
 
 
 @traceable
-def randint(
-    *args: object,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def randint(*args: object, **options: Unpack[SizedOptions]) -> DTensor:
     """`randint([low,] high, size)`: whole numbers from `low`, or 0, and below `high`; int64 by default.
 
     The same values on every mesh and layout under `manual_seed`.
@@ -113,31 +95,19 @@ def randint(
     bounds, size = _bounds(args, options)
     options.setdefault("dtype", torch.int64)
     return _random(
-        "randint",
-        partial(torch.randint, *bounds),
-        lambda dtype: random.integers(dtype, *bounds),
-        (size,),
-        device_mesh,
-        placements,
-        **options,
+        "randint", partial(torch.randint, *bounds), lambda dtype: random.integers(dtype, *bounds), (size,), options
     )
 
 
 @traceable
-def randperm(
-    n: int,
-    *,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: Any,
-) -> DTensor:
+def randperm(n: int, **options: Unpack[Options]) -> DTensor:
     """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all and keeps its own.
 
     The same order on every mesh and layout under `manual_seed`.
     """
     _check_options("randperm", options, {"dtype", "requires_grad", "generator"})
-    dtype, generator = options.pop("dtype", torch.int64), options.pop("generator", None)
-    shape, layout = _shape_and_layout((as_int(n, "randperm: n", ShapeError, least=0),), device_mesh, placements)
+    dtype, generator = options.get("dtype") or torch.int64, options.get("generator")
+    shape, layout = _shape_and_layout((as_int(n, "randperm: n", ShapeError, least=0),), options)
     (n,) = shape
     with comm.plain():
         torch.randperm(0, dtype=dtype, device="cpu")
@@ -148,24 +118,16 @@ def randperm(
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.local_shard(order, layout.region(shape, coordinate)).to(device)
 
-    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
 
 
 @traceable
-def linspace(
-    start: complex | Tensor,
-    end: complex | Tensor,
-    steps: int,
-    *,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
-) -> DTensor:
+def linspace(start: complex | Tensor, end: complex | Tensor, steps: int, **options: Unpack[Options]) -> DTensor:
     """`steps` numbers evenly spaced from `start` to `end`, to the bit those of `torch.linspace`.
 
     `start` and `end` may be DTensors without dims. Each rank makes all numbers and keeps its own.
     """
-    return _spaced(torch.linspace, (start, end), steps, device_mesh, placements, **options)
+    return _spaced(torch.linspace, (start, end), steps, options)
 
 
 @traceable
@@ -174,54 +136,43 @@ def logspace(
     end: complex | Tensor,
     steps: int,
     base: float = 10.0,
-    *,
-    device_mesh: DeviceMesh | Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-    **options: object,
+    **options: Unpack[Options],
 ) -> DTensor:
     """`steps` powers of `base` whose exponents are evenly spaced from `start` to `end`: those of `torch.logspace`.
 
     `start` and `end` may be DTensors without dims. Each rank makes all numbers and keeps its own.
     """
-    return _spaced(partial(torch.logspace, base=base), (start, end), steps, device_mesh, placements, **options)
+    return _spaced(partial(torch.logspace, base=base), (start, end), steps, options)
 
 
 def _spaced(
     make: Callable[..., Tensor],
     ends: tuple[complex | Tensor, complex | Tensor],
     steps: int,
-    device_mesh: DeviceMesh | Mesh | None,
-    placements: Sequence[Placement] | None,
-    /,
-    **options: Any,
+    options: Options,
 ) -> DTensor:
     _check_options("linspace", options, {"dtype", "requires_grad"})
-    shape, layout = _shape_and_layout((as_int(steps, "steps", ShapeError, least=0),), device_mesh, placements)
+    shape, layout = _shape_and_layout((as_int(steps, "steps", ShapeError, least=0),), options)
     first, last = (x.item() if isinstance(x, Tensor) else x for x in ends)
     with comm.plain():
-        numbers = make(first, last, *shape, dtype=options.pop("dtype", None))
+        numbers = make(first, last, *shape, dtype=options.get("dtype"))
 
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.local_shard(numbers, layout.region(shape, coordinate)).to(device)
 
-    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, **options)
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
 
 
 def _new(
     make: Callable[..., Tensor],
     size: tuple[Any, ...],
-    device_mesh: DeviceMesh | Mesh | None,
-    placements: Sequence[Placement] | None,
-    /,
-    **options: Any,
+    options: Options,
 ) -> DTensor:
     """A DTensor whose local tensor each rank makes by `make`."""
     size = _size_of(size, options)
     _check_options("a factory", options, {"dtype", "requires_grad"})
-    shape, layout = _shape_and_layout(size, device_mesh, placements)
-    return _wrap_local(
-        _make_local(make, shape, layout, options.get("dtype")), layout, shape, options.get("requires_grad", False)
-    )
+    shape, layout = _shape_and_layout(size, options)
+    return _wrap_local(_make_local(make, shape, layout, options.get("dtype")), layout, shape, options)
 
 
 def _make_local(
@@ -237,30 +188,25 @@ def _random(
     make: Callable[..., Tensor],
     distribution: Callable[[torch.dtype], random.Distribution],
     size: tuple[Any, ...],
-    device_mesh: DeviceMesh | Mesh | None,
-    placements: Sequence[Placement] | None,
-    /,
-    **options: Any,
+    options: Options,
 ) -> DTensor:
     """A DTensor whose local tensor each rank draws itself, once torch has accepted the arguments."""
     size = _size_of(size, options)
     _check_options(what, options, {"dtype", "requires_grad", "generator"})
     dtype, generator = options.get("dtype"), options.get("generator")
-    shape, layout = _shape_and_layout(size, device_mesh, placements)
+    shape, layout = _shape_and_layout(size, options)
     with comm.plain():
         make((0,), dtype=dtype, device="cpu", generator=torch.Generator())
     values = layout.cotangent()
-    drawn = _wrap_local(_make_local(torch.empty, shape, values, dtype), values, shape)
+    drawn = _wrap_local(_make_local(torch.empty, shape, values, dtype), values, shape, {})
     random.filled(drawn, distribution, what, generator)
-    return _wrap_local(drawn._local_tensor, layout, shape, options.get("requires_grad", False))
+    return _wrap_local(drawn._local_tensor, layout, shape, options)
 
 
-def _shape_and_layout(
-    size: tuple[object, ...], device_mesh: DeviceMesh | Mesh | None, placements: Sequence[Placement] | None
-) -> tuple[tuple[int, ...], Layout]:
+def _shape_and_layout(size: tuple[object, ...], options: Options) -> tuple[tuple[int, ...], Layout]:
     only = size[0] if len(size) == 1 else size
     shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
-    mesh = as_mesh(device_mesh)
+    mesh, placements = as_mesh(options.get("device_mesh")), options.get("placements")
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, len(shape))
     return shape, layout
 
@@ -269,7 +215,7 @@ def _is_number(size: object) -> bool:
     return is_symbolic(size) or isinstance(size, str) or not isinstance(size, Iterable)
 
 
-def _size_of(size: tuple[object, ...], options: dict[str, object]) -> tuple[Any, ...]:
+def _size_of(size: tuple[object, ...], options: Any) -> tuple[Any, ...]:
     """The sizes, given by position or as the option `size`, as torch takes them."""
     if "size" not in options:
         return size
@@ -278,7 +224,7 @@ def _size_of(size: tuple[object, ...], options: dict[str, object]) -> tuple[Any,
     return (options.pop("size"),)
 
 
-def _bounds(args: Args, options: dict[str, object]) -> tuple[list[int], Any]:
+def _bounds(args: Args, options: Any) -> tuple[list[int], Any]:
     """The bounds and the size of `randint`, by position or by name."""
     values = [*args, *(options.pop(name) for name in ("low", "high", "size") if name in options)]
     if not 2 <= len(values) <= 3:
@@ -293,13 +239,14 @@ def _check_options(what: str, options: Mapping[str, object], known: set[str]) ->
     Raises:
         ArgumentError: with the way out.
     """
+    known |= {"device_mesh", "placements"}
     for name in options:
         if name == "layout" and options[name] is torch.strided:
             continue
         if name in ("device", "layout", "pin_memory", "memory_format"):
             raise ArgumentError(f"{what} takes no {name}: a DTensor is strided, and lies on the devices of its mesh")
         if name not in known:
-            names = sorted({*known, "device_mesh", "placements"})
+            names = sorted(known)
             raise ArgumentError(f"{what} takes no {name!r}: use {', '.join(names)}{suggestion(name, names)}")
     dtype, generator = options.get("dtype"), options.get("generator")
     if dtype is not None and not isinstance(dtype, torch.dtype) and dtype not in (float, int, bool, complex):
@@ -318,9 +265,9 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
         raise DtypeError(f"randperm of {n} as {dtype}, which does not hold all numbers below that: use torch.int64")
 
 
-def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool = False) -> DTensor:
+def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], options: Options) -> DTensor:
     """Wrap local tensors in `layout`; on partial axes the value is the first rank's term."""
     device = comm.device_of_result(local, layout.mesh)
     wrapped = wrap(local, contiguous_spec(layout.cotangent(), shape, local.dtype, device))
     out = as_dtensor(redistribute(wrapped, layout))
-    return out.requires_grad_() if requires_grad else out
+    return out.requires_grad_() if options.get("requires_grad") else out
