@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -82,37 +82,15 @@ def strategies(
     constraints: Constraints = ANY,
 ) -> Iterator[Strategy]:
     """Yield the candidate strategies of `rule`, priced."""
-    candidates = candidate_expansions(rule, operands, outputs, constraints)
-    yield from priced(rule, operands, outputs, topology, constraints, candidates)
-
-
-def strategies_within(
-    most: float,
-    rule: Rule,
-    operands: Sequence[Operand],
-    outputs: Sequence[tuple[Shape, int]],
-    topology: Topology,
-    constraints: Constraints = ANY,
-) -> Iterator[Strategy]:
-    """Yield the candidate strategies of `rule` that take at most so many seconds."""
     price = Price(rule, operands, outputs, topology, constraints)
-    near = [
-        e for e in candidate_expansions(rule, operands, outputs, constraints) if price.bound(e).seconds(price) <= most
-    ]
-    yield from (strategy for strategy in map(price.of, near) if strategy.seconds <= most)
+    return map(price.of, candidate_expansions(rule, operands, outputs, constraints))
 
 
-def priced(
-    rule: Rule,
-    operands: Sequence[Operand],
-    outputs: Sequence[tuple[Shape, int]],
-    topology: Topology,
-    constraints: Constraints,
-    among: Iterable[Expansion],
-) -> Iterator[Strategy]:
-    """Yield the strategy of each of these expansions of `rule`, priced."""
-    price = Price(rule, operands, outputs, topology, constraints)
-    yield from map(price.of, among)
+def strategies_within(most: float, price: Price) -> list[Strategy]:
+    """The candidate strategies of the rule of these prices that take at most so many seconds."""
+    candidates = candidate_expansions(price.rule, price.operands, price.outputs, price.constraints)
+    near = [e for e in candidates if price.bound(e).seconds(price) <= most]
+    return [strategy for strategy in map(price.of, near) if strategy.seconds <= most]
 
 
 def alternative_strategy(

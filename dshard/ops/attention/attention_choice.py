@@ -40,7 +40,7 @@ from dshard.rules.expand import Allowed, Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy, completed_layout
 from dshard.rules.strategy_choice import cheapest, choose, strategies_within
-from dshard.rules.strategy_price import returned_layout
+from dshard.rules.strategy_price import Price, returned_layout
 from dshard.topology import Topology
 
 Kind: TypeAlias = Literal["split keys", "own key heads", "rings"]
@@ -183,7 +183,7 @@ class _Candidates:
             near = {strategy: how for strategy, how in candidates.items() if strategy.seconds <= most}
             if self.allowed:
                 rule, constraints = self.rules["whole"], replace(self.constraints, among=self.allowed)
-                own = strategies_within(most, rule, self.operands, self.outputs, self.topology, constraints)
+                own = strategies_within(most, Price(rule, self.operands, self.outputs, self.topology, constraints))
                 near = dict.fromkeys(own, How("whole")) | near
             received |= {each: n for each in near if 2 * (n := self._received(each)) <= received[best]}
         fewest = min(received, key=lambda each: (received[each], each.seconds))

@@ -31,7 +31,7 @@ from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy
-from dshard.rules.strategy_choice import priced
+from dshard.rules.strategy_price import Price
 from dshard.topology import Topology
 
 STEP = 8
@@ -61,7 +61,7 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
     times = 1 + sum(call.constraints.gradients)
     rule = replace(call.rule, triangle=None)  # what a mask hides is priced step by step
-    bases = list(priced(rule, operands, call.outputs, call.topology, call.constraints, among))
+    bases = list(map(Price(rule, operands, call.outputs, call.topology, call.constraints).of, among))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
@@ -80,7 +80,7 @@ def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tup
     candidates = expansions(call.rule, operands, call.outputs, (rows,))
     among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
     by_windows: list[tuple[Strategy, KeyWindows]] = []
-    for base in priced(call.rule, operands, call.outputs, topology, call.constraints, among):
+    for base in map(Price(call.rule, operands, call.outputs, topology, call.constraints).of, among):
         queries, keys, values = base.inputs[:3]
         if keys != values or {axis for axis, row in enumerate(base.rows) if row == "q"} != set(axes):
             continue
