@@ -7,12 +7,14 @@ those that later calls or the backward pass read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from sys import getrefcount
 from typing import Any, NamedTuple
 from weakref import getweakrefcount
 
 from torch import Tensor
 
+from dshard.core.view_sync import CopiedView, register_view
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import MISS, Autocast, Call, Comparison, Ref, local_of, without_autocast
 from dshard.rehearsal.code import Code
@@ -65,6 +67,7 @@ class _Writer:
                 self.drops.setdefault(max(i, self.first_calls[n] + 1), []).append(n)
         names = {"MISS": MISS, "R": getrefcount, "uses": tensor_references, "weak": getweakrefcount, "local": local_of}
         names |= {"version": version_of, "written": _count_writes, "unflatten": pytree.tree_unflatten}
+        names["copied"] = _register_copy
         self.code = Code(lambda slot: f"v[{slot.number}]", names)
 
     def place(self, n: int) -> str:
@@ -84,10 +87,9 @@ class _Writer:
                 lines.append(f"v[{self.slots[n].number}] = local({name})")
         lines += [f"if not ({condition}): return MISS" for condition in same.after]
         for n in self.drops.get(i, ()):
-            lines += [
-                f"x = o[{n}]",
-                "if R(x) == 3 and uses(x) == 1 and not weak(x): x.__dict__.pop('_local_tensor', None)",
-            ]
+            attributes = ["_local_tensor"] if contents.made[n].copy is None else ["_local_tensor", "_view_sync"]
+            pops = "; ".join(f"x.__dict__.pop({each!r}, None)" for each in attributes)
+            lines += [f"x = o[{n}]", f"if R(x) == 3 and uses(x) == 1 and not weak(x): {pops}"]
         results = {n: life.at(contents.made[n].slot) for n, at in self.first_calls.items() if at == i}
         ending = {slot for slot, at in life.last.items() if at == i and slot not in life.kept}
         segment, given = life.segments[i], set(results.values())
@@ -99,6 +101,11 @@ class _Writer:
         for n, slot in results.items():
             value = code.place(slot)
             lines.append(f"o[{n}] = {value}" if contents.made[n].is_plain else f"o[{n}]._local_tensor = {value}")
+            copy = contents.made[n].copy
+            if copy is not None and copy.origin is None:
+                lines.append(f"o[{n}]._view_sync = {self.place(copy.of)}._view_sync")
+            elif copy is not None:
+                lines.append(f"copied(o[{n}], {self.place(copy.of)}, {code.constant(copy.origin)})")
         lines += code.freed(slot for slot in ending & given if slot not in code.variables)
         outs = [self.place(ref.number) if isinstance(ref, Ref) else code.constant(ref) for ref in call.outs]
         lines.append(f"return {_structured(call.structure, outs, code)}")
@@ -109,6 +116,11 @@ def version_of(x: Tensor) -> int:
     """How often a tensor was written to, as autograd counts; 0 for those of inference mode."""
     with no_torch_function():
         return 0 if x.is_inference() else x._version
+
+
+def _register_copy(view: Wrapper, base: Wrapper, origin: CopiedView) -> None:
+    """Keep a view with memory of its own equal to its base."""
+    register_view(view, replace(origin, base=base, local=view._local_tensor))
 
 
 def _count_writes(tensors: Sequence[Tensor]) -> None:

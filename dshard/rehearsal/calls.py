@@ -124,17 +124,30 @@ def kind_of(x: Tensor) -> Kind:
 
 
 def is_ready(x: Tensor) -> bool:
-    """Whether the local tensor of an operand is there, and is no copy of a view; local views are made now."""
+    """Whether the local tensor of an operand is there; local views are made now."""
     if not isinstance(x, Wrapper):
         return True
     if type(x.__dict__.get("_lazy_local")) is partial:  # of no collective
         x._local_tensor  # noqa: B018
-    return "_local_tensor" in x.__dict__ and x._view_sync is None
+    return "_local_tensor" in x.__dict__
+
+
+def is_own(x: Tensor) -> bool:
+    """Whether a tensor is no view with memory of its own."""
+    return not isinstance(x, Wrapper) or x._view_sync is None
+
+
+def memory_of(x: Tensor) -> int | None:
+    """The memory of a tensor, or that of its base if it is a view with memory of its own; None while it has none."""
+    while isinstance(x, Wrapper) and x._view_sync is not None:
+        x = x._view_sync.base
+    local = x.__dict__.get("_local_tensor") if isinstance(x, Wrapper) else x
+    return None if local is None else int(local.untyped_storage()._cdata)
 
 
 def is_like(x: object, kind: Kind) -> bool:
     """Whether an operand is of a recorded kind."""
-    return type(x) is kind[0] and is_ready(x) and kind_of(x) == kind  # type: ignore[arg-type]
+    return type(x) is kind[0] and is_ready(x) and is_own(x) and kind_of(x) == kind  # type: ignore[arg-type]
 
 
 def is_like_plain(x: Tensor, shape: Any, dtype: Any, device: Any, stride: Any, is_conj: bool, is_neg: bool) -> bool:

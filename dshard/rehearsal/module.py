@@ -18,7 +18,7 @@ from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import autocast_now, is_ready, kind_of
+from dshard.rehearsal.calls import autocast_now, is_own, is_ready, kind_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.region_backward import begun
@@ -233,7 +233,7 @@ def _why_not_with(inputs: list[Tensor]) -> str:
     for x in inputs:
         if not isinstance(x, Wrapper) and type(x) is not Tensor:
             return f"an input is a {type(x).__name__}"
-        if not is_ready(x):
+        if not (is_ready(x) and is_own(x)):
             return "an input is in flight, or a copy of a view"
         if isinstance(x, Wrapper) and (x._local_tensor.is_meta or is_outside(x._spec.layout.mesh)):
             return "an input has no data on this rank"

@@ -23,7 +23,7 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of
+from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of, memory_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region_recording import CHANGE_GRAPHS, Result, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
@@ -200,12 +200,11 @@ class Run:
 
     def _sharing(self, x: Tensor) -> list[int]:
         """The numbers of the tensors with the memory of `x` that somebody may use: autograd knows none as a view."""
-        storage, sharing = local_of(x).untyped_storage()._cdata, list[int]()
+        memory, sharing = memory_of(x), list[int]()
         for n, other in enumerate(self.tensors):
             if other is None or n in self.record.places.late:
                 continue
-            local = other.__dict__.get("_local_tensor") if isinstance(other, Wrapper) else other
-            if local is not None and local.untyped_storage()._cdata == storage:
+            if memory_of(other) == memory:
                 del other
                 if n < self.record.contents.n_inputs or _is_held(self.tensors, n):
                     sharing.append(n)
@@ -252,9 +251,9 @@ class Run:
         for n in (*range(record.contents.n_inputs), *places.late, *places.plain):
             tensors[n] = None
         record.absent = absent = list[int]()
-        held: dict[int, Any] = dict(enumerate(map(local_of, self.inputs)))
+        held: dict[int, Tensor] = dict(enumerate(self.inputs))
         with no_torch_function():
-            for n, size in places.distributed:
+            for n, size in reversed(places.distributed):  # copies of views hold what they are views of
                 x = tensors[n]
                 if (
                     getrefcount(x) == 3  # the list, this variable, and the argument
@@ -262,12 +261,13 @@ class Run:
                     and not getweakrefcount(x)
                 ):
                     x.__dict__.pop("_local_tensor", None)
+                    x.__dict__.pop("_view_sync", None)
                     if len(x.__dict__) == size:  # nobody has left a mark
                         if x.requires_grad:
                             x.detach_()  # which lets go of this run
                         continue
                 elif x.requires_grad:
-                    held[-1 - n] = x.__dict__.get("_local_tensor")
+                    held[-1 - n] = x
                 tensors[n] = None
                 absent.append(n)
         self.tensors = []
@@ -275,15 +275,17 @@ class Run:
             self.values = []
         else:
             self.versions |= _sharing(held)
+            del held, x
             for slot in record.unread if self.is_whole else ():
                 self.values[slot.number] = None
 
 
-def _sharing(held: dict[int, Any]) -> dict[int, tuple[Tensor, int]]:
+def _sharing(held: dict[int, Tensor]) -> dict[int, tuple[Tensor, int]]:
     """Those tensors that share memory, with their versions: autograd does not know that a write changes the others."""
-    storages = {n: x.untyped_storage()._cdata for n, x in held.items() if x is not None}
-    count = Counter(storages.values())
-    return {n: (held[n], held[n]._version) for n, storage in storages.items() if count[storage] > 1 and n < 0}
+    memories = {n: memory_of(x) for n, x in held.items()}
+    count = Counter(memories.values())
+    shared = {n: local_of(held[n]) for n, memory in memories.items() if memory and count[memory] > 1 and n < 0}
+    return {n: (local, local._version) for n, local in shared.items()}
 
 
 _LAST: Any = (_END, None, None, False, (), None)

@@ -7,6 +7,7 @@ what autograd has saved, or the program holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -22,8 +23,9 @@ from dshard.core.context import settings_in_force, settings_states
 from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import is_within_forward
 from dshard.core.signature import Args, Kwargs
+from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_ready, kind_of, local_of
+from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_own, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
 from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly, why_not_gathered
 from dshard.torch_private import (
@@ -94,12 +96,23 @@ class RegionRecorder(LocalRecorder):
         self.reads_host = ""
 
 
+class Copy(NamedTuple):
+    """What a result is a view of that has memory of its own: `origin` but for its tensors, of the tensor `of`.
+
+    Without an origin of its own it has that of the tensor `of`, of whose memory it is a view.
+    """
+
+    of: int
+    origin: CopiedView | None
+
+
 class Result(NamedTuple):
-    """A result of a call: its kind, the slot of its local tensor, and its place in storage."""
+    """A result of a call: its kind, the slot of its local tensor, its place in storage, and what it is a copy of."""
 
     kind: Kind
     slot: Slot
     offset: int
+    copy: Copy | None
 
     @property
     def is_plain(self) -> bool:
@@ -245,7 +258,7 @@ class Recording:
                 raise Ends("an operand has another node of autograd: a custom Function, or a write")
             self._see(number, x)  # others may have written to it since
             return Ref(number)
-        if not is_ready(x):
+        if not (is_ready(x) and is_own(x)):
             raise Ends("an operand is in flight, or a copy of a view")
         with no_torch_function():
             is_leaf, needs_grad = x.is_leaf, x.requires_grad
@@ -289,7 +302,7 @@ class Recording:
             self._see(number, x)
             call.writes.append(number)
         with recording_calls(recorder), OperatorMode(recorder.run):
-            call.outs = [self._result(x) if isinstance(x, Tensor) else x for x in results]
+            call.outs = [self._result(x, operands) if isinstance(x, Tensor) else x for x in results]
         call.instructions = recorder.instructions[start:]
         self.calls.append(call)
 
@@ -313,14 +326,33 @@ class Recording:
 
     def _first_view(self, x: Tensor) -> int | None:
         """The first call that made a view of the memory of `x`, which autograd has to know as such."""
-        storage = StorageWeakRef(local_of(x).untyped_storage())
-        sharing = [n for n, result in self.made.items() if self.recorder.storages.get(result.slot) == storage]
+        storage = self._memory(self._numbers[id(x)])
+        sharing = [n for n in self.made if self._memory(n) == storage]
         makers = [i for i, call in enumerate(self.calls) if any(Ref(n) in call.outs for n in sharing)]
         if any(self.recorder.storages.get(slot) == storage for slot in self.sources):
             return makers[0] if makers else None
         return makers[1] if len(makers) > 1 else None
 
-    def _result(self, x: Tensor) -> Ref:
+    def _copy_of(self, x: Wrapper, operands: Sequence[Tensor]) -> Copy:
+        """What a view with memory of its own is a view of."""
+        origin = x._view_sync
+        for operand in operands:
+            if isinstance(operand, Wrapper) and operand._view_sync is origin:
+                return Copy(self._numbers[id(operand)], None)
+        base = self._numbers.get(id(origin.base))
+        if base is None or origin.local is not x._local_tensor:
+            raise Ends("a result is a view of a copy")
+        return Copy(base, replace(origin, base=None, local=None))
+
+    def _memory(self, n: int) -> StorageWeakRef | None:
+        """The memory of a tensor, that of its base if it is a view with memory of its own."""
+        result = self.made.get(n)
+        while result is not None and result.copy is not None:
+            n, result = result.copy.of, self.made.get(result.copy.of)
+        slot = next(s for s, m in self.sources.items() if m == n) if result is None else result.slot
+        return self.recorder.storages.get(slot)
+
+    def _result(self, x: Tensor, operands: Sequence[Tensor]) -> Ref:
         number = self._numbers.get(id(x))
         if number is None:
             is_distributed = isinstance(x, Wrapper)
@@ -328,11 +360,12 @@ class Recording:
                 if not (is_distributed or (type(x) is Tensor and not x.requires_grad)):
                     raise Ends(f"a result is a {type(x).__name__} that needs a gradient")
             if isinstance(x, Wrapper) and not (is_ready(x) and x._leaf is None):
-                raise Ends("a result is in flight, a copy of a view, or keeps partial gradients")
+                raise Ends("a result is in flight, or keeps partial gradients")
+            copy = self._copy_of(x, operands) if isinstance(x, Wrapper) and x._view_sync is not None else None
             number = self._number(x)
             slot = self.recorder.slot_of(local_of(x))
             with no_torch_function():
-                self.made[number] = Result(kind_of(x), slot, int(x.storage_offset()))
+                self.made[number] = Result(kind_of(x), slot, int(x.storage_offset()), copy)
         return Ref(number)
 
     def shown_twice(self) -> list[int]:
@@ -343,7 +376,7 @@ class Recording:
         storages = self.recorder.storages
         seen, shown = {storages[slot] for slot in self.sources if slot in storages}, list[int]()
         for n, result in self.made.items():
-            storage = storages.get(result.slot)
+            storage = self._memory(n)
             if storage is None or not result.kind[4] or not _is_held(self._refs[n]):
                 continue
             if storage in seen:

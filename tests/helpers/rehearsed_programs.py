@@ -395,6 +395,44 @@ def writes_to_a_result_and_its_view() -> tuple[Make, Step]:
     return Both, step
 
 
+class Packed(Model):
+    """Parts of one product: under "megatron" they do not begin where the parts of ranks do, and are copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.packed(x)
+        q, k, v = whole.chunk(3, -1)
+        heads = q.view(ROWS, 2, WIDTH // 2).transpose(0, 1).reshape(ROWS, WIDTH)
+        return self.b(F.gelu(heads * k + v))
+
+
+@program
+def parts_of_a_packed_product() -> tuple[Make, Step]:
+    return Packed, squares
+
+
+@program
+def writes_to_a_product_and_its_part() -> tuple[Make, Step]:
+    class Kept(Packed):
+        def forward(self, x: Tensor) -> Tensor:
+            whole = self.packed(x)
+            self.kept = whole, whole[:, 5:13]
+            return self.b(whole[:, 3:11] + self.kept[1])
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        y = model(x)
+        whole, part = model.kept
+        (whole if i % 2 else part).mul_(2)
+        loss = y.square().mean() + whole.square().mean() + part.sum()
+        loss.backward()
+        return [loss, part, whole]
+
+    return Kept, step
+
+
 @program
 def batch_norm() -> tuple[Make, Step]:
     class Normed(Model):
