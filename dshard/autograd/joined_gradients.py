@@ -98,7 +98,8 @@ class Pending:
             if self.finish is None:
                 _begin([self])
             assert self.finish is not None
-            self._value, self.finish = self.finish().to(self.dtype), None
+            value, self.finish = self.finish(), None
+            self._value = value if value.dtype is self.dtype else value.to(self.dtype)
         assert self._value is not None
         return self._value
 

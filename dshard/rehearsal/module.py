@@ -127,7 +127,9 @@ class Rehearsal:
         HERE.leave((caller, caller.f_back), failed=failed)
 
     def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Recording | Run | None, _Known | None]:
-        flat, structure = pytree.tree_flatten((args, kwargs))
+        flat, structure = args, None
+        if kwargs or not {Tensor, Wrapper.public}.issuperset(map(type, args)):
+            flat, structure = pytree.tree_flatten((args, kwargs))
         inputs = [x for x in flat if isinstance(x, Tensor)]
         if HERE.answer is not None:
             return None, None  # within a module that is rehearsed
@@ -136,11 +138,12 @@ class Rehearsal:
         self.why_not = _why_eager() or (self.gathers and why_not_gathered()) or _why_not_with(inputs)
         if self.why_not:
             return None, None
+        ids = [*map(id, inputs)]
         key = (
             structure,
             tuple([_key_of(x) for x in flat if not isinstance(x, Tensor)]),
             tuple(map(kind_of, inputs)),
-            tuple([next(i for i, y in enumerate(inputs) if y is x) for x in inputs]),
+            tuple(map(ids.index, ids)),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training, autocast_now()),
         )
         known = self._known.pop(key, None) or _Known()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import kind_of, local_of
+from dshard.rehearsal.calls import kind_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.contents import Contents
 from dshard.rehearsal.lifetimes import Lifetimes
@@ -18,17 +18,20 @@ from dshard.torch_private import no_torch_function
 
 
 class OwnTensors:
-    """The leaves of a record, and the instructions that are run `once` on their local tensors and on literals."""
+    """The leaves of a record, and the instructions that are run `once` on their local tensors and on literals.
+
+    `fixed` are the values of all these.
+    """
 
     def __init__(self, contents: Contents, lifetimes: Lifetimes) -> None:
-        self.leaves, self._kinds = contents.leaves, contents.kinds
+        self.leaves = contents.leaves
         self.sources = {slot: n for slot, n in contents.sources.items() if n in contents.leaves}
         self.literals, self.once = dict(contents.literals), [*lifetimes.once]
         self.n_slots = len(contents.views) + len(contents.late)
-        self._states = [(x, contents.kinds[n]) for n, x in contents.leaves.items()]
+        self._states: list[Any] = [(x, kind_of(x), isinstance(x, Wrapper)) for x in contents.leaves.values()]
         wrappers = [x for x in contents.leaves.values() if isinstance(x, Wrapper)]
         self.gradient_leaves = [x._gradient_leaf for x in wrappers if x._gradient_leaf is not None]
-        self._fixed: Fixed | None = None
+        self.fixed = Fixed(self)
 
     def add(self, literals: Mapping[Slot, Tensor], once: Sequence[Instruction], n_slots: int) -> None:
         """Add what a backward program has beside."""
@@ -38,26 +41,22 @@ class OwnTensors:
 
     def local_tensors(self) -> list[Tensor]:
         """The local tensors, in order."""
-        return [*map(local_of, self.leaves.values())]
-
-    def fixed(self) -> Fixed:
-        """Their values now."""
-        known = self._fixed
-        if known is None or not all(map(is_, known.locals, self.local_tensors())):
-            known = self._fixed = Fixed(self)
-        return known
+        return [x._local_tensor if is_wrapper else x for x, _, is_wrapper in self._states]
 
     def is_current(self) -> bool:
-        """Whether the tensors are of the kinds recorded."""
+        """Whether the tensors are of the kinds recorded; then `fixed` has their values now."""
         with no_torch_function():
-            for x, (_, spec, _, matmul, needs_grad, *_) in self._states:
+            for x, (_, spec, _, matmul, needs_grad, *_), is_wrapper in self._states:
                 if x.requires_grad is not needs_grad or (
-                    isinstance(x, Wrapper) and (x._spec is not spec or x._matmul is not matmul)
+                    is_wrapper and (x._spec is not spec or x._matmul is not matmul)
                 ):
                     return False
-            if self._fixed is not None and all(map(is_, self._fixed.locals, self.local_tensors())):
+            if all(map(is_, self.fixed.locals, self.local_tensors())):
                 return True
-        return all(kind_of(x) == kind for x, kind in self._states)
+        if not all(kind_of(x) == kind for x, kind, _ in self._states):
+            return False
+        self.fixed = Fixed(self)
+        return True
 
 
 class Fixed:

@@ -8,7 +8,7 @@ it, so nothing is assumed of what a program does with results.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import Any
 from weakref import getweakrefcount, ref
@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, record: Record, inputs: Sequence[Tensor]) -> None:
         self.record, self.inputs = record, inputs
-        self.fixed = record.own.fixed()
+        self.fixed = record.own.fixed
         self.values: list[Any] = self.fixed.values.copy()
         self.tensors: list[Any] = record.tensors
         self.n_answered, self.n_extra, self.why_not = 0, 0, ""
@@ -78,14 +78,14 @@ class Run:
         self.versions: dict[int, tuple[Tensor, int]] = {}
         if record.places.needing:
             with no_torch_function():
-                for n in record.read - record.places.late.keys():
-                    x = self.operand(n)
-                    self.versions[n] = x, x._version
+                numbers = record.read - record.places.late.keys()
+                operands = zip(numbers, self.operands(numbers), strict=True)
+                self.versions = {n: (x, x._version) for n, x in operands}
 
-    def operand(self, n: int) -> Tensor:
-        """The leaf or input number `n`."""
+    def operands(self, numbers: Iterable[int]) -> list[Tensor]:
+        """The leaves and inputs with these numbers."""
         leaves = self.record.contents.leaves
-        return leaves[n] if n in leaves else self.inputs[n]
+        return [leaves[n] if n in leaves else self.inputs[n] for n in numbers]
 
     def session(self) -> Answer:
         """The function that answers calls."""
@@ -212,7 +212,8 @@ class Run:
 
     def answered(self) -> list[Call]:
         """The calls that were answered."""
-        return [call for i, call in enumerate(self.record.contents.calls[: self.n_answered]) if i not in self.skipped]
+        calls = self.record.contents.calls[: self.n_answered]
+        return [call for i, call in enumerate(calls) if i not in self.skipped] if self.skipped else calls
 
     def uses_later(self, n: int) -> bool:
         """Whether calls that were not answered use a tensor, so that its gradient has another part."""
@@ -260,9 +261,10 @@ class Run:
                     and tensor_references(x) == 1
                     and not getweakrefcount(x)
                 ):
-                    x.__dict__.pop("_local_tensor", None)
-                    x.__dict__.pop("_view_sync", None)
-                    if len(x.__dict__) == size:  # nobody has left a mark
+                    attributes = x.__dict__
+                    attributes.pop("_local_tensor", None)
+                    attributes.pop("_view_sync", None)
+                    if len(attributes) == size:  # nobody has left a mark
                         if x.requires_grad:
                             x.detach_()  # which lets go of this run
                         continue

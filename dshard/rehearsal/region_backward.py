@@ -81,7 +81,7 @@ def begun(record: Record, inputs: Sequence[Tensor]) -> Run:
     run = Run(record, inputs)
     if record.places.needing:
         with no_torch_function():
-            _apply(run, TAP, *map(run.operand, record.contents.trained))
+            _apply(run, TAP, *run.operands(record.contents.trained))
     return run
 
 
@@ -204,8 +204,9 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
 def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int, Any]:
     """The tensors of calls that have run again, by number, with hooks that wait for their gradients."""
     inner = inner_tensors(run, create=create)
-    for n in run.record.contents.trained:
-        share(derivation, inner[n], run.operand(n))
+    trained = run.record.contents.trained
+    for n, x in zip(trained, run.operands(trained), strict=True):
+        share(derivation, inner[n], x)
     run_again(run, derivation, inner)
     for n, hook in run.hooks.values():
         if n in inner:
