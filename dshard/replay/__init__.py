@@ -62,19 +62,16 @@ def replay(step: Callable[P, R] | None = None, *, check_every: int = 100) -> Any
 
     It is a promise: what the step reads other than its arguments does not matter. Numbers among the options of
     optimisers, such as learning rates, do: a replay takes those that a schedule has set. What is cheap to compare is
-    compared at every call, and another program recorded where it differs: arguments by type, shape, layout and dtype;
-    topology, strategies, autocast and modes of gradients; the modules that ran, their parameters, buffers, hooks and
-    plain attributes; groups and states of optimisers; variables of `step`; with `inputs="per-data-rank"` the rows of
-    all ranks. The rest is compared in one call of `check_every`, which all ranks run by Python: another operator,
-    number or tensor there is a `ReplayError`, so that nothing is wrong for longer than so many calls.
+    compared at every call, and recorded anew where it differs: arguments; settings of torch and dshard; modules that
+    ran, with their parameters, buffers, hooks and plain attributes; groups and states of optimisers; variables of
+    `step`; the rows of all ranks. One call in `check_every` is run by Python on all ranks, and compared: another
+    operator, number or tensor there is a `ReplayError`, so that nothing is wrong for longer than so many calls.
 
-    Calls within `trace`, `strict`, `explain` or a mode of torch run by Python, as with `DSHARD_DEBUG=1` or on simulated
-    ranks. Some steps cannot be replayed: those that read a number on the host (`.item()`, a Python `if` on a tensor, an
-    optimiser that counts its steps there: give it `fused=True` or `capturable=True`, or leave it outside), that differ
-    from one call to the next, or return a tensor whose backward pass is yet to run. They run by Python, `why_not` says
-    why, and a warning if no call is ever replayed. Python in a step runs when it is recorded or compared alone: a
-    `print`, a list that is appended to. Kernels that are no operators of torch (numpy's, those without `torch.library`)
-    are not seen.
+    Steps that read a number on the host (`.item()`, a Python `if` on a tensor, an optimiser that counts its steps
+    there: give it `fused=True` or `capturable=True`, or leave it outside), that differ from one call to the next, or
+    return a tensor whose backward pass is yet to run, run by Python, as do calls within `trace`, `strict`, `explain`
+    or a mode of torch: `why_not` says why, and a warning if no call is ever replayed. Other Python in a step, such as
+    a `print`, runs when it is recorded or compared alone. Kernels that are no operators of torch are not seen.
 
     Raises:
         ArgumentError: `step` cannot be called, or `check_every` is no positive integer.

@@ -75,12 +75,12 @@ class StepProgram:
 
     def why_stale(self) -> str:
         """What changed since the recording; empty if nothing did. Takes the options of the next run."""
-        name = self.recording.held.changed() or self._changed_option()
+        name = self.recording.state.changed() or self._changed_option()
         return name and f"{name} has changed"
 
     def _changed_option(self) -> str:
         """The name of an option whose present value was not recorded, and which no argument is known to follow."""
-        before, now = self.recording.options, options_of(self.recording.groups)
+        before, now = self.recording.options, options_of(self.recording.state.groups)
         if now.keys() != before.keys():
             return "an option of an optimiser"
         for option, number in now.items():

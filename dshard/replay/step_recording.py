@@ -19,7 +19,7 @@ from dshard.errors import ReplayError
 from dshard.rehearsal.calls import autocast_now, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, StepRecorder, equal
 from dshard.replay.optimizer_options import Option, Options, Terms, options_of, terms_in, values_in, with_values
-from dshard.replay.step_state import Held, StepState, alike, is_plain
+from dshard.replay.step_state import StepState, alike, is_plain
 from dshard.torch_private import no_torch_function, pytree
 
 T = TypeVar("T")
@@ -91,8 +91,8 @@ class Recording(NamedTuple):
     """One run of a step.
 
     `results` are the slots of the tensors of its result, or values of Python; `specs` those of distributed tensors.
-    `options` are those of the `groups` of parameters, `terms` what arguments may follow of them, and `varied` those
-    that were seen with two values.
+    `options` are those of the groups of parameters, `terms` what arguments may follow of them, and `varied` those that
+    were seen with two values.
     """
 
     recorder: StepRecorder
@@ -101,8 +101,7 @@ class Recording(NamedTuple):
     specs: list[Any]
     leaves: tuple[Leaf, ...]
     sources: dict[Slot, Source]
-    held: Held
-    groups: list[dict[str, Any]]
+    state: StepState
     options: Options
     terms: Terms
     varied: frozenset[Option] = frozenset()
@@ -154,8 +153,9 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
         recorder.refuse("the step changes options of its optimiser: let a schedule step outside")
     recorder.externals.clear()  # which would keep the tensors of this call
     specs = [out._spec if isinstance(out, Wrapper) else None for out in flat]
-    held, terms = Held(state, call.tensors), terms_in(recorder.instructions, options)
-    return result, Recording(recorder, structure, results, specs, leaves, sources, held, state.groups, options, terms)
+    state.keep(call.tensors)
+    terms = terms_in(recorder.instructions, options)
+    return result, Recording(recorder, structure, results, specs, leaves, sources, state, options, terms)
 
 
 def _check_results(results: list[Any], recorder: StepRecorder) -> None:
@@ -219,7 +219,8 @@ def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
     if why:
         return second, why
     changed = {option for option, number in second.options.items() if number != first.options.get(option)}
-    return second._replace(terms=terms, varied=first.varied | changed, held=second.held.since(first.held)), ""
+    second.state.ignore_changes(first.state)
+    return second._replace(terms=terms, varied=first.varied | changed), ""
 
 
 def _difference(first: Recording, second: Recording, terms: Terms) -> str:

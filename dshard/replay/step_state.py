@@ -43,12 +43,13 @@ _GLOBAL_HOOKS = [
 class StepState:
     """The containers, tensors and groups of parameters that a function leads to, and the modules that it calls.
 
-    `reads` return what containers other than `dicts` hold; `grads` are those of leaves when these were first reached.
+    `grads` are those of leaves when these were first reached. After the step `keep` compares containers by what they
+    hold: numbers and tensors that have changed without that the step did anything else are ignored.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self.dicts: list[dict[Any, object]] = []
-        self.reads: list[Callable[[], dict[Any, object]]] = [partial(_variables, function)]
+        self._dicts: list[dict[Any, object]] = []
+        self._reads: list[Callable[[], dict[Any, object]]] = [partial(_variables, function)]
         self.tensors: dict[int, Tensor] = {}
         self.grads: dict[int, Tensor | None] = {}
         self.groups: list[dict[str, Any]] = []
@@ -71,15 +72,15 @@ class StepState:
                 groups = x.param_groups if isinstance(x, Optimizer) else []
                 self.groups += groups
                 self._options += [options_of([group]) for group in groups]
-                self.reads += [partial(_settings, group) for group in groups]
+                self._reads += [partial(_settings, group) for group in groups]
                 to_do += [vars(x), *(group["params"] for group in groups)]
                 self._seen |= {id(group): group for group in groups}
             elif isinstance(x, dict | list) and len(x) <= _MANY:
                 to_do += x.values() if isinstance(x, dict) else x
                 if isinstance(x, dict):
-                    self.dicts.append(x)
+                    self._dicts.append(x)
                 else:
-                    self.reads.append(partial(_entries, x))
+                    self._reads.append(partial(_entries, x))
             else:
                 continue
             self._seen[id(x)] = x
@@ -100,18 +101,12 @@ class StepState:
             on_call.remove()
             on_step.remove()
 
-
-class Held:
-    """What the containers of a state hold, by identity, and what decides how its tensors are used beside their values.
-
-    Numbers and tensors that have changed without that the step did anything else are ignored: `since` finds them.
-    """
-
-    def __init__(self, state: StepState, arguments: Iterable[Tensor]) -> None:
+    def keep(self, arguments: Iterable[Tensor]) -> None:
+        """Keep what the containers hold now, and what decides how tensors are used; nothing of these arguments."""
         own = {id(x) for x in arguments}
-        self._dicts, self._reads, self._ignored = state.dicts, state.reads, frozenset[int]()
-        self._tensors = [x for number, x in state.tensors.items() if number not in own]
-        self._before, self._uses = self._now(), _uses(self._tensors)
+        self._used = [x for number, x in self.tensors.items() if number not in own]
+        self._before, self._uses, self._ignored = self._now(), _uses(self._used), frozenset[int]()
+        self.tensors, self.grads, self._seen = {}, {}, {}
 
     def _all(self) -> Iterator[dict[Any, object]]:
         return chain(self._dicts, [read() for read in self._reads])
@@ -128,19 +123,18 @@ class Held:
                 names = [*chain.from_iterable(self._all()), "an entry"]
                 name = names[min(others, default=-1)]
                 return "a hook" if type(name) is int else str(name)
-        for name, used, uses in zip(_USES, self._uses, _uses(self._tensors), strict=True):
+        for name, used, uses in zip(_USES, self._uses, _uses(self._used), strict=True):
             if used != uses:
-                x = next(x for x, a, b in zip(self._tensors, used, uses, strict=True) if a != b)
+                x = next(x for x, a, b in zip(self._used, used, uses, strict=True) if a != b)
                 return f"{name} of a tensor of shape {tuple(x.shape)}"
         return ""
 
-    def since(self, last: Held) -> Held:
-        """This state, with numbers and tensors ignored that are others than the `last` time."""
+    def ignore_changes(self, last: StepState) -> None:
+        """Ignore from now on numbers and tensors that have changed since the `last` time: they do nothing else."""
         now = self._before  # modes such as `training` are no numbers
         if len(now) == len(last._before):
             others = _others(now, last._before)
             self._ignored = last._ignored | {i for i in others if type(now[i]) in (int, float) or is_tensor(now[i])}
-        return self
 
 
 def _others(now: list[object], before: list[object]) -> frozenset[int]:
