@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -82,22 +82,25 @@ def _with_makers(record: Record, derivation: Derivation) -> list[Instruction]:
     life = record.lifetimes
     stored = life.kept | life.fixed | record.contents.sources.keys() | record.own.literals.keys()
     instructions, again = list[Instruction](), set[int]()
-
-    def add(each: Instruction) -> None:
-        for slot in reads(each):
-            if slot.number >= derivation.n_forward or life.at(slot) in stored or slot in derivation.again:
-                continue
-            maker = derivation.makers.get(slot)
-            if maker is None or life.at(slot) in life.written:
-                raise NoProgram("the backward pass reads a value that cannot be made again")
-            if id(maker) not in again:
-                again.add(id(maker))
-                add(maker)
-        instructions.append(each)
-
     for each in derivation.instructions:
-        add(each)
+        _add(each, derivation, stored, instructions, again)
     return instructions
+
+
+def _add(
+    each: Instruction, derivation: Derivation, stored: Set[Slot], instructions: list[Instruction], again: set[int]
+) -> None:
+    life = derivation.record.lifetimes
+    for slot in reads(each):
+        if slot.number >= derivation.n_forward or life.at(slot) in stored or slot in derivation.again:
+            continue
+        maker = derivation.makers.get(slot)
+        if maker is None or life.at(slot) in life.written:
+            raise NoProgram("the backward pass reads a value that cannot be made again")
+        if id(maker) not in again:
+            again.add(id(maker))
+            _add(maker, derivation, stored, instructions, again)
+    instructions.append(each)
 
 
 def _lines(

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.dlpack import from_dlpack
 
 from dshard.comm import ENDS
 from dshard.core.context import settings_restored
@@ -34,6 +36,7 @@ LOST = (
     "the backward pass of a rehearsed module reads a value that was not kept, and cannot be made again: "
     "run the module `with dshard.rehearsing(False):`"
 )
+_N_ADDRESSES = 1 << 16
 
 
 class _Token:
@@ -41,11 +44,16 @@ class _Token:
 
 
 class Frame:
-    """The calls of one checkpoint: the instructions `taken`, of which `n_saved` ran before it saved its last tensor."""
+    """The calls of one checkpoint: the instructions `taken`, of which `n_saved` ran before it saved its last tensor.
+
+    It lives as long as autograd holds one of the tensors saved, and with it what these calls have made again.
+    """
 
     def __init__(self, derivation: Derivation) -> None:
         self.derivation, self.n_saved, self.has_run = derivation, 0, False
         self.taken: list[Instruction] = derivation.taken
+        self.made: dict[Slot, Any] = {}
+        derivation.frames.add(self)
 
     def pack(self, x: Tensor) -> Tensor:
         """Note that a tensor is saved."""
@@ -115,6 +123,9 @@ class Derivation(LocalRecorder):
         self.taken: list[Instruction] = []
         self._made: dict[Slot, Any] = {}
         self.again = set[Slot]()  # made by calls of checkpoints
+        self.frames: WeakSet[Frame] = WeakSet()
+        self._memory: dict[torch.device, Tensor] = {}
+        self._address = 0
         self._equal = _Views(self.views)
         for each in record.contents.instructions:
             self._equal.add(each)
@@ -201,9 +212,11 @@ class Derivation(LocalRecorder):
         for each in frame.taken[: frame.n_saved]:
             if self._is_of_first_time(each):
                 continue
-            arguments = {slot: self.value(slot, again=True) for slot in reads(each)}
+            arguments = {slot: frame.made[slot] if slot in frame.made else self.value(slot) for slot in reads(each)}
             with self._unrecorded():
-                self._keep(results_of(each, arguments))
+                values = results_of(each, arguments)
+            frame.made |= values
+            self._note(values)
             self.again.update(each.made)
             self.instructions.append(each)
 
@@ -216,8 +229,7 @@ class Derivation(LocalRecorder):
             return True
         return op._schema.is_mutable and any(self._equal.root(slot) in once for slot in each.written())
 
-    def _keep(self, values: Mapping[Slot, Any]) -> None:
-        self._made |= values
+    def _note(self, values: Mapping[Slot, Any]) -> None:
         for slot, x in values.items():
             if isinstance(x, Tensor):
                 self._tensors[x] = slot
@@ -268,7 +280,8 @@ class Derivation(LocalRecorder):
         args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
         with self._unrecorded():
             out = each.function(*args, **kwargs)
-        self._keep(each.values_of(out))
+        self._made |= each.values_of(out)
+        self._note(each.values_of(out))
         return out
 
     @contextmanager
@@ -298,11 +311,45 @@ class Derivation(LocalRecorder):
         value = self._kept(slot)
         if value is None:
             self.unreal.add(slot)
-            out = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+            out = self._without_value(view)
         else:
             out = aten.alias.default(value)
         self._tensors[out] = slot
         return out
+
+    def _without_value(self, view: View) -> Tensor:
+        """A tensor that nobody reads: all lie in one memory, as large as the largest, at addresses of their own."""
+        n = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
+        n_bytes = 0 if 0 in view.shape else n * view.dtype.itemsize
+        if view.device.type not in ("cpu", "cuda") or not n_bytes:
+            return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+        memory = self._memory.get(view.device)
+        if memory is None or len(memory) < n_bytes + _N_ADDRESSES:
+            memory = self._memory[view.device] = torch.empty(
+                n_bytes + _N_ADDRESSES, dtype=torch.uint8, device=view.device
+            )
+        self._address = (self._address + 16) % _N_ADDRESSES
+        part = from_dlpack(memory[self._address : self._address + n_bytes])  # a storage of its own
+        return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+            part.untyped_storage(), 0, view.shape, view.stride
+        )
+
+    def let_go(self) -> None:
+        """Drop the values that neither autograd has saved nor what it has saved, without values, is made of."""
+        waiting = [slot for _, slot in self._tensors.items() if slot in self.unreal]
+        waiting += [slot for slot in self._values.values() if slot in self.unreal]
+        waiting += [slot for frame in self.frames for each in frame.taken[: frame.n_saved] for slot in reads(each)]
+        needed, seen = set[int](), set[Slot]()
+        while waiting:
+            slot = waiting.pop()
+            if slot in seen:
+                continue
+            seen.add(slot)
+            if self._kept(slot) is not None:
+                needed.add(self.record.lifetimes.at(slot).number)
+            elif slot in self.makers:
+                waiting += reads(self.makers[slot])
+        self.values = [x if i in needed else None for i, x in enumerate(self.values)]
 
     def _kept(self, slot: Slot) -> Any:
         at = self.record.lifetimes.at(slot).number
@@ -319,9 +366,11 @@ class Derivation(LocalRecorder):
             return type(value)([self._real(each) for each in value]) if type(value) in (list, tuple) else value
         return value
 
-    def value(self, slot: Slot, *, again: bool = False) -> Any:
+    def value(self, slot: Slot) -> Any:
         """The value of a slot of the forward pass: kept by the run, or made again of what it has kept."""
-        value = None if again and slot in self._made else self._kept(slot)
+        value = self._kept(slot)
+        if value is None:
+            value = next((frame.made[slot] for frame in self.frames if slot in frame.made), None)
         if value is None and slot not in self._made:
             if self.record.lifetimes.at(slot) in self.record.lifetimes.lost:
                 raise RuntimeError(LOST)

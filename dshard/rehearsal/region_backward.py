@@ -172,17 +172,23 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
             if isinstance(x, Wrapper) and x._gradient_leaf is not None and not run.uses_later(n):
                 with no_torch_function():
                     inner[n].register_hook(partial(_arrive, derivation, arrived, n, x))
-        outs = [inner[record.places.needing[i]] for i in given]
+        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in trained]
+        n_values = len(run.values)
+        if not (keeps_graph() or run.overwritten):
+            inner.clear()
+            derivation.let_go()
+            run.values = []
         derivation.is_backward, derivation.expected = True, []
         grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
         with torch.no_grad():
-            found = torch.autograd.grad(outs, [inner[n] for n in trained], grads, allow_unused=True)
+            found = torch.autograd.grad(outs, operands, grads, allow_unused=True)
         slots = [
             arrived[n] if n in arrived else None if x is None else derivation.slot_of(local_of(x))
             for n, x in zip(trained, found, strict=True)
         ]
-    read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < len(run.values)}
-    _check_overwritten(run, map(record.lifetimes.at, read))
+    read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < n_values}
+    if run.overwritten:
+        _check_overwritten(run, map(record.lifetimes.at, read))
     record.why_not = derivation.why_not or record.why_not
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
         specs = [

@@ -31,14 +31,14 @@ def reads(instruction: Instruction) -> Iterator[Slot]:
 
 def with_slots(instruction: Instruction, place: Callable[[Slot], object]) -> Instruction:
     """The instruction with other arguments in the places of its slots."""
+    kwargs = tuple((name, _with_slots(value, place)) for name, value in instruction.kwargs)
+    return replace(instruction, args=_with_slots(instruction.args, place), kwargs=kwargs)
 
-    def at(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return place(value)
-        return tuple([at(each) for each in value]) if isinstance(value, tuple) else value
 
-    kwargs = tuple((name, at(value)) for name, value in instruction.kwargs)
-    return replace(instruction, args=at(instruction.args), kwargs=kwargs)
+def _with_slots(value: Any, place: Callable[[Slot], object]) -> Any:
+    if isinstance(value, Slot):
+        return place(value)
+    return tuple([_with_slots(each, place) for each in value]) if isinstance(value, tuple) else value
 
 
 def written_by(instructions: Iterable[Instruction]) -> set[Slot]:
