@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 
-from dshard.comm.scoped import Scoped
+from dshard.comm.scoped import Scoped, since_none
 from dshard.mesh import Mesh
 
 
@@ -30,7 +30,7 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-_LISTENERS: Scoped[tuple[Listener, bool], tuple[tuple[Listener, bool], ...]] = Scoped("listeners", tuple)
+_LISTENERS: Scoped[tuple[Listener, bool] | None, tuple[tuple[Listener, bool], ...]] = Scoped("listeners", since_none)
 LISTENERS: Sequence[object] = _LISTENERS.anywhere
 """The listeners of all threads, for a quick look whether there are any; `tell` calls those of its own thread alone."""
 
@@ -55,6 +55,11 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     """
     with _LISTENERS.entered((listener, measure)):
         yield
+
+
+def unheard() -> AbstractContextManager[None]:
+    """Within the block only listeners that were added there are called."""
+    return _LISTENERS.entered(None)
 
 
 class _Once:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import get_ident
@@ -14,6 +14,16 @@ from dshard.torch_private import get_from_tls, is_in_tls, stash_in_tls
 
 E = TypeVar("E")
 T = TypeVar("T")
+
+
+def since_none(changes: Sequence[E | None]) -> tuple[E, ...]:
+    """The changes since the last that is None, which hides those before.
+
+    >>> since_none([1, None, 2, 3])
+    (2, 3)
+    """
+    first = 1 + max((i for i, change in enumerate(changes) if change is None), default=-1)
+    return tuple([change for change in changes[first:] if change is not None])
 
 
 class Changes:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
+from dshard.comm.events import unheard
+from dshard.comm.scoped import since_none
 from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.panel_cost import IN_BULK, Panels
 from dshard.core.signature import Args, Function, Kwargs
@@ -134,7 +136,7 @@ def planned(plan: Plan, itemsize: int, topology: Topology) -> Iterator[PlannedCo
 
 Observer: TypeAlias = Callable[[Decision], object]
 _Watch: TypeAlias = tuple[Observer, list[Decision], Observer | None]
-_OBSERVERS: Scoped[_Watch, tuple[_Watch, ...]] = Scoped("observers", tuple)
+_OBSERVERS: Scoped[_Watch | None, tuple[_Watch, ...]] = Scoped("observers", since_none)
 OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
 """Empty while no thread observes; `observed` tells the observers of its own thread alone."""
 
@@ -150,6 +152,13 @@ def observing(observer: Observer, waits: Observer | None = None) -> Iterator[lis
     running: list[Decision] = []
     with _OBSERVERS.entered((observer, running, waits)):
         yield running
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Within the block, where nothing is sent or computed, no observer nor listener is called."""
+    with _OBSERVERS.entered(None), unheard():
+        yield
 
 
 def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:

@@ -72,7 +72,7 @@ class Call:
     """A recorded call: its function, arguments and results, the state it ran in, and its local operators.
 
     `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
-    `states` restore them. `checkpoint` is the frame of torch's checkpoint that the call ran in. `writes` are numbers of
+    `states` restore them. `checkpoint` stands for the checkpoint of torch that the call ran in. `writes` are numbers of
     tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran;
     `autocast` is that of torch.
     """

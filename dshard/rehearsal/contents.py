@@ -83,6 +83,10 @@ def contents_of(recording: Recording) -> Contents:
     """The part of a recording that can be answered."""
     recorder = recording.recorder
     calls, why_not = _answerable(recording)
+    frames: dict[int, int] = {}
+    for call in calls:
+        if call.checkpoint is not None:  # torch's own frame holds the checkpoint's inputs
+            call.checkpoint = frames.setdefault(id(call.checkpoint), len(frames))
     made = {ref.number for call in calls for ref in call.outs if isinstance(ref, Ref)}
     used = made | set(range(len(recording.inputs))) | {n for call in calls for n in call.refs}
     read = {slot for each in instructions_of(calls) for slot in reads(each)}

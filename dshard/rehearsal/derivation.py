@@ -408,13 +408,13 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
 
 
 def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
-    frames: dict[int, Frame] = {}
+    frames: dict[object, Frame] = {}
     for call in run.answered():
         derivation.number = -2
         derivation.taken = []
         frame = None
         if call.checkpoint is not None and not derivation.is_real:
-            frame = frames.setdefault(id(call.checkpoint), Frame(derivation))
+            frame = frames.setdefault(call.checkpoint, Frame(derivation))
             derivation.taken = frame.taken
         derivation.begin_call(call)
         with _as_before(call), nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack):

@@ -201,10 +201,11 @@ class Rehearsal:
         if known.froze:
             gc.unfreeze()
             known.froze = False
-        if failed:
+        record = None if failed else Record(recording)
+        recording.end()
+        if record is None:
             self.why_not = "the call that was recorded failed"
             return
-        record = Record(recording)
         if record.contents.calls:
             known.record = record
         self.why_not = f"this call was recorded: {record.why_not}" if record.why_not else self.why_not

@@ -20,8 +20,9 @@ from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import unchecked_apply
 from dshard.autograd.joined_gradients import within_backward_pass
 from dshard.comm import publish_failure, recording_calls
+from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.context import settings_in_force
-from dshard.core.observe import OperatorMode
+from dshard.core.observe import OperatorMode, unobserved
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import NoProgram, program_of
@@ -100,7 +101,9 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     if torch.is_grad_enabled():
         _check_versions(run, record.read)
         return _recomputed(run, given, arrived)
-    if run.hooks:
+    if LISTENERS:
+        run_pending()
+    if run.hooks or LISTENERS:  # a program tells nobody of what it sends
         _check_versions(run, record.read)
         return _derived(run, None, given, arrived)
     locals_ = [local_of(grad) for grad in arrived]
@@ -165,7 +168,8 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
     derivation = Derivation(run)
     record.n_derived += 1
     with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
-        inner = _inner_graph(run, derivation, create=False)
+        with unobserved():
+            inner = _inner_graph(run, derivation, create=False)
         arrived: dict[int, Slot] = {}
         for n in trained if run.reduces else ():
             x = record.contents.leaves.get(n)

@@ -384,6 +384,10 @@ class Recording:
             seen.add(storage)
         return shown
 
+    def end(self) -> None:
+        """Let go of tensors, which are not looked after any more."""
+        self._refs.clear()
+
     def alive(self) -> set[Slot]:
         """The slots whose memory is alive."""
         return {slot for slot, storage in self.recorder.storages.items() if not storage.expired()}
