@@ -94,7 +94,7 @@ def _add(
     for slot in reads(each):
         if slot.number >= derivation.n_forward or life.at(slot) in stored or slot in derivation.again:
             continue
-        maker = derivation.makers.get(slot)
+        maker = derivation.record.contents.makers.get(slot)
         if maker is None or life.at(slot) in life.written:
             raise NoProgram("the backward pass reads a value that cannot be made again")
         if id(maker) not in again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -45,6 +46,11 @@ class Contents:
     def instructions(self) -> list[Instruction]:
         """The instructions of all calls."""
         return instructions_of(self.calls)
+
+    @cached_property
+    def makers(self) -> dict[Slot, Instruction]:
+        """The instruction that makes a slot."""
+        return {out: each for each in self.instructions for out in each.made}
 
     @property
     def needing(self) -> list[int]:

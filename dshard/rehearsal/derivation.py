@@ -43,6 +43,27 @@ class _Token:
     """Stands for a collective that has begun in the forward pass."""
 
 
+class _Unread:
+    """Tensors that nobody reads: all lie in one memory, as large as the largest, at addresses of their own."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, Tensor] = {}
+        self._address = 0
+
+    def like(self, view: View) -> Tensor:
+        """One that lies like another, with a storage of its own."""
+        n = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
+        n_bytes = 0 if 0 in view.shape else n * view.dtype.itemsize
+        if view.device.type not in ("cpu", "cuda") or not n_bytes:
+            return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+        memory, size = self._memory.get(view.device), n_bytes + _N_ADDRESSES
+        if memory is None or len(memory) < size:
+            memory = self._memory[view.device] = torch.empty(size, dtype=torch.uint8, device=view.device)
+        self._address = (self._address + 16) % _N_ADDRESSES
+        storage = from_dlpack(memory[self._address : self._address + n_bytes]).untyped_storage()
+        return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride)
+
+
 class Frame:
     """The calls of one checkpoint: the instructions `taken`, of which `n_saved` ran before it saved its last tensor.
 
@@ -115,7 +136,6 @@ class Derivation(LocalRecorder):
         run.fixed.extend(record.own)
         self.record, self.values, self.is_real = record, run.values, is_real
         self.n_forward = record.own.n_slots
-        self.makers = {out: each for each in record.contents.instructions for out in each.made}
         self.expected: list[Instruction] = []
         self._of_call: list[Instruction] = []  # those of the running call that were taken
         self.is_backward = False
@@ -124,8 +144,7 @@ class Derivation(LocalRecorder):
         self._made: dict[Slot, Any] = {}
         self.again = set[Slot]()  # made by calls of checkpoints
         self.frames: WeakSet[Frame] = WeakSet()
-        self._memory: dict[torch.device, Tensor] = {}
-        self._address = 0
+        self._unread = _Unread()
         self._equal = _Views(self.views)
         for each in record.contents.instructions:
             self._equal.add(each)
@@ -311,28 +330,11 @@ class Derivation(LocalRecorder):
         value = self._kept(slot)
         if value is None:
             self.unreal.add(slot)
-            out = self._without_value(view)
+            out = self._unread.like(view)
         else:
             out = aten.alias.default(value)
         self._tensors[out] = slot
         return out
-
-    def _without_value(self, view: View) -> Tensor:
-        """A tensor that nobody reads: all lie in one memory, as large as the largest, at addresses of their own."""
-        n = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-        n_bytes = 0 if 0 in view.shape else n * view.dtype.itemsize
-        if view.device.type not in ("cpu", "cuda") or not n_bytes:
-            return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
-        memory = self._memory.get(view.device)
-        if memory is None or len(memory) < n_bytes + _N_ADDRESSES:
-            memory = self._memory[view.device] = torch.empty(
-                n_bytes + _N_ADDRESSES, dtype=torch.uint8, device=view.device
-            )
-        self._address = (self._address + 16) % _N_ADDRESSES
-        part = from_dlpack(memory[self._address : self._address + n_bytes])  # a storage of its own
-        return torch.empty(0, dtype=view.dtype, device=view.device).set_(
-            part.untyped_storage(), 0, view.shape, view.stride
-        )
 
     def let_go(self) -> None:
         """Drop the values that neither autograd has saved nor what it has saved, without values, is made of."""
@@ -347,8 +349,8 @@ class Derivation(LocalRecorder):
             seen.add(slot)
             if self._kept(slot) is not None:
                 needed.add(self.record.lifetimes.at(slot).number)
-            elif slot in self.makers:
-                waiting += reads(self.makers[slot])
+            elif slot in self.record.contents.makers:
+                waiting += reads(self.record.contents.makers[slot])
         self.values = [x if i in needed else None for i, x in enumerate(self.values)]
 
     def _kept(self, slot: Slot) -> Any:
@@ -374,7 +376,7 @@ class Derivation(LocalRecorder):
         if value is None and slot not in self._made:
             if self.record.lifetimes.at(slot) in self.record.lifetimes.lost:
                 raise RuntimeError(LOST)
-            each = self.makers[slot]
+            each = self.record.contents.makers[slot]
             arguments = {read: self.value(read) for read in reads(each)}
             with self._unrecorded():
                 self._made |= results_of(each, arguments)
