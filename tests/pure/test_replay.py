@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -144,6 +146,21 @@ def test_results_of_a_replay_are_its_own() -> None:
     for _ in range(3):
         step(*batch(99))
     assert all(map(torch.equal, losses, copies))
+
+
+def test_recordings_keep_nothing_of_their_calls() -> None:
+    _, other, step = both(make=torch.optim.SGD)
+    kept = list[Any]()
+    for number in range(STEPS):
+        ids, targets = batch(number)
+        grads = [p.grad for p in other.model.parameters() if p.grad is not None]
+        kept += [weakref.ref(x) for x in (ids, targets, *grads)]
+        step(ids, targets)
+        del ids, targets, grads
+    other.model.zero_grad()
+    gc.collect()
+    assert step.replays == STEPS - 3
+    assert not any(x() is not None for x in kept)
 
 
 # -- what a recording depends on
