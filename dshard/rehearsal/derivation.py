@@ -21,7 +21,7 @@ from dshard.core.context import settings_restored
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import is_for_shapes
-from dshard.core.wrapper import Wrapper
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
@@ -79,17 +79,14 @@ class Frame:
     def pack(self, x: Tensor) -> Tensor:
         """Note that a tensor is saved."""
         self.n_saved = len(self.taken)
-        with self.derivation._unrecorded():
-            saved = x.detach()  # an operator that saves its result would hold its own node
-        share(self.derivation, saved, x)
-        return saved
+        return self.derivation.saved(x)
 
     def unpack(self, x: Tensor) -> Tensor:
         """The saved tensor; before the first the calls run again."""
         if not self.has_run:
             self.has_run = True
             self.derivation.run_frame(self)
-        return x
+        return self.derivation.with_value(x) if self.derivation.creates_graph else x
 
 
 class _Views:
@@ -123,18 +120,18 @@ class Derivation(LocalRecorder):
     Slots are those of the record, and go on where it ends.
 
     Attributes:
-        is_real: Whether values that were not kept are made again at once.
+        creates_graph: Whether autograd's graph stays: what it saves has its values, those that the run has kept.
         n_forward: The number of the record's slots.
         unreal: The slots of tensors without their values.
         taken: The instructions that ran.
         again: The slots of what checkpoints made again.
     """
 
-    def __init__(self, run: Run, *, is_real: bool = False) -> None:
+    def __init__(self, run: Run, *, creates_graph: bool = False) -> None:
         record, views = run.record, run.record.contents.views
         super().__init__([*views, *[None] * (record.own.n_slots - len(views))])
         run.fixed.extend(record.own)
-        self.record, self.values, self.is_real = record, run.values, is_real
+        self.record, self.values, self.creates_graph = record, run.values, creates_graph
         self.n_forward = record.own.n_slots
         self.expected: list[Instruction] = []
         self._of_call: list[Instruction] = []  # those of the running call that were taken
@@ -181,7 +178,7 @@ class Derivation(LocalRecorder):
             if each is not None and each.is_view:
                 return self._view(each, func(*args, **kwargs))
             if each is not None:
-                return self._known_result(each, args, kwargs)
+                return self._known_result(each, args)
         args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
         out, n = super().run(func, args, kwargs), len(self.instructions)
         if n and not self.is_backward:
@@ -272,11 +269,9 @@ class Derivation(LocalRecorder):
                 self.unreal.add(slot)
         return out
 
-    def _known_result(self, each: Instruction, args: Args, kwargs: Kwargs | None = None) -> Any:
+    def _known_result(self, each: Instruction, args: Args) -> Any:
         """What an instruction gave: tensors of its results, with their values where the run has kept them."""
         new = {*each.outs}
-        if self.is_real and not self._is_kept(each):
-            return self._run_really(each, args, kwargs or {})
         with self._unrecorded():
             outs = [
                 (self._stand_in(x) if x in new else self._operand(x, args)) if isinstance(x, Slot) else x
@@ -284,24 +279,24 @@ class Derivation(LocalRecorder):
             ]
         return outs if each.is_tuple else outs[0]
 
-    def _is_kept(self, each: Instruction) -> bool:
-        """Whether the values that an instruction made, or wrote to, are those after the run."""
-        ending = [
-            x for x in self.record.contents.instructions if x.key == ENDS and (x is each or x.args[0] in each.made)
-        ]
-        made = [slot for x in ending for slot in x.returned if isinstance(slot, Slot)] or each.made
-        if made:
-            return all(self._kept(slot) is not None for slot in made)
-        written = each.written() if each.operator is not None else [*reads(each)]
-        return not any(self._equal.root(slot) in self._made for slot in written)
+    def with_value(self, x: Tensor) -> Tensor:
+        """A tensor with its value, of which nothing but the backward pass that runs has a part."""
+        slot = self._tensors.get(local_of(x))
+        if slot not in self.unreal:
+            return x
+        value = self.value(slot)
+        return wrap(value, x._spec) if isinstance(x, Wrapper) else value
 
-    def _run_really(self, each: Instruction, args: Args, kwargs: Kwargs) -> Any:
-        args, kwargs = self._real(args), {name: self._real(value) for name, value in kwargs.items()}
+    def saved(self, x: Tensor) -> Tensor:
+        """What autograd keeps of a tensor: an operator that saves its result would hold its own node."""
         with self._unrecorded():
-            out = each.function(*args, **kwargs)
-        self._made |= each.values_of(out)
-        self._note(each.values_of(out))
-        return out
+            saved = x.detach()
+        share(self, saved, x)
+        return saved
+
+    def saved_with_value(self, x: Tensor) -> Tensor:
+        """What autograd keeps of a tensor in a graph that stays."""
+        return self.saved(self.with_value(x))
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -415,7 +410,7 @@ def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
         derivation.number = -2
         derivation.taken = []
         frame = None
-        if call.checkpoint is not None and not derivation.is_real:
+        if call.checkpoint is not None:
             frame = frames.setdefault(call.checkpoint, Frame(derivation))
             derivation.taken = frame.taken
         derivation.begin_call(call)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import unchecked_apply
@@ -239,12 +240,14 @@ def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, x: Wrapper
 def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
-    derivation = Derivation(run, is_real=True)
+    derivation = Derivation(run, creates_graph=True)
     record.n_derived += 1
-    with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run):
+    saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
+    with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run), saving:
         inner = _inner_graph(run, derivation, create=True)
-    outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in record.contents.trained]
-    found = torch.autograd.grad(outs, operands, grads, create_graph=True, allow_unused=True)
+        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in record.contents.trained]
+        derivation.is_backward, derivation.expected = True, []
+        found = torch.autograd.grad(outs, operands, grads, create_graph=True, allow_unused=True)
     if not keeps_graph():
         run.values = []
     return list(found)
