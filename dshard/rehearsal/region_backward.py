@@ -34,7 +34,7 @@ from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run
 from dshard.rehearsal.simplified import reads
-from dshard.torch_private import keeps_graph, no_torch_function
+from dshard.torch_private import keeps_graph, no_torch_function, will_execute_node
 
 MAX_PATTERNS = 8
 OVERWRITTEN = (
@@ -50,9 +50,12 @@ TWICE = (
 
 
 class Pattern(NamedTuple):
-    """What a backward program depends on: the calls answered, and the gradients that arrived, by place."""
+    """What a backward program depends on: the calls answered, the operands whose gradients are asked for, and those
+    that arrived, by place.
+    """
 
     n_answered: int
+    asked: tuple[int, ...]
     reduces: bool
     grads: tuple[tuple[int, object, tuple[int, ...]], ...]
     settings: tuple[object, ...]
@@ -72,7 +75,10 @@ class RegionNode(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.inner
         run.stop()
-        return None, None, *gradients(run, grads)
+        trained, nodes = run.record.contents.trained, ctx.next_functions[1:]
+        asked = [n for n, (node, _) in zip(trained, nodes, strict=True) if node is not None and _is_asked(node)]
+        found = gradients(run, asked, grads)
+        return None, None, *map(found.get, trained)
 
 
 _apply = unchecked_apply(RegionNode)
@@ -87,8 +93,16 @@ def begun(record: Record, inputs: Sequence[Tensor]) -> Run:
     return run
 
 
-def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the operands of a run.
+def _is_asked(node: Any) -> bool:
+    """Whether the backward pass goes on to a node: what it does not need is not computed, nor sent, on any rank."""
+    try:
+        return will_execute_node(node)
+    except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
+        return True
+
+
+def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    """The gradients of the operands `asked` for, by number.
 
     Raises:
         RuntimeError: what they are computed of was freed, or written to.
@@ -101,15 +115,16 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     arrived: list[Any] = [grads[i] for i in given]
     if torch.is_grad_enabled():
         _check_versions(run, record.read)
-        return _recomputed(run, given, arrived)
+        return _recomputed(run, asked, given, arrived)
     if LISTENERS:
         run_pending()
     if run.hooks or LISTENERS:  # a program tells nobody of what it sends
         _check_versions(run, record.read)
-        return _derived(run, None, given, arrived)
+        return _derived(run, None, asked, given, arrived)
     locals_ = [local_of(grad) for grad in arrived]
     pattern = Pattern(
         run.n_answered,
+        tuple(asked),
         run.reduces,
         tuple(
             (i, grad._spec if isinstance(grad, Wrapper) else None, local.stride())
@@ -120,7 +135,7 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     )
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
-        return _derived(run, pattern, given, arrived)
+        return _derived(run, pattern, asked, given, arrived)
     _check_versions(run, program.reads)
     for number in program.fresh:
         if run.values[number]._version:
@@ -140,9 +155,8 @@ def gradients(run: Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     except Exception as error:
         publish_failure(error, record.contents.ranks)
         raise
-    return [
-        None if x is None else x if spec is None else wrap(x, spec) for x, spec in zip(outs, program.specs, strict=True)
-    ]
+    found = zip(asked, outs, program.specs, strict=True)
+    return {n: None if x is None else x if spec is None else wrap(x, spec) for n, x, spec in found}
 
 
 def _check_versions(run: Run, numbers: Iterable[int]) -> None:
@@ -163,21 +177,24 @@ def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
             raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
 
 
-def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
+def _derived(
+    run: Run, pattern: Pattern | None, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]
+) -> dict[int, Tensor | None]:
     """The gradients of a pattern without a program, which is made of them; None: hooks wait for gradients within."""
-    record, trained = run.record, run.record.contents.trained
+    record = run.record
     derivation = Derivation(run)
     record.n_derived += 1
     with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
         with unobserved():
             inner = _inner_graph(run, derivation, create=False)
         arrived: dict[int, Slot] = {}
-        for n in trained if run.reduces else ():
+        for n in asked if run.reduces else ():
             x = record.contents.leaves.get(n)
             if isinstance(x, Wrapper) and x._gradient_leaf is not None and not run.uses_later(n):
                 with no_torch_function():
                     inner[n].register_hook(partial(_arrive, derivation, arrived, n, x))
-        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in trained]
+        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
+        hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
         n_values = len(run.values)
         if not (keeps_graph() or run.overwritten):
             inner.clear()
@@ -186,10 +203,10 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
         derivation.is_backward, derivation.expected = True, []
         grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
         with torch.no_grad():
-            found = torch.autograd.grad(outs, operands, grads, allow_unused=True)
+            found = _asked_of(outs, operands, hooked, grads)
         slots = [
             arrived[n] if n in arrived else None if x is None else derivation.slot_of(local_of(x))
-            for n, x in zip(trained, found, strict=True)
+            for n, x in zip(asked, found, strict=True)
         ]
     read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < n_values}
     if run.overwritten:
@@ -197,8 +214,7 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
     record.why_not = derivation.why_not or record.why_not
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
         specs = [
-            x._spec if isinstance(x, Wrapper) and n not in arrived else None
-            for n, x in zip(trained, found, strict=True)
+            x._spec if isinstance(x, Wrapper) and n not in arrived else None for n, x in zip(asked, found, strict=True)
         ]
         try:
             program = program_of(record, derivation, grad_slots, slots, specs)
@@ -209,7 +225,16 @@ def _derived(run: Run, pattern: Pattern | None, given: Sequence[int], grads: Seq
             _check_versions(run, program.reads - record.contents.counted)
     if not keeps_graph():
         run.values = []
-    return list(found)
+    return dict(zip(asked, found, strict=True))
+
+
+def _asked_of(
+    outs: Sequence[Any], operands: Sequence[Any], hooked: Sequence[Any], grads: Sequence[Any], *, create: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the operands; those of hooked tensors are computed with them."""
+    asked = [*operands, *hooked]
+    found = torch.autograd.grad(outs, asked, grads, create_graph=create, allow_unused=True) if asked else ()
+    return found[: len(operands)]
 
 
 def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int, Any]:
@@ -237,7 +262,7 @@ def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, x: Wrapper
         return arrival.reduced(grad._local_tensor)
 
 
-def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Tensor | None]:
+def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]) -> dict[int, Tensor | None]:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
@@ -245,9 +270,10 @@ def _recomputed(run: Run, given: Sequence[int], grads: Sequence[Any]) -> list[Te
     saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
     with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run), saving:
         inner = _inner_graph(run, derivation, create=True)
-        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in record.contents.trained]
+        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
+        hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
         derivation.is_backward, derivation.expected = True, []
-        found = torch.autograd.grad(outs, operands, grads, create_graph=True, allow_unused=True)
+        found = _asked_of(outs, operands, hooked, grads, create=True)
     if not keeps_graph():
         run.values = []
-    return list(found)
+    return dict(zip(asked, found, strict=True))
