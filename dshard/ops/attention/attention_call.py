@@ -20,7 +20,7 @@ from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Choice, Kind, chosen
+from dshard.ops.attention.attention_choice import Candidates, Choice, Kind
 from dshard.ops.attention.broadcast_operands import broadcast_lead, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
@@ -76,7 +76,7 @@ def _executable(
     attend = whole(options)
     with torch.no_grad(), for_shapes():
         out = attend(*(spec.meta() for spec in specs))
-    choice = chosen(specs, out, options, requested, needed, kinds, held=dropout > 0)
+    choice = Candidates(specs, out, options, requested, needed, kinds, held=dropout > 0).choice()
     result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
     is_split = choice.how.keys == "split" or bool(choice.how.ring.axes)
     if dropout and ("rings" not in kinds or not is_split):
@@ -140,7 +140,7 @@ def _recorded_dropout(
     specs = [t._spec for t in tensors]
     with torch.no_grad(), for_shapes():
         out = whole(options)(*(spec.meta() for spec in specs))
-    choice = chosen(specs, out, options, None, needed, _NONE, held=True)
+    choice = Candidates(specs, out, options, None, needed, _NONE, held=True).choice()
     drop = partial(dropped_again, p=dropout, repeated=draw)
     return attention_with_dropout(choice.strategy, choice.end, options, drop, tensors, {})
 

@@ -77,17 +77,8 @@ class Choice:
     end: Layout
 
 
-def chosen(
-    specs: Sequence[Spec],
-    out: Tensor,
-    options: Options,
-    requested: RequestedLoops,
-    needed: tuple[bool, ...],
-    kinds: frozenset[Kind],
-    reach: Reach | None = None,
-    held: bool = False,
-) -> Choice:
-    """The cheapest candidate for operands of these specs, of which those `needed` get a gradient.
+class Candidates:
+    """The candidates of one call of attention, for operands of these specs, of which those `needed` get a gradient.
 
     Candidates are of these `kinds`, beside those with whole keys. `reach` says which keys queries may see, where that
     is known. `held` says whether the scores are held in memory.
@@ -96,31 +87,6 @@ def chosen(
         StrategyError: what is asked for cannot be, for these heads or on this mesh.
         CompileError: a ring in a compiled region.
     """
-    call = _Candidates(specs, out, options, requested, needed, kinds, reach, held)
-    candidates = call.all()
-    if not candidates:
-        raise StrategyError(_impossible(requested, specs))
-    base, *others = candidates
-    strategy, how = call.fewest_bytes(cheapest(base, others), candidates)
-    end = returned_layout(strategy.outputs[0], specs[0].layout)
-    decision = Decision(
-        "attention",
-        call.operands,
-        call.outputs,
-        call.rules["whole"],
-        strategy,
-        plans_to(specs, strategy.inputs),
-        call.topology,
-        constraints=replace(call.constraints, among=call.allowed),
-        exchanges=strategy.exchanges,
-        alternatives=tuple(each for each, runs in candidates.items() if runs != How("whole")),
-        ends=(plan(strategy.outputs[0], end, tuple(out.shape), out.itemsize, call.topology),),
-    )
-    return Choice(decision, strategy, how, end)
-
-
-class _Candidates:
-    """The candidates of one call of attention."""
 
     def __init__(
         self,
@@ -130,8 +96,8 @@ class _Candidates:
         requested: RequestedLoops,
         needed: tuple[bool, ...],
         kinds: frozenset[Kind],
-        reach: Reach | None,
-        held: bool,
+        reach: Reach | None = None,
+        held: bool = False,
     ) -> None:
         self.specs, self.options, self.kinds, self.reach = specs, options, kinds, reach
         self.held = sum_dtype(specs[0].dtype).itemsize if held else 0
@@ -151,8 +117,32 @@ class _Candidates:
             )
         self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
         self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+        self.how = self._all()
+        if not self.how:
+            raise StrategyError(_impossible(requested, specs))
 
-    def all(self) -> dict[Strategy, How]:
+    def choice(self) -> Choice:
+        """The cheapest candidate."""
+        base, *others = self.how
+        strategy, how = self._fewest_bytes(cheapest(base, others))
+        (shape, itemsize), result = self.outputs[0], strategy.outputs[0]
+        end = returned_layout(result, self.specs[0].layout)
+        decision = Decision(
+            "attention",
+            self.operands,
+            self.outputs,
+            self.rules["whole"],
+            strategy,
+            plans_to(self.specs, strategy.inputs),
+            self.topology,
+            constraints=replace(self.constraints, among=self.allowed),
+            exchanges=strategy.exchanges,
+            alternatives=tuple(each for each, runs in self.how.items() if runs != How("whole")),
+            ends=(plan(result, end, shape, itemsize, self.topology),),
+        )
+        return Choice(decision, strategy, how, end)
+
+    def _all(self) -> dict[Strategy, How]:
         """The candidates, with how each runs; those of the rule itself first."""
         rows: dict[Keys, tuple[Allowed, ...]] = {
             "whole": self.allowed,
@@ -172,15 +162,15 @@ class _Candidates:
             candidates |= self._windows()
         return candidates
 
-    def fewest_bytes(self, best: Strategy, candidates: dict[Strategy, How]) -> tuple[Strategy, How]:
+    def _fewest_bytes(self, best: Strategy) -> tuple[Strategy, How]:
         """The candidate of fewest bytes among those about as fast as `best` that receive half as much; and how it runs.
 
         It is the best itself where there is none.
         """
-        received, near = {best: self._received(best)}, candidates
+        received, near = {best: self._received(best)}, self.how
         if received[best]:
             most = best.seconds * (1 + ABOUT)
-            near = {strategy: how for strategy, how in candidates.items() if strategy.seconds <= most}
+            near = {strategy: how for strategy, how in self.how.items() if strategy.seconds <= most}
             if self.allowed:
                 rule, constraints = self.rules["whole"], replace(self.constraints, among=self.allowed)
                 own = strategies_within(most, Price(rule, self.operands, self.outputs, self.topology, constraints))

@@ -30,7 +30,7 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Choice, Kind, chosen
+from dshard.ops.attention.attention_choice import Candidates, Choice, Kind
 from dshard.ops.attention.broadcast_operands import broadcast_lead
 from dshard.ops.attention.key_windows import KeyWindows, WindowAttention
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
@@ -161,7 +161,7 @@ def _chosen(
         same_dtype("flex_attention", [x.dtype for x in tensors])
         with torch.no_grad(), for_shapes():
             out = whole(options)(*(spec.meta() for spec in specs))
-        choice = chosen(specs, out, options, requested, needed, kinds, reach, held=True)
+        choice = Candidates(specs, out, options, requested, needed, kinds, reach, held=True).choice()
         result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
         decision = choice.decision if choice.how.windows is None else _of_windows(choice, specs, choice.how.windows)
         return ComposedExecutable(None, lambda tensors, _: (choice, result, decision))
