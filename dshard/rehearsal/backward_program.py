@@ -13,7 +13,7 @@ from dshard.rehearsal.code import Code, variable
 from dshard.rehearsal.derivation import Derivation
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.simplified import parted, reads, simplified, with_slots
+from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, with_slots
 
 
 class Program(NamedTuple):
@@ -114,10 +114,7 @@ def _lines(
     lines = [*(f"{variable(slot)} = g[{i}]" for slot, i in grad_slots.items()), "g.clear()"]
     code.variables |= grad_slots.keys()
     lines += code.lines(instructions, {slot for slot in results if slot is not None} | fixed)
-    made, roots = {out for each in instructions for out in each.made}, dict[Slot, Slot]()
-    for each in instructions:
-        if each.is_view:
-            roots |= dict.fromkeys(each.made, roots.get(each.args[0], each.args[0]))
+    made, roots = {out for each in instructions for out in each.made}, roots_of(instructions)
     seen, texts = set[Slot](), list[str]()
     for result in results:
         if result is None:

@@ -41,16 +41,20 @@ def _with_slots(value: Any, place: Callable[[Slot], object]) -> Any:
     return tuple([_with_slots(each, place) for each in value]) if isinstance(value, tuple) else value
 
 
-def written_by(instructions: Iterable[Instruction]) -> set[Slot]:
-    """The slots whose memory operators write to, by themselves or by views of them."""
+def roots_of(instructions: Iterable[Instruction]) -> dict[Slot, Slot]:
+    """The tensor whose memory each view has."""
     roots: dict[Slot, Slot] = {}
-    written = set[Slot]()
     for each in instructions:
         if each.is_view:
             roots |= dict.fromkeys(each.made, roots.get(each.args[0], each.args[0]))
-        elif each.operator is not None:
-            written.update(slot for x in each.written() for slot in (x, roots.get(x, x)))
-    return written
+    return roots
+
+
+def written_by(instructions: Sequence[Instruction]) -> set[Slot]:
+    """The slots whose memory operators write to, by themselves or by views of them."""
+    roots = roots_of(instructions)
+    written = [x for each in instructions if not each.is_view and each.operator is not None for x in each.written()]
+    return {slot for x in written for slot in (x, roots.get(x, x))}
 
 
 def simplified(
