@@ -17,14 +17,14 @@ from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, wit
 
 
 class Program(NamedTuple):
-    """The backward pass of a pattern: `run(values, own, grads)` gives the local gradients of `specs`.
+    """The backward pass of a pattern: `run(values, own, grads)` gives local gradients, and `wraps` makes them whole.
 
     It reads the forward values in `slots`, of which those in `fresh` were never written to within the module, the
     operands `reads`, by number; `code` is its source.
     """
 
     run: Callable[..., Sequence[Any]]
-    specs: list[Any]
+    wraps: list[Callable[[Any], Any] | None]
     fresh: tuple[int, ...]
     slots: frozenset[Slot]
     reads: frozenset[int]
@@ -40,7 +40,7 @@ def program_of(
     derivation: Derivation,
     grad_slots: Mapping[Slot, int],
     results: Sequence[Slot | None],
-    specs: list[Any],
+    wraps: list[Callable[[Any], Any] | None],
 ) -> Program:
     """The program of a recorded backward pass.
 
@@ -74,7 +74,7 @@ def program_of(
             numbers.add(record.contents.sources[slot])
     values = read - fixed
     fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
-    return Program(run, specs, tuple(fresh), frozenset(values), frozenset(numbers), source)
+    return Program(run, wraps, tuple(fresh), frozenset(values), frozenset(numbers), source)
 
 
 def _with_makers(record: Record, derivation: Derivation) -> list[Instruction]:

@@ -20,35 +20,54 @@ from dshard.torch_private import no_torch_function, will_execute_node
 _GRAD: Any = Tensor.grad
 
 
-class Arrival:
-    """The gradient of the leaf `x`, a partial one of spec `spec`: called with its local tensor, it is being reduced.
+class LeafGradient:
+    """The gradient of the leaf `x`, of its own spec, made of the local tensor with which this is called.
 
-    It is given on as it is where it stays partial. Where autograd would do nothing but set `x.grad`, that is set here.
-    The result is None then, and where the pass wants no gradient of the leaf.
+    Where autograd would do nothing but set `x.grad`, that is set here, and the result is None.
     """
 
-    def __init__(self, x: Wrapper, spec: Spec) -> None:
-        self.x, self.leaf, self.spec = x, x._gradient_leaf, spec
-        self.move = local_redistribution(self.leaf.reduced(spec), self.leaf.layout)
+    def __init__(self, x: Wrapper) -> None:
+        self.x, self.leaf = x, x._gradient_leaf
         with no_torch_function(), torch.enable_grad():
             view: Any = x.view_as(x)
         self.node = view.grad_fn.next_functions[0][0]
         self.hooks = [_hooks_of(self.node.register_prehook), _hooks_of(self.node.register_hook)]
 
     def __call__(self, local: Tensor) -> Wrapper | None:
+        grad = self.reduced(local)
         try:
-            is_wanted = will_execute_node(self.node)
+            is_accumulated = will_execute_node(self.node)
         except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
-            return self.reduced(local)
-        if not is_wanted:
-            return None
-        grad, x = self.reduced(local), self.x
+            return grad
+        return self.given(grad) if is_accumulated else grad
+
+    def reduced(self, local: Tensor) -> Wrapper:
+        """The gradient of this local tensor."""
+        return wrap(local, self.x._spec)
+
+    def given(self, grad: Wrapper) -> Wrapper | None:
+        """The gradient for autograd, or None if `x.grad` is that now."""
+        x = self.x
         with no_torch_function():
             is_seen = len(x._backward_hooks or ()) != 1 or x._post_accumulate_grad_hooks or any(self.hooks) or RECORDERS
-            if is_seen or _GRAD.__get__(x) is not None or "_lazy_local" not in grad.__dict__:
+            keeps = is_seen or not self.leaf.accumulates or _GRAD.__get__(x) is not None
+            # torch clones a gradient with other strides
+            if keeps or grad._spec is not x._spec:
                 return grad
             _GRAD.__set__(x, grad)
         return None
+
+
+class Arrival(LeafGradient):
+    """A partial gradient of the leaf `x`, of spec `spec`, that is being reduced once this is called.
+
+    It is given on as it is where it stays partial.
+    """
+
+    def __init__(self, x: Wrapper, spec: Spec) -> None:
+        super().__init__(x)
+        self.spec = spec
+        self.move = local_redistribution(self.leaf.reduced(spec), self.leaf.layout)
 
     def reduced(self, local: Tensor) -> Wrapper:
         """The gradient, in flight; or partial, where gradients are accumulated."""

@@ -9,7 +9,7 @@ all ranks send the same, whatever each of them has answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import NoProgram, program_of
 from dshard.rehearsal.calls import local_of
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again, share
-from dshard.rehearsal.leaf_arrivals import Arrival
+from dshard.rehearsal.leaf_arrivals import Arrival, LeafGradient
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run
@@ -155,8 +155,8 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) ->
     except Exception as error:
         publish_failure(error, record.contents.ranks)
         raise
-    found = zip(asked, outs, program.specs, strict=True)
-    return {n: None if x is None else x if spec is None else wrap(x, spec) for n, x, spec in found}
+    found = zip(asked, outs, program.wraps, strict=True)
+    return {n: x if x is None or wrapped is None else wrapped(x) for n, x, wrapped in found}
 
 
 def _check_versions(run: Run, numbers: Iterable[int]) -> None:
@@ -213,11 +213,9 @@ def _derived(
         _check_overwritten(run, map(record.lifetimes.at, read))
     record.why_not = derivation.why_not or record.why_not
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
-        specs = [
-            x._spec if isinstance(x, Wrapper) and n not in arrived else None for n, x in zip(asked, found, strict=True)
-        ]
+        wraps = [None if n in arrived else _wrapping(run, n, x) for n, x in zip(asked, found, strict=True)]
         try:
-            program = program_of(record, derivation, grad_slots, slots, specs)
+            program = program_of(record, derivation, grad_slots, slots, wraps)
         except NoProgram as error:
             record.why_not = str(error)
         else:
@@ -235,6 +233,17 @@ def _asked_of(
     asked = [*operands, *hooked]
     found = torch.autograd.grad(outs, asked, grads, create_graph=create, allow_unused=True) if asked else ()
     return found[: len(operands)]
+
+
+def _wrapping(run: Run, n: int, grad: Tensor | None) -> Callable[[Tensor], Any] | None:
+    """The function that wraps later gradients of an operand like this one, or None if it is plain."""
+    if not isinstance(grad, Wrapper):
+        return None
+    x = run.record.contents.leaves.get(n)
+    is_alone = run.reduces and not run.uses_later(n)
+    if is_alone and isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec is grad._spec:
+        return LeafGradient(x)
+    return partial(wrap, spec=grad._spec)
 
 
 def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int, Any]:

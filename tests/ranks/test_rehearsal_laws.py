@@ -55,8 +55,9 @@ def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
 
 
 @pytest.mark.ranks
-def test_hooks_of_a_leaf_see_its_gradient(ranks: RankPool) -> None:
-    check(ranks, "hooks_of_accumulation", "data", 1e-6)
+@pytest.mark.parametrize("plan", ["data", "megatron"])
+def test_hooks_of_a_leaf_see_its_gradient(ranks: RankPool, plan: str) -> None:
+    check(ranks, "hooks_of_accumulation", plan, 1e-6)
 
 
 # -- invariants
