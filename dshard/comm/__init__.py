@@ -66,6 +66,7 @@ from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.recorded_calls import (
     ENDS,
     RECORDERS,
+    numbers_of,
     record_alias,
     record_leaf,
     recorded,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ class CallRecorder(Protocol):
 
     def add_leaf(self, number: int) -> None:
         """Record that a gradient of the leaf with this id arose."""
+        ...
+
+    def add_read(self) -> None:
+        """Record that numbers of a tensor were read on the host, which decide what comes."""
         ...
 
 
@@ -68,6 +72,14 @@ def record_leaf(number: int) -> None:
     recorder = _RECORDERS.value()
     if recorder is not None:
         recorder.add_leaf(number)
+
+
+def numbers_of(x: Tensor) -> Any:
+    """`x.tolist()`, of which the recorder of this thread is told: torch runs no operator that it would see."""
+    recorder = _RECORDERS.value() if RECORDERS else None
+    if recorder is not None:
+        recorder.add_read()
+    return x.tolist()
 
 
 def recorded_begin(c: Collective, begin: Begin) -> Begin:

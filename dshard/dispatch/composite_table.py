@@ -12,7 +12,7 @@ from torch.backends import mkldnn
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.gradients import accumulating, data, gradients, register_hook, retain_grad, set_data
-from dshard.comm import COLLECTIVES_OF_TORCH, of_first_rank, ranks_of_group
+from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, ranks_of_group
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
 from dshard.core.plain_modes import plain_mode
@@ -110,16 +110,16 @@ def dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor_split`; indices in a distributed tensor are gathered, as torch reads them from memory."""
     x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
-    if not isinstance(sections, Wrapper):
+    if not isinstance(sections, Tensor) or sections.dtype != torch.int64:
         return call_torch(func, args, kwargs)
-    numbers = sections.full_tensor()
-    return call_torch(torch.tensor_split, (x, of_first_rank(numbers), 0 if dim is None else dim), {})
+    whole = of_first_rank(sections.full_tensor()) if isinstance(sections, Wrapper) else sections
+    return call_torch(torch.tensor_split, (x, numbers_of(whole), 0 if dim is None else dim), {})
 
 
 def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`tolist`: the numbers of the global tensor, equal on every rank."""
     [x] = args
-    return of_first_rank(x.full_tensor()).tolist()
+    return numbers_of(of_first_rank(x.full_tensor()))
 
 
 def number(func: Function, args: Args, kwargs: Kwargs) -> Any:

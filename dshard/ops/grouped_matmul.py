@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import numbers_of
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.core.signature import Function
 from dshard.mesh import Coordinate
@@ -71,7 +72,7 @@ def one_by_one(
     """The grouped matmul as one matmul for each group: rows behind the last group are zero."""
     out = without_data(a, b, offs, bias, out_dtype).zero_()
     start = 0
-    for i, end in enumerate([] if offs is None else offs.tolist()):
+    for i, end in enumerate([] if offs is None else numbers_of(offs)):
         match a.dim(), b.dim():
             case 2, 2:
                 out[i] = a[:, start:end] @ b[start:end]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import HALF
+from dshard.comm import HALF, numbers_of
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.mesh import Coordinate
@@ -26,7 +26,7 @@ def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
     bound.apply_defaults()
     given, reduction = bound.arguments, bound.arguments["reduction"]
     for name in ("input_lengths", "target_lengths"):
-        given[name] = given[name].tolist() if isinstance(given[name], Tensor) else given[name]
+        given[name] = numbers_of(given[name]) if isinstance(given[name], Tensor) else given[name]
     losses: Tensor = torch.ctc_loss(*(given | {"reduction": NONE}).values())
     if reduction == "mean":
         lengths = given["target_lengths"]

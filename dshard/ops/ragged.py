@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import numbers_of
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
@@ -78,7 +79,7 @@ def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
         RuntimeError: lengths that torch refuses.
     """
     x, lengths, batch_first = bind_arguments(("input", "lengths", "batch_first"), args, kwargs)
-    counts = lengths.tolist()
+    counts = numbers_of(lengths)
     steps, rows = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
     if len(counts) != rows or not counts or counts != sorted(counts, reverse=True) or not 0 < counts[-1] <= steps:
         empty = torch.empty((rows, steps) if batch_first else (steps, rows), device="cpu")
@@ -96,7 +97,7 @@ def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ten
     """
     names = ("data", "batch_sizes", "batch_first", "padding_value", "total_length")
     data, numbers, batch_first, padding, total = bind_arguments(names, args, kwargs)
-    sizes = numbers.tolist()
+    sizes = numbers_of(numbers)
     steps, rows = max(len(sizes), total), sizes[0]
     if 0 < total < len(sizes):
         raise ValueError(f"total_length={total} of sequences of which the longest has {len(sizes)} steps: give as many")

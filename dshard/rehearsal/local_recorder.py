@@ -240,6 +240,11 @@ class LocalRecorder:
         """Record that the step cannot be replayed, and why."""
         self.why_not = self.why_not or f"{why}, at {user_line()}"
 
+    def add_read(self) -> None:
+        """Record that numbers of a tensor were read on the host, which decide what comes."""
+        if not self._within:
+            self.refuse("numbers are read on the host, which Python may use")
+
     @property
     def ran_backward(self) -> bool:
         """Whether a gradient arose."""

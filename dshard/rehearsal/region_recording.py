@@ -84,6 +84,11 @@ class RegionRecorder(LocalRecorder):
         super()._check(func, args)
         self.reads_host, self.why_not = self.reads_host or self.why_not, ""
 
+    def add_read(self) -> None:
+        """Record that numbers of a tensor were read on the host: the call cannot be answered."""
+        super().add_read()
+        self.reads_host, self.why_not = self.reads_host or self.why_not, ""
+
     def _new_slot(self, x: object) -> Slot:
         slot = super()._new_slot(x)
         if isinstance(x, Tensor) and not x.is_meta:

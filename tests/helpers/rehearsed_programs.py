@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import dshard
@@ -431,6 +432,37 @@ def writes_to_a_product_and_its_part() -> tuple[Make, Step]:
         return [loss, part, whole]
 
     return Kept, step
+
+
+def of_cuts(change: Callable[[Tensor, Tensor], Tensor], numbers: list[list[int]]) -> tuple[Make, Step]:
+    """A model whose calls depend on the numbers of a plain tensor, and a step that gives it others each time."""
+
+    class Cut(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(change(self.a(x), torch.tensor(numbers[self.flag])))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.flag = i % len(numbers)
+        return squares(model, x)
+
+    return Cut, step
+
+
+@program
+def cuts_in_a_tensor() -> tuple[Make, Step]:
+    def change(h: Tensor, cuts: Tensor) -> Tensor:
+        return torch.cat([part * (i + 1) for i, part in enumerate(h.tensor_split(cuts, 1))], 1)
+
+    return of_cuts(change, [[2, 5], [1, 3], [4, 6]])
+
+
+@program
+def lengths_of_sequences() -> tuple[Make, Step]:
+    def change(h: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(h.unflatten(0, (2, -1)), lengths, batch_first=True)
+        return pad_packed_sequence(packed, batch_first=True, total_length=ROWS // 2)[0].flatten(0, 1)
+
+    return of_cuts(change, [[4, 2], [4, 1], [3, 3]])
 
 
 @program

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from dshard.comm import kernel_device, traced
+from dshard.comm import kernel_device, numbers_of, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -211,7 +211,7 @@ def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
     if mask not in _REACHES:
         rows, columns = mask.BLOCK_SIZE
         seen = mask.to_dense().flatten(0, -3).amax(0).bool()
-        blocks = [[j for j, is_seen in enumerate(row) if is_seen] for row in seen.tolist()]
+        blocks = [[j for j, is_seen in enumerate(row) if is_seen] for row in numbers_of(seen)]
         ends = (((row[0] * columns, min((row[-1] + 1) * columns, lengths[1])) if row else (0, 0)) for row in blocks)
         _REACHES[mask] = Reach(rows, tuple(ends))
     return _REACHES[mask]
