@@ -28,13 +28,13 @@ from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
 """Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
-_DEFAULT = os.environ.get("DSHARD_REHEARSE", "0") not in ("", "0")
+_DEFAULT = os.environ.get("DSHARD_REHEARSE", "1") not in ("", "0")
 _ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
 
 
 @contextmanager
 def rehearsing(on: bool = True) -> Iterator[None]:
-    """Within the block parallelized modules are rehearsed, or not; without, as DSHARD_REHEARSE says."""
+    """Within the block parallelized modules are rehearsed, or not; outside they are, unless DSHARD_REHEARSE is 0."""
     with _ON.entered(on):
         yield
 

@@ -24,6 +24,7 @@ from dshard import (
     distribute_tensor,
     init_device_mesh,
     parallelize,
+    rehearsing,
     trace,
     use_topology,
 )
@@ -251,11 +252,12 @@ def test_data_parallel_sends_two_collectives_for_a_mebibyte(ranks: RankPool):
 def begun_within_passes(losses: str) -> tuple[list[tuple[int, int]], object]:
     """For a sequence of passes over one network (d), or over it and another (g): collectives, and those begun within.
 
-    Rank 1 runs operators of its own beside each.
+    Rank 1 runs operators of its own beside each. All run by Python, of whose passes buckets learn: rehearsed ones
+    begin them sooner.
     """
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
     begun, all_sent = [], []
-    with use_topology(Topology.flat(bandwidth=1e6, latency=1e-4)):  # more than one bucket
+    with use_topology(Topology.flat(bandwidth=1e6, latency=1e-4)), rehearsing(False):  # more than one bucket
         judge, maker = mlp(4, 16), mlp(4, 16)
         data = torch.randn(8, 16, dtype=torch.float64)
         for model in (judge, maker):
