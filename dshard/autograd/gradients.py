@@ -62,10 +62,30 @@ def _hook_within(x: Wrapper, graph: InnerGraph, hook: Callable[[Tensor], Any]) -
 
 
 def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`Tensor.register_hook`: within a node that stands for many operators, of the whole gradient."""
+    """`Tensor.register_hook`: within a node that stands for many operators, of the whole gradient.
+
+    Such a node has edges to leaves that the operators of a run did not use: torch calls their hooks with None.
+    """
     x, hook = (*args, *kwargs.values())
     inner = _inner_graph(x)
-    return call_torch(func, args, kwargs) if inner is None else _hook_within(x, inner, hook)
+    if inner is not None:
+        return _hook_within(x, inner, hook)
+    if x._gradient_leaf is not None:
+        return call_torch(func, (x, lambda grad: None if grad is None else hook(grad)), {})
+    return call_torch(func, args, kwargs)
+
+
+def register_post_accumulate_grad_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`Tensor.register_post_accumulate_grad_hook`: called in passes that have a gradient of the leaf."""
+    x, hook = (*args, *kwargs.values())
+    leaf = x._gradient_leaf
+    if leaf is None:
+        return call_torch(func, args, kwargs)
+
+    def if_there(x: Tensor) -> Any:
+        return hook(x) if leaf.has_gradient else None
+
+    return call_torch(func, (x, if_there), {})
 
 
 def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -49,17 +49,28 @@ class Leaf:
     """The state of a tensor whose gradients are redistributed to `layout` and may be reduced with others.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
-    of earlier passes were added without a reduction. They are reduced in `reduce_dtype`; None: in their own.
-    `is_packed` says that the last one was reduced in a buffer with others, `joined` by which move, among which leaves.
+    of earlier passes were added without a reduction, `has_gradient` that the last pass over the leaf had one of it.
+    They are reduced in `reduce_dtype`; None: in their own. `is_packed` says that the last one was reduced in a buffer
+    with others, `joined` by which move, among which leaves.
     """
 
-    __slots__ = ("accumulates", "has_partial_sum", "is_packed", "joined", "layout", "number", "of", "reduce_dtype")
+    __slots__ = (
+        "accumulates",
+        "has_gradient",
+        "has_partial_sum",
+        "is_packed",
+        "joined",
+        "layout",
+        "number",
+        "of",
+        "reduce_dtype",
+    )
 
     def __init__(self, x: Wrapper) -> None:
         self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
         # for observers: a weak reference would keep torch from swapping it for another
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
-        self.has_partial_sum = self.is_packed = False
+        self.has_partial_sum = self.is_packed = self.has_gradient = False
         self.reduce_dtype: torch.dtype | None = None
         self.joined: tuple[LocalRedistribution, MeshLeaves] | None = None
 

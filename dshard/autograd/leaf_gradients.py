@@ -29,6 +29,7 @@ def reduce_gradients_as(x: Wrapper, leaf: Leaf) -> None:
     x._gradient_leaf, cls = leaf, Wrapper.public
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
+        leaf.has_gradient = grad is not None
         if RECORDERS and leaf.accumulates:
             record_leaf(leaf.of)
         if type(grad) is not cls:  # zeros that autograd makes

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.backends import mkldnn
 
 from dshard.autograd.crossing import redistribute
-from dshard.autograd.gradients import accumulating, data, gradients, register_hook, retain_grad, set_data
+from dshard.autograd.gradients import (
+    accumulating,
+    data,
+    gradients,
+    register_hook,
+    register_post_accumulate_grad_hook,
+    retain_grad,
+    set_data,
+)
 from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, ranks_of_group
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
@@ -346,6 +354,7 @@ A handler returns NotImplemented for calls that are left to torch's own function
 
 AUTOGRAD_FUNCTIONS: dict[object, Function] = {
     Tensor.register_hook: register_hook,
+    Tensor.register_post_accumulate_grad_hook: register_post_accumulate_grad_hook,
     Tensor.retain_grad: retain_grad,
     _DATA.__set__: set_data,
     has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),

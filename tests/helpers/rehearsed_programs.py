@@ -597,6 +597,27 @@ def gradients_of_parameters() -> tuple[Make, Step]:
 
 
 @program
+def hooks_of_leaves_that_a_step_does_not_use() -> tuple[Make, Step]:
+    class Exits(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.gelu(self.a(x))
+            return h if self.flag else self.b(h)
+
+    def double(x: Tensor) -> None:
+        assert x.grad is not None
+        x.grad.mul_(2)
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        if i == 0:
+            model.b.weight.register_hook(lambda grad: grad * 2)
+            model.b.bias.register_post_accumulate_grad_hook(double)
+        model.flag = i in (4, 5, 8)
+        return squares(model, x)
+
+    return Exits, step
+
+
+@program
 def hook_on_a_parameter() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         if i == 4:
