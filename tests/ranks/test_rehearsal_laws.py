@@ -44,7 +44,8 @@ def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, pla
     ],
 )
 def test_every_program_does_so(ranks: RankPool, name: str, plan: str) -> None:
-    check(ranks, name, plan)
+    """Under "data" but for rounding: where calls change, gradients of four ranks are summed in other buckets."""
+    check(ranks, name, plan, 1e-6 if plan == "data" else 0.0)
 
 
 def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
