@@ -29,7 +29,7 @@ _ONE = pytree.tree_structure(0)
 
 
 class Answer(NamedTuple):
-    """What answers a call: the function called, the state it was recorded in, and the function that runs it.
+    """An answered call: the function called, the state it was recorded in, and the function that runs it.
 
     `run(args, kwargs, tensors, values)` returns the result, or MISS if the arguments differ.
     """
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 def answers_of(contents: Contents, lifetimes: Lifetimes, versions: dict[int, int]) -> tuple[list[Answer], list[str]]:
-    """What answers each call, and its source; `versions` are the places of the versions of operands first seen."""
+    """The answer to each call, and its source; `versions` are the places of the versions of operands first seen."""
     writer = _Writer(contents, lifetimes, versions)
     answers, sources = list[Answer](), list[str]()
     for i, call in enumerate(contents.calls):

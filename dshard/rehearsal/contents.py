@@ -1,4 +1,4 @@
-"""What a record answers: the calls that were recorded, and the tensors among their operands and results."""
+"""Contents of a record: the calls that are answered, and the tensors among their operands and results."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class Derivation(LocalRecorder):
         return out
 
     def _known_result(self, each: Instruction, args: Args) -> Any:
-        """What an instruction gave: tensors of its results, with their values where the run has kept them."""
+        """The results of an instruction, with their values where the run has kept them."""
         new = {*each.outs}
         with self._unrecorded():
             outs = [
@@ -288,14 +288,14 @@ class Derivation(LocalRecorder):
         return wrap(value, x._spec) if isinstance(x, Wrapper) else value
 
     def saved(self, x: Tensor) -> Tensor:
-        """What autograd keeps of a tensor: an operator that saves its result would hold its own node."""
+        """A detached tensor for autograd to keep: an operator that saves its result would hold its own node."""
         with self._unrecorded():
             saved = x.detach()
         share(self, saved, x)
         return saved
 
     def saved_with_value(self, x: Tensor) -> Tensor:
-        """What autograd keeps of a tensor in a graph that stays."""
+        """A tensor with its value for autograd to keep in a graph that stays."""
         return self.saved(self.with_value(x))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a record runs once and in each call, and how long it keeps the values.
+"""Plans of a record: what runs once and in each call, and how long its values are kept.
 
 What autograd had saved when the module was recorded is kept for the backward pass, nothing else.
 """

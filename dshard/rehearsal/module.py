@@ -40,7 +40,7 @@ def rehearsing(on: bool = True) -> Iterator[None]:
 
 
 class _Known:
-    """What is known of calls with inputs of one kind.
+    """The knowledge of calls with inputs of one kind.
 
     Attributes:
         tries: Recordings since a run was answered as a whole.
@@ -212,7 +212,7 @@ class Rehearsal:
 
 
 def _key_of(value: object) -> object:
-    """What of an argument that is no tensor selects a record; the calls compare the rest."""
+    """The part of an argument that is no tensor which selects a record; the calls compare the rest."""
     plain = isinstance(value, bool | int | float | str | type(None) | torch.dtype | torch.device)
     return type(value), repr(value) if plain else None
 

@@ -1,4 +1,4 @@
-"""What a module did with inputs of one kind: what answers its calls, and its backward passes by pattern.
+"""Records of a module, one for inputs of a kind: what answers its calls, and its backward passes by pattern.
 
 The record holds a list of objects, which its runs use in turn: results that no program holds are used again.
 """

@@ -61,7 +61,7 @@ def _is_size(x: object) -> bool:
 
 
 class Ends(Exception):
-    """What is recorded ends before a call, for a reason; before that call number `at`, if it has one."""
+    """The recording ends before a call, for a reason; before call number `at`, if it has one."""
 
     def __init__(self, why: str, at: int | None = None) -> None:
         super().__init__(why)
@@ -102,7 +102,7 @@ class RegionRecorder(LocalRecorder):
 
 
 class Copy(NamedTuple):
-    """What a result is a view of that has memory of its own: `origin` but for its tensors, of the tensor `of`.
+    """The origin of a result that is a view with memory of its own: `origin` but for its tensors, of the tensor `of`.
 
     Without an origin of its own it has that of the tensor `of`, of whose memory it is a view.
     """
@@ -339,7 +339,7 @@ class Recording:
         return makers[1] if len(makers) > 1 else None
 
     def _copy_of(self, x: Wrapper, operands: Sequence[Tensor]) -> Copy:
-        """What a view with memory of its own is a view of."""
+        """The origin of a view with memory of its own."""
         origin = x._view_sync
         for operand in operands:
             if isinstance(operand, Wrapper) and operand._view_sync is origin:

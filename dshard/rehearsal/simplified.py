@@ -1,4 +1,4 @@
-"""What a recording needs: its instructions without equal views, and without those whose results nobody uses."""
+"""Recordings without equal views, and without instructions whose results nobody uses."""
 
 from __future__ import annotations
 

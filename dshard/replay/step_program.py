@@ -74,7 +74,7 @@ class StepProgram:
         return instructions
 
     def why_stale(self) -> str:
-        """What changed since the recording; empty if nothing did. Takes the options of the next run."""
+        """Name what changed since the recording; empty if nothing did. Takes the options of the next run."""
         name = self.recording.state.changed() or self._changed_option()
         return name and f"{name} has changed"
 

@@ -62,7 +62,7 @@ def _gradient_of_leaf(x: Tensor) -> object:
 
 
 def gradient_kind(grad: Tensor | None) -> object:
-    """What of a gradient decides how the next one is added to it."""
+    """The part of a gradient that decides how the next one is added to it."""
     return None if grad is None else grad._spec if isinstance(grad, Wrapper) else (grad.shape, grad.dtype)
 
 
