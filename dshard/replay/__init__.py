@@ -43,10 +43,10 @@ _PATIENCE = 10
 
 
 @overload
-def replay(step: Callable[P, R], *, check_every: int = 100) -> Replay[P, R]: ...
+def replay(step: Callable[P, R], *, check_every: int = 100, cuda_graph: bool = False) -> Replay[P, R]: ...
 @overload
-def replay(*, check_every: int = 100) -> Callable[[Callable[P, R]], Replay[P, R]]: ...
-def replay(step: Callable[P, R] | None = None, *, check_every: int = 100) -> Any:
+def replay(*, check_every: int = 100, cuda_graph: bool = False) -> Callable[[Callable[P, R]], Replay[P, R]]: ...
+def replay(step: Callable[P, R] | None = None, *, check_every: int = 100, cuda_graph: bool = False) -> Any:
     """Run a training step again and again without its Python: record it once, then replay its operators.
 
     `step` takes distributed and plain tensors, numbers and texts, and runs forward and backward passes, an optimiser,
@@ -73,15 +73,20 @@ def replay(step: Callable[P, R] | None = None, *, check_every: int = 100) -> Any
     or a mode of torch: `why_not` says why, and a warning if no call is ever replayed. Other Python in a step, such as
     a `print`, runs when it is recorded or compared alone. Kernels that are no operators of torch are not seen.
 
+    With `cuda_graph=True` replays launch a CUDA graph, captured at the first of them, with its NCCL collectives:
+    arguments are copied to the graph's memory, results out of it. Gradients lie in it, until the next replay. Options
+    of optimisers that change have to be tensors (`lr=torch.tensor(...)`, `capturable=True`).
+
     Raises:
         ArgumentError: `step` cannot be called, or `check_every` is no positive integer.
+        ReplayError: by a call, see above; or a step under `cuda_graph=True` does something that no graph can do.
     """
     if type(check_every) is not int or check_every < 1:
         raise ArgumentError(f"replay: check_every={check_every!r}: give a number of calls, 1 or more")
     if step is None:
-        return partial(replay, check_every=check_every)
+        return partial(replay, check_every=check_every, cuda_graph=cuda_graph)
     check_callable(step, "replay", "give a function that runs one step")
-    return Replay(step, check_every)
+    return Replay(step, check_every, cuda_graph=cuda_graph)
 
 
 class _Known:
@@ -117,7 +122,7 @@ class _Known:
         """Leave the step to Python for many calls: it cannot be replayed as it is."""
         self.calls_before, self.tries, self.last, self.why_not = _PAUSE, 0, None, why
 
-    def add(self, recording: Recording, call: Call, number: int) -> str:
+    def add(self, recording: Recording, call: Call, number: int, *, in_graph: bool) -> str:
         """Take the recording of a call: a program, if it equals the last one. What differs, or empty."""
         last, self.last, self.compared, self.tries = self.last, recording, number, self.tries + 1
         why = recording.recorder.why_not
@@ -130,7 +135,7 @@ class _Known:
         elif last is not None and self.program is not None and last[-2:] == self.last[-2:]:
             self.program.recording = self.last  # with what the state holds now
         elif last is not None:
-            self.program = StepProgram(self.last, call)
+            self.program = StepProgram(self.last, call, in_graph=in_graph)
         return why
 
 
@@ -143,8 +148,8 @@ class Replay(Generic[P, R]):
         why_not: Why the last call was not a replay; empty if it was.
     """
 
-    def __init__(self, step: Callable[P, R], check_every: int = 100) -> None:
-        self.step, self.check_every = step, check_every
+    def __init__(self, step: Callable[P, R], check_every: int = 100, *, cuda_graph: bool = False) -> None:
+        self.step, self.check_every, self.cuda_graph = step, check_every, cuda_graph
         self.calls, self.replays, self.why_not = 0, 0, ""
         self._known: list[_Known] = []
         self._keys: list[object] = []
@@ -217,9 +222,14 @@ class Replay(Generic[P, R]):
         try:
             with noting_rows(self._rows):
                 result, recording = record(self.step, call, recorder)
-            why = known.add(recording, call, self.calls)
+            why = known.add(recording, call, self.calls, in_graph=self.cuda_graph)
             if why and program is not None:
                 raise error(why)
+            if known.program is not None and (unfit := known.program.why_not_captured):
+                known.program = None
+                raise ReplayError(
+                    f"{self._name} cannot run in a CUDA graph: {unfit}; change that, or leave out cuda_graph=True"
+                )
         except ReplayError as raised:
             if program is not None:
                 known.program = None

@@ -20,6 +20,7 @@ from dshard.rehearsal.calls import local_of, without_autocast
 from dshard.rehearsal.code import Code, results_of, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.simplified import parted, reads, simplified, written_by
+from dshard.replay.captured_program import CapturedProgram, why_not_captured
 from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
 from dshard.replay.step_recording import Call, Recording
 from dshard.replay.step_state import alike
@@ -30,9 +31,12 @@ FILE = "<replay>"
 
 
 class StepProgram:
-    """A recording as a function; `code` is its source."""
+    """A recording as a function; `code` is its source.
 
-    def __init__(self, recording: Recording, call: Call) -> None:
+    With `in_graph` it runs in a CUDA graph, unless `why_not_captured` says why it cannot.
+    """
+
+    def __init__(self, recording: Recording, call: Call, *, in_graph: bool = False) -> None:
         self.recording, sources = recording, recording.sources
         self._terms: dict[tuple[type, frozenset[Term]], Slot] = {}
         self._numbers: dict[Slot, float] = {}
@@ -61,6 +65,9 @@ class StepProgram:
         written = written_by(instructions)
         self._written = [source for slot, source in sources.items() if slot in written and source.kind != "gradient"]
         self.ranks = tuple(recording.recorder.ranks)
+        self.why_not_captured = why_not_captured(rest, recording.recorder.views, self._inputs) if in_graph else ""
+        if in_graph and not self.why_not_captured:
+            self._run = CapturedProgram(self._run, self._n_results)
 
     def _with_options(self) -> list[Instruction]:
         """The instructions, with a slot for each argument that follows an option which was seen with two values."""

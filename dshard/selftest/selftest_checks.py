@@ -256,7 +256,10 @@ def captured_steps(place: Place, *plans: str) -> str:
 
 
 def replayed_steps(place: Place) -> str:
-    """Check the parameters after training steps that are replayed, on other numbers in each, under some plans."""
+    """Check the parameters after training steps that are replayed, on other numbers in each, under some plans.
+
+    On CUDA the replays are launches of a CUDA graph.
+    """
     x = place.randn(4 * place.ranks, 6, 32).div(8)
     batches = [x, x.flip(0)] * _WARM
     right, replays = model_of(place, 32, blocks=1), list[str]()
@@ -265,7 +268,7 @@ def replayed_steps(place: Place) -> str:
         run(batch)
     for name in CAPTURED:
         model = parallelize(model_of(place, 32, blocks=1), place.mesh(*PLANS[name]), name, x)
-        step = replay(_step_of(model))
+        step = replay(_step_of(model), cuda_graph=place.device == "cuda")
         for batch in batches:
             step(batch)
         _same_parameters(model, right, f"{name}, after replayed steps")
