@@ -82,6 +82,8 @@ def from_local(
     own, axes = wrap_counting(local, local.detach(), spec), grad_layout.partial_axes()
     if not (torch.is_grad_enabled() and local.requires_grad):
         return own
+    if axes:
+        Wrapper.keeps_terms = True
     node = FromLocalOfTerms if axes else OperandFromLocal
     out = node.apply(local, spec, grad_layout, [own])  # type: ignore[no-untyped-call]
     out._leaf = axes or None

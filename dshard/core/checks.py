@@ -20,6 +20,7 @@ from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes
+from dshard.core.torch_function import binding_of
 from dshard.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -352,9 +353,10 @@ META: dict[OpOverload, Function] = {
 def with_meta_form(func: OpOverload) -> Function:
     """The operator as it runs on local tensors, with or without data."""
     form = META.get(func)
+    run = binding_of(func)
     if form is None:
-        return func
-    return lambda *args, **kwargs: (form if args[0].is_meta else func)(*args, **kwargs)
+        return run
+    return lambda *args, **kwargs: (form if args[0].is_meta else run)(*args, **kwargs)
 
 
 CHECKS: dict[str, Check] = {}

@@ -66,10 +66,12 @@ _INT = frozenset({int})
 
 def may_hold_plain(values: Iterable[object]) -> bool:
     """Whether there may be a plain tensor among `values`."""
+    cls = Wrapper.public
     for value in values:
-        if kind_of(type(value)):
-            return True
-        if type(value) in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value))):
+        kind = type(value)
+        if kind is cls:
+            continue
+        if kind_of(kind) or (kind in PLAIN and not (type(value) is tuple and _INT.issuperset(map(type, value)))):
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""Calls of torch's functions: their arguments by name, without `__torch_function__`, and in autocast's dtype."""
+"""Calls of torch's functions: arguments by name, without `__torch_function__`, in autocast's dtype, by bindings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.torch_private import SEEN, is_autocasting, no_torch_function
+from dshard.torch_private import SEEN, OpOverload, is_autocasting, no_torch_function
+
+aten = torch.ops.aten
 
 
 def call_torch(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -64,3 +66,36 @@ def autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     dtype = torch.get_autocast_dtype(device)
     wide = (torch.float32, torch.float16, torch.bfloat16)
     return [t.to(dtype) if t.dtype in wide else t for t in tensors]
+
+
+_BINDINGS = {
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.mul.Scalar: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.neg.default: torch.neg,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.mm.default: torch.mm,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.select.int: torch.select,
+    aten.detach.default: torch.detach,
+    aten.view.default: Tensor.view,
+    aten.expand.default: Tensor.expand,
+    aten.embedding.default: torch.embedding,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+}
+"""torch's own functions of some operators: they parse their arguments faster than the operators in `torch.ops`."""
+
+
+def binding_of(op: OpOverload) -> Function:
+    """The fastest function that runs an operator: torch's own for it, or the operator without its Python wrapper."""
+    binding: Any = _BINDINGS.get(op, op._op)
+    return binding  # type: ignore[no-any-return]

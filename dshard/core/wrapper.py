@@ -46,6 +46,7 @@ class Wrapper(Base):
     # Stands in cache keys: whether the tensor that this one stands for in a trace is a leaf, or the mesh axes on which
     # its gradient is to stay partial.
     _leaf: bool | tuple[int, ...] | None = None
+    keeps_terms: ClassVar[bool] = False  # whether the program ever wanted partial gradients, for which `_leaf` has axes
     # Their types are defined above this module: the origin of a copied view, the layout that gradients get, the options
     # of matmuls of which it is the weight, its copies in other layouts by placements, and the parameter that it has
     # replaced, if something holds that weakly.
@@ -81,7 +82,11 @@ def is_leaf(x: Wrapper) -> bool:
 
 def is_recorded(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd records an operator on `tensors`."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
 def each_apart(tensors: Sequence[Any]) -> list[Any]:

@@ -24,11 +24,6 @@ def is_partial_number(x: object) -> bool:
     return isinstance(x, Wrapper) and not x._spec.shape and x._spec.has_partial
 
 
-def may_hold_number(out: object) -> bool:
-    """Whether a result may hold a partial number; most are a tensor with dims."""
-    return not (type(out) is Wrapper.public and out._spec.shape)
-
-
 def with_numbers_reduced(out: Any, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call, with partial numbers reduced that a program makes; operands and their views stay."""
     if isinstance(out, tuple):

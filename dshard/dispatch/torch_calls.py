@@ -15,7 +15,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
-from dshard.dispatch.numbers import may_hold_number, with_numbers_reduced
+from dshard.dispatch.numbers import with_numbers_reduced
 from dshard.ops.custom import wrapped
 from dshard.placements import Replicate
 from dshard.torch_private import (
@@ -36,11 +36,19 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     try:
         if func in BACKWARD and not _creates_graph(func, args, kwargs):
             return through(func, args, kwargs)
-        if torch.is_grad_enabled():
-            out = _keeping_terms(_with_view_replay(func, args, kwargs), args, kwargs)
-        else:
+        if not torch.is_grad_enabled() or is_view_replay_enabled():
             out = through(func, args, kwargs)
-        return with_numbers_reduced(out, args, kwargs) if may_hold_number(out) else out
+        else:
+            # Autograd makes views again by their function, not by strides: by those of the global tensor a recorded
+            # write through a view would gather.
+            set_view_replay_enabled(True)
+            try:
+                out = through(func, args, kwargs)
+            finally:
+                set_view_replay_enabled(False)
+        if Wrapper.keeps_terms and torch.is_grad_enabled():
+            out = _keeping_terms(out, args, kwargs)
+        return out if type(out) is Wrapper.public and out._spec.shape else with_numbers_reduced(out, args, kwargs)
     except Exception as error:
         publish_failure(error, _ranks(args))
         raise
@@ -73,16 +81,6 @@ def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     """
     position = 4 if func is torch.autograd.grad else 3
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
-
-
-def _with_view_replay(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call `func` with view replay on: autograd then makes views again by their function, not by strides."""
-    before = is_view_replay_enabled()  # by strides of the global tensor a recorded write through a view would gather
-    set_view_replay_enabled(True)
-    try:
-        return through(func, args, kwargs)
-    finally:
-        set_view_replay_enabled(before)
 
 
 def through(func: Function, args: Args, kwargs: Kwargs) -> Any:

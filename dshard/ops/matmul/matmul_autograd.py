@@ -43,8 +43,7 @@ class Multiply(torch.autograd.Function):
                 matmul.wrap_moved(1, moved) if keep_b and moved else None,
             ]
 
-        reruns = RECOMPUTE_HOOKS.value()
-        if reruns:
+        if RECOMPUTE_HOOKS.anywhere and (reruns := RECOMPUTE_HOOKS.value()):
             n = need_a + need_b + keep_a + keep_b
             reruns[-1](lambda: [t for t in saved() if t is not None], n)
         local = [t._local_tensor for t in tensors]
@@ -138,16 +137,15 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None 
         # Of several dims of size one a reshape shards another than the cut, and of no elements it shards none.
         specs = zip(pair, matmul.specs, strict=False)
         tensors = (*(redistributed_operand(x, spec.layout) for x, spec in specs), *bias)
-    recorded = is_recorded(tensors)
-    call: Callable[..., Wrapper]
-    call = partial(_record, matmul) if recorded else partial(_multiply_unrecorded, matmul, local)
-    executable.compare(tensors)
-    return observed(executable.decision, call, tensors) if OBSERVERS else call(*tensors)
+    if executable.compared:
+        executable.compare(tensors)
+    call, args = (_record, (matmul, *tensors)) if is_recorded(tensors) else (_unrecorded, (matmul, tensors, local))
+    return observed(executable.decision, call, args) if OBSERVERS else call(*args)
 
 
-def _multiply_unrecorded(matmul: Matmul, local: list[Tensor] | None, *tensors: Wrapper) -> Wrapper:
+def _unrecorded(matmul: Matmul, tensors: Sequence[Wrapper], local: list[Tensor] | None) -> Wrapper:
     operands = [] if local is None else local
     operands += [t._local_tensor for t in tensors]
-    in_bulk = matmul.streamed is None
-    out = matmul.executable.run(operands) if in_bulk else matmul.run_streamed(operands, whole=local is not None)
-    return wrap(out, matmul.out)
+    if matmul.streamed is None:
+        return wrap(matmul.executable.run(operands), matmul.out)
+    return wrap(matmul.run_streamed(operands, whole=local is not None), matmul.out)

@@ -38,12 +38,13 @@ NEITHER = (False, False)
 class Matmul:
     """A matmul as chosen for given operand specs: its executable, its panels, and the matmuls of its gradients.
 
-    `specs` are the specs of the operands, a bias last. `kept` says for each operand whether its redistributed copy is
-    saved for the backward pass, `cut` how the operands are unflattened first. `streamed` runs the matmul in panels, or
-    is None for one in bulk; `stream` is the requested option. If `overlaps`, the reduction runs beside the next matmul.
+    `specs` are the specs of the operands, a bias last, and `out` that of the result. `kept` says for each operand
+    whether its redistributed copy is saved for the backward pass, `cut` how the operands are unflattened first.
+    `streamed` runs the matmul in panels, or is None for one in bulk; `stream` is the requested option. If `overlaps`,
+    the reduction runs beside the next matmul.
     """
 
-    __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "overlaps", "specs", "stream", "streamed")
+    __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "out", "overlaps", "specs", "stream", "streamed")
 
     def __init__(
         self,
@@ -55,17 +56,13 @@ class Matmul:
         streamed: PanelExecutor | None,
     ) -> None:
         self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
+        self.out = executable.specs[0]
         sent = enumerate(zip(constraints.kept, executable.plans, strict=False))
         self.kept = tuple(keep and sends(p) and self.leaves_whole(i) for i, (keep, p) in sent)
         first, _, end = self.plans()
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[object, ...], Matmul] = {}
         self._in_bulk: PanelExecutor | None = None
-
-    @property
-    def out(self) -> Spec:
-        """The spec of the result."""
-        return self.executable.specs[0]
 
     @property
     def has_bias(self) -> bool:
