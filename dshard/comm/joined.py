@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import collectives, rank_checks
+from dshard.comm import rank_checks
 from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.drive import Program, Request, Results, begun
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.pieces import JoinedPieces
 from dshard.comm.program_steps import Moved, Transfer, lowered, moved_in
-from dshard.comm.recorded_calls import RECORDERS
 from dshard.comm.run import launch_on, received_at_once, run_program
-from dshard.comm.runtime import LocalTensor, Runtime, own_coordinate, own_runtime, planned_backend
+from dshard.comm.runtime import LocalTensor, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.workspace import Session
 from dshard.layout import Shape
@@ -140,24 +139,13 @@ def _of_memory(part: Tensor, shape: Shape) -> Tensor:
 
 
 def joined_start(plans: Sequence[Plan], dtype: torch.dtype) -> JoinedStart:
-    """A function that begins plans of one lane as one collective of this process, made once and cached.
+    """A function that begins plans of one lane as one collective of this process.
 
     Raises:
         MeshError: the mesh has no processes.
     """
     runtime, coordinate = own_runtime(plans[0].src.mesh)
-    key = (*plans, dtype)
-    start: JoinedStart | None = runtime.runners.get(key)
-    if start is None:
-        joined = Joined(plans, coordinate, dtype, runtime.backend)
-        return runtime.runners.add(key, _start_of(joined, plans, runtime))  # type: ignore[no-any-return]
-    runtime.runners.hits += 1
-    return start
-
-
-def _start_of(joined: Joined, plans: Sequence[Plan], runtime: Runtime) -> JoinedStart:
-    compares = rank_checks.enabled()
-    first, *others = [part.collective for step in joined.steps for part in step.parts]
+    joined, compares = Joined(plans, coordinate, dtype, runtime.backend), rank_checks.enabled()
 
     def start(tensors: list[Tensor]) -> Finish:
         if compares:
@@ -165,20 +153,7 @@ def _start_of(joined: Joined, plans: Sequence[Plan], runtime: Runtime) -> Joined
             rank_checks.compare_on(text, runtime.group(runtime.mesh.names), device_of(runtime.mesh))
         return begun(joined.program(tensors), partial(launch_on, runtime))
 
-    if others or compares or first.kind != "all_reduce":
-        return start
-    (step,), op, group = joined.steps, first.op, runtime.group(first.axes)
-    assert op is not None
-
-    def start_reduction(tensors: list[Tensor]) -> Finish:
-        if LISTENERS or RECORDERS:
-            return start(tensors)
-        flat = step.pack(tensors)
-        tensors.clear()
-        wait = collectives.reduce(op, group, flat, flat)
-        return lambda: step.unpack(wait())
-
-    return start_reduction
+    return start
 
 
 def begin_joined(
