@@ -132,8 +132,7 @@ class Executable:
         for end in self.decision.ends:
             self.end = compiled(end) if end.steps else None
         operator = self.local_op(own_coordinate(self.mesh))
-        keeps_device = hasattr(operator, "above_autograd")  # a view
-        self.operator = _without_data(operator) if outside and not keeps_device else operator
+        self.operator = _without_data(operator) if outside and not hasattr(operator, "keeps_device") else operator
         return self.operator
 
     def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:

@@ -270,7 +270,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 def sharing_version(operator: LocalOp) -> LocalOp:
     """`operator`, whose output views share the version counter of its operand also below autograd.
 
-    The attribute `above_autograd` of the result is `operator` itself, for calls above autograd.
+    Views are of the device of what they view, also on ranks outside the mesh: `keeps_device`.
     """
 
     def run(*args: object, **kwargs: object) -> Any:
@@ -282,9 +282,8 @@ def sharing_version(operator: LocalOp) -> LocalOp:
         finally:
             exclude_key(_COUNTS, True)
 
-    below_autograd: Any = run
-    below_autograd.above_autograd = operator
-    return below_autograd  # type: ignore[no-any-return]
+    run.keeps_device = True  # type: ignore[attr-defined]
+    return run
 
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:

@@ -58,26 +58,13 @@ class PartialView(CopiedView):
         write_local(self.local, redistribute_local(view._local_tensor, view._spec, self.spec.layout, op))
 
 
-@dataclass(eq=False)
-class ReshapedCopy(CopiedView):
-    """The origin of a view of other dims whose local tensor is a copy, as the strides of the base's allow no view.
-
-    All that it copies is local, so that ranks need not agree whether theirs is a copy.
-    """
-
-    def write_back(self, op: object) -> None:
-        """Write the copy, which `op` wrote through the view, to the base."""
-        write_local(self.base._local_tensor, self.local)
-
-    def refresh(self, op: object) -> None:
-        """Write the base, which `op` wrote, to the copy."""
-        write_local(self.local, self.base._local_tensor)
-
-
 def register_if_copy(view: Wrapper | None, local: Tensor, base: Wrapper) -> None:
-    """Attach its origin to a view of other dims if its local tensor is a copy."""
+    """Attach its origin to a view of other dims if its local tensor is a copy, as strides may allow no view.
+
+    It copies what is local, in the layout of the base, so that ranks need not agree whether theirs is a copy.
+    """
     if view is not None and _is_copy(local, base._local_tensor):
-        register_view(view, ReshapedCopy(base, local, view._spec))
+        register_view(view, CopiedView(base, local, base._spec))
 
 
 def _is_copy(local: Tensor, base: Tensor) -> bool:
