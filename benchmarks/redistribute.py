@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from received_bound import lower_bound
 from section import markdown_table, write_section
 
 import dshard as ours
-from dshard.redistribute.received_bound import lower_bound
 from dshard.tables import text_table
 from dshard.testing import RankPool, count_traffic
 

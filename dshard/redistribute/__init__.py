@@ -8,7 +8,6 @@ lower_bound.py     the least seconds of any plan between two layouts
 space.py           the layouts of a tensor as a graph, whose edges are steps
 plan.py            plans: searched, priced, printed
 panel.py           steps panel by panel
-received_bound.py  a lower bound on the elements that any plan receives
 """
 
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, summa_panels

@@ -164,7 +164,7 @@ class LowerBound:
         """The least seconds of any plan from `src` to `dst`.
 
         Each message at most doubles the number of ranks whose chunks, or terms, a rank holds; chunks and terms come
-        in steps of their own, unless the chunks are nested. As in `received_bound`, `t` terms take `t` - 1 receives to
+        in steps of their own, unless the chunks are nested. As in any plan, `t` terms take `t` - 1 receives to
         meet at one rank that needs the sum, and one more for each other rank that needs it.
         """
         terms, begins, ends, whole = 1, 0, False, False
