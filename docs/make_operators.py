@@ -21,8 +21,7 @@ import dshard
 from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.mesh import Mesh
-from dshard.testing.check import _Call
-from dshard.testing.operator_calls import recorded_calls
+from dshard.testing.check import _Call, recorded_calls
 
 HERE = Path(__file__).parent
 PAGE = HERE / "operators.md"

@@ -16,8 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from dshard import comm
 from dshard.autograd.crossing import ToLocal, in_layout, redistribute, redistribute_in_dtypes
 from dshard.autograd.leaf_gradients import keep_gradient_layout
-from dshard.autograd.local_tensors import AnyPlacement, compare_gradients, from_local
-from dshard.autograd.outside import Emptied
+from dshard.autograd.local_tensors import AnyPlacement, Emptied, compare_gradients, from_local
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dshard.core import comparisons, plain_modes
+from dshard.core import comparisons, plain_tensors
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.pool import shared_pools
 
@@ -132,7 +132,7 @@ def threads() -> int:
 
 def forget_models() -> None:
     """Let each file find meshes on which nothing was parallelized."""
-    plain_modes._MODELS.clear()
+    plain_tensors._MODELS.clear()
     comparisons._ALL.clear()
 
 

@@ -1,14 +1,13 @@
 """Crossings of autograd between distributed and local tensors, and between layouts.
 
 crossing.py           ToLocal, FromLocal, Redistribute, Reshard: differentiable, to any order
-local_tensors.py      distributed tensors of the local tensors that ranks give
+local_tensors.py      distributed tensors of the local tensors that ranks give, of which those outside a mesh have none
 leaf_gradients.py     the hook that gives gradients of a leaf its own layout
 gradients.py          torch.autograd.grad, backward and `data`, which distributed tensors answer themselves
 joined_gradients.py   gradients of leaves reduced together, in buckets
 gathered_weights.py   weights gathered together for a module, and their gradients
 accumulation.py       gradients of microbatches added before they are reduced
 sole_owner.py         whether nobody else holds a gradient, so that it may be written
-outside.py            crossings on ranks outside a mesh, which hold nothing
 """
 
 from dshard.autograd.crossing import redistribute

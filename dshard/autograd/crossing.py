@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dshard import comm
-from dshard.core.mesh_moves import reshard_local, without_data
+from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
-from dshard.core.observe import OBSERVERS, Decision, finish_observed, observed
+from dshard.core.observe import ASKED, OBSERVERS, Decision, finish_observed, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_differentiating_forward, refuse_batched, with_tangent
@@ -18,6 +18,8 @@ from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, interned, replicated
 from dshard.placements import Partial, Replicate
+from dshard.reshard import plan_reshard
+from dshard.rules.expand import Operand
 from dshard.torch_private import (
     is_functorch_wrapped,
     is_legacy_batched,
@@ -294,3 +296,27 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
 
 to_local, from_local = unchecked_apply(ToLocal), unchecked_apply(FromLocal)
 redistribute_in_dtypes = unchecked_apply(RedistributeInDtypes)
+
+
+def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
+    """The local tensor under a layout on another mesh; without data on ranks outside that mesh."""
+    outside = comm.is_outside(spec.layout.mesh)
+    if outside and comm.is_outside(layout.mesh):
+        return without_data(spec.with_layout(layout))._local_tensor
+    topology = planning_context().topology_of(spec.layout.mesh)
+    crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
+    typed = torch.empty(0, dtype=spec.dtype, device=comm.device_of(layout.mesh)) if outside else local
+    if OBSERVERS:
+        operand = Operand(spec.layout, spec.shape, spec.itemsize)
+        decision = Decision("redistribute", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
+        out: Tensor | None = observed(decision, comm.reshard, (crossing, typed))
+    else:
+        out = comm.reshard(crossing, typed)
+    return without_data(spec.with_layout(layout))._local_tensor if out is None else out
+
+
+def without_data(spec: Spec) -> Wrapper:
+    """The distributed tensor of this spec on a rank outside its mesh."""
+    mesh = spec.layout.mesh
+    shape = spec.layout.local_shape(spec.shape, (0,) * mesh.ndim)
+    return wrap(torch.empty(shape, dtype=spec.dtype, device="meta"), spec)

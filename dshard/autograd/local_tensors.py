@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.autograd.crossing import FromLocalOfTerms, OperandFromLocal
-from dshard.autograd.outside import WithoutData
 from dshard.caches import cached
 from dshard.comm import DeviceMesh, traced
 from dshard.core.local_checks import check_strided, checked, gathered_shape, gradient_layout
 from dshard.core.moves import replica_broadcasts, sending, wrap_counting
 from dshard.core.observe import OBSERVERS, observed
+from dshard.core.signature import Context
 from dshard.core.spec import Spec, contiguous_stride, dense_stride, spec_of
 from dshard.core.subclasses import as_plain
 from dshard.core.transforms import refuse_wrapped, with_tangent
@@ -27,6 +27,36 @@ from dshard.mesh import Mesh
 from dshard.placements import Placement
 from dshard.torch_dtensor import TorchPlacement
 from dshard.validate import as_shape
+
+# -- ranks outside a mesh run the same program: tensors on it have no data there, as on a mesh without processes, so
+# that operators, backward passes and random draws are planned as on the ranks of the mesh, and send nothing
+
+
+class Emptied(torch.autograd.Function):
+    """A local tensor without data -> an empty one on `device`, or zero without dims; backward: no data."""
+
+    @staticmethod
+    def forward(ctx: Context, local: Tensor, device: torch.device) -> Tensor:
+        ctx.shape, ctx.dtype = tuple(local.shape), local.dtype
+        return torch.zeros((0,) if local.ndim else (), dtype=local.dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device="meta"), None
+
+
+class WithoutData(torch.autograd.Function):
+    """A user's local tensor -> one of `shape` without data; backward: zeros."""
+
+    @staticmethod
+    def forward(ctx: Context, local: Tensor, shape: Shape) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = tuple(local.shape), local.dtype, local.device
+        return torch.empty(shape, dtype=local.dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device), None
+
 
 AnyPlacement: TypeAlias = Placement | TorchPlacement
 """A placement of dshard's classes or of torch's."""

@@ -8,14 +8,12 @@ executable.py       what a call runs as: redistribute, run the local operator, w
 call_key.py         the key under which a call is cached
 moves.py            redistribution of local tensors, local operators on every rank
 joined_moves.py     redistribution of several local tensors by one collective
-mesh_moves.py       redistribution of local tensors to another mesh
 local_checks.py     checks of local and global tensors that become distributed, and their exchange between the ranks
 local_work.py       seconds of the local work of an operator
 observe.py          observers of decisions, calls and memory: for `trace`, `explain` and `strict`
 view_sync.py        views with memory of their own, kept equal to their base
 shared_memory.py    operands that share memory with what an in-place operator writes
-plain_tensors.py    plain tensors among distributed ones
-plain_modes.py      what plain tensors are in the programs of a mesh, by its models
+plain_tensors.py    plain tensors among distributed ones, and what they are in the programs of a mesh
 comparisons.py      comparisons of what must be alike on all ranks, beside backward passes
 saved_files.py      distributed tensors in files of torch.save
 replaced_parameters.py  parameters that distributed ones have replaced, of which each use is one of these
@@ -27,6 +25,5 @@ torch_wrappers.py   torch's wrappers for data parallelism, refused where they wo
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           arguments that torch refuses, refused before anything is sent
 torch_function.py   calls of torch's functions: their arguments by name, autocast
-provenance.py       the user's line and module
 signature.py        types of functions and of their arguments
 """

@@ -7,6 +7,7 @@ within `implicit_replication`. Elsewhere a user's are refused, torch's own are n
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from itertools import count
 from pathlib import Path
 from threading import local
 from types import FrameType
-from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, Literal, TypeAlias, TypeGuard
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
 
 import torch
@@ -42,13 +43,12 @@ from dshard.comm import (
 from dshard.core.comparisons import Comparisons, comparisons_on
 from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
 from dshard.core.operands import plain_value
-from dshard.core.plain_modes import layout_of_rows, plain_mode
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
-from dshard.layout import replicated
+from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.torch_dtensor import (
     TorchDTensor,
@@ -57,6 +57,41 @@ from dshard.torch_dtensor import (
     with_placements_of_dshard,
 )
 from dshard.torch_private import FakeTensor, FunctionalTensor, graph_task_id
+
+PlainMode: TypeAlias = Literal["global", "per-data-rank", "both"]
+_MODELS: dict[tuple[Mesh, bool], WeakSet[object]] = {}
+"""What stands for the models that were laid out on a mesh, by whether plain tensors are parts of data ranks."""
+_ROWS: dict[Mesh, Layout] = {}
+"""The layout in which the last model on a mesh that is given whole batches computes with rows."""
+
+
+def declare_model(model: object, rows: Layout, per_data_rank: bool) -> None:
+    """Declare that a model is given whole batches, alike on all ranks of the mesh, or the rows of each data rank.
+
+    `rows` is the layout in which it computes with tensors of rows.
+    """
+    _MODELS.setdefault((rows.mesh, per_data_rank), WeakSet()).add(model)
+    if not per_data_rank:
+        _ROWS[rows.mesh] = rows
+    comparisons_on(rows.mesh).restart()
+
+
+def plain_mode(mesh: Mesh) -> PlainMode | None:
+    """What plain tensors are in programs on this mesh: whole, rows, "both" if models differ; None without a model."""
+    kinds = [kind for kind in (False, True) if (mesh, kind) in _MODELS]
+    if len(kinds) == 2:
+        gc.collect()  # so that all ranks have freed the models that are no longer used
+        for kind in kinds:
+            if not _MODELS[mesh, kind]:
+                del _MODELS[mesh, kind]
+        kinds = [kind for kind in kinds if (mesh, kind) in _MODELS]
+    return ("both" if len(kinds) == 2 else "per-data-rank" if kinds[0] else "global") if kinds else None
+
+
+def layout_of_rows(mesh: Mesh) -> Layout:
+    """The layout in which models on a mesh that are given whole batches compute with rows."""
+    return _ROWS[mesh]
+
 
 PLAIN = frozenset({Tensor, Parameter, LocalTensor, FakeTensor, FunctionalTensor, TorchDTensor, list, tuple})
 """The types of arguments that are, or may hold, plain tensors or torch's own distributed ones."""

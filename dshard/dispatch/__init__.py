@@ -3,10 +3,7 @@
 torch_calls.py       `__torch_function__`: by a handler, as a composite operator, or as the operators that torch runs
 composite_table.py   functions that run as one composite operator, and other handlers
 other_classes.py     `__torch_function__` with another class of tensors, which may have its own rules
-numbers.py           results without dims, reduced when they are made
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
-registry.py          the row of an operator in the families' tables
-alternative.py       alternatives to an operator's rule, priced beside its strategies
-composed_operators.py   operators that run as others, whatever their arguments
+registry.py          the row of an operator in the families' tables, and operators that run as others
 fallback.py          an operator without a rule: replicated operands, every rank computes all
 """

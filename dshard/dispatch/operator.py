@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.joined_gradients import add_later
-from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
+from dshard.core.call import AlternativePlan, Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer, with_meta_form
 from dshard.core.context import planning_context
@@ -41,8 +41,8 @@ from dshard.core.moves import (
     tensors_in,
     write_local,
 )
-from dshard.core.observe import ASKED, OBSERVERS, observed
-from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, spec_like
+from dshard.core.observe import ASKED, OBSERVERS, observed, planned
+from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
@@ -59,7 +59,6 @@ from dshard.core.view_sync import (
     register_view,
 )
 from dshard.core.wrapper import Wrapper, is_recorded, wrap, wrap_in_flight, wrap_inference_view
-from dshard.dispatch.alternative import alternatives_of
 from dshard.dispatch.fallback import replicate, replicated_executable
 from dshard.dispatch.registry import FACTS, known
 from dshard.mesh import Coordinate, Mesh
@@ -68,8 +67,9 @@ from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
+from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy
-from dshard.rules.strategy_choice import cheapest
+from dshard.rules.strategy_choice import alternative_strategy, cheapest
 from dshard.torch_private import OpOverload, no_torch_function
 
 Executor = Callable[[Args, Kwargs], Any]
@@ -295,3 +295,31 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
         return views
 
     return finish
+
+
+def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, AlternativePlan]:
+    """The alternatives to the rule that apply to a call, priced, each with its plan; none for in-place operators."""
+    if not op.alternatives or writes_first(call.func):
+        return {}
+    candidates = {}
+    for alternative in op.alternatives:
+        plans = alternative.plan(call, rule) or ()
+        for plan in (plans,) if isinstance(plans, AlternativePlan) else plans:
+            candidates[_priced(alternative.name, rule, call, plan)] = plan
+    return candidates
+
+
+def _priced(name: str, rule: Rule, call: Call, plan: AlternativePlan) -> Strategy:
+    topology = planning_context().topology_of(call.specs[0].layout.mesh)
+    sent = [collective for each, itemsize in plan.plans for collective in planned(each, itemsize, topology)]
+    seconds = sum(each.seconds for each, _ in plan.plans) + sum(each.seconds for each in plan.exchanges)
+    return alternative_strategy(
+        name,
+        rule,
+        tuple(map(operand_of, call.specs)),
+        call.out_sizes,
+        topology,
+        (plan.inputs, plan.outputs),
+        (*sent, *plan.exchanges),
+        seconds,
+    )

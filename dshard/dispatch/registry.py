@@ -11,11 +11,11 @@ import torch
 from torch import Tag
 
 from dshard.caches import Cache, cached, clear_caches
-from dshard.core.call import Call, Composed, Operator, writes_first
+from dshard.core import checks
+from dshard.core.call import Call, Check, Composed, Operator, arguments_by_name, writes_first
 from dshard.core.checks import CHECKS, META
 from dshard.core.shared_memory import reads_more
-from dshard.core.signature import Args
-from dshard.dispatch.composed_operators import CHECKS_WITHOUT_RULE, COMPOSED
+from dshard.core.signature import Args, Kwargs
 from dshard.errors import NotationError
 from dshard.ops import (
     addmm,
@@ -36,14 +36,56 @@ from dshard.ops import (
     slicing,
     views,
 )
+from dshard.ops.custom import answered, decomposed, no_resize, number
+from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
+from dshard.ops.random import RANDOM
+from dshard.ops.views import VIEWS_IN_PLACE, in_place
 from dshard.placements import ReduceOp
 from dshard.rules.rule import Rule
 from dshard.rules.rule import linear as linear_in
 from dshard.rules.rule_notation import Side, parse_rule, read_rule
 from dshard.torch_private import OpOverload, OpOverloadPacket
 from dshard.validate import as_int, as_tuple, check_type, suggestion
+
+_ATEN = torch.ops.aten
+
+
+def _is_requested(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    return True
+
+
+def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    return arguments_by_name(func, args, kwargs).get("dim") is None
+
+
+COMPOSED: dict[OpOverload, Composed] = {
+    **{func: Composed(decomposed(function)) for func, function in DECOMPOSITIONS.items()},
+    **{
+        func: Composed(decomposed(function), is_requested=_has_no_dim)
+        for func, function in DECOMPOSITIONS.items()
+        if func._schema.name in ("aten::norm", "aten::linalg_vector_norm")
+    },
+    **{func: Composed(answered(function)) for func, function in QUESTIONS.items()},
+    **{func: Composed(function) for func, function in RANDOM.items()},
+    **{func: Composed(in_place) for func in VIEWS_IN_PLACE},
+    _ATEN._local_scalar_dense.default: Composed(number, is_requested=_is_requested, local=True),
+    _ATEN.resize_.default: Composed(no_resize),
+    _ATEN.resize_as_.default: Composed(no_resize),
+}
+"""The functions that run in place of these operators, by the operators."""
+
+CHECKS_WITHOUT_RULE: dict[str, Check] = {
+    "aten::multinomial": checks.check_multinomial,
+    "aten::complex": checks.check_complex,
+    "aten::masked_scatter": checks.check_masked_scatter,
+    "aten::linalg_lstsq": checks.check_lstsq,
+    "aten::narrow_copy": checks.check_narrow_copy,
+    "aten::as_strided_scatter": checks.check_strided_scatter,
+}
+"""The checks of operators that no table has: of these, of torch's pointwise ones, and of those without a rule."""
+
 
 TABLES: tuple[dict[str, Operator], ...] = (
     pointwise.RULES,

@@ -6,19 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_exporting
+from torch.compiler import is_compiling, is_exporting
 
-from dshard.comm import publish_failure
-from dshard.core.moves import leaves
-from dshard.core.plain_tensors import PLAIN_RESULTS, may_hold_plain, refuse_plain, wrap_or_refuse_plain
+from dshard.autograd.crossing import NUMBER, redistribute
+from dshard.comm import of_first_rank, publish_failure, same_memory
+from dshard.core.moves import leaves, tensors_in
+from dshard.core.plain_tensors import (
+    PLAIN_RESULTS,
+    is_within_forward,
+    may_hold_plain,
+    refuse_plain,
+    wrap_or_refuse_plain,
+)
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
-from dshard.dispatch.numbers import with_numbers_reduced
 from dshard.ops.custom import wrapped
 from dshard.placements import Replicate
+from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
+    graph_task_id,
     is_transforming,
     is_view_replay_enabled,
     no_torch_function,
@@ -124,3 +132,24 @@ QUERIES = frozenset(
     }
 )
 """Queries that torch answers of any tensor, and that raise nothing."""
+
+
+def is_partial_number(x: object) -> bool:
+    """Whether `x` is a tensor without dims whose terms lie on several ranks."""
+    return isinstance(x, Wrapper) and not x._spec.shape and x._spec.has_partial
+
+
+def with_numbers_reduced(out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of a call, with partial numbers reduced that a program makes; operands and their views stay."""
+    if isinstance(out, tuple):
+        numbers = any(map(is_partial_number, out))
+        return type(out)([with_numbers_reduced(x, args, kwargs) for x in out]) if numbers else out
+    if not is_partial_number(out) or is_within_forward() or graph_task_id() != -1 or is_transforming():
+        return out
+    if is_compiling() or out._view_sync is not None:
+        return out
+    local = of_first_rank(out._local_tensor)
+    for x in tensors_in((args, kwargs)):  # warm calls make views of local tensors, which autograd does not call views
+        if isinstance(x, Wrapper) and same_memory(local, of_first_rank(x._local_tensor)):
+            return out
+    return redistribute(out, completed_layout(out._spec.layout), NUMBER)

@@ -6,7 +6,7 @@ matmul/              matmuls: chosen by loops, run whole or in panels, different
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results
 embedding vocab_parallel mean_loss batch_norm   torch functions of several operators, planned as one, in composite.py
-scans exchange move_split split_pieces small_reductions   alternatives that need not gather a sharded dim
+scans exchange small_reductions   alternatives that need not gather a sharded dim
 foreach out_argument decompositions custom   lists of tensors, `out=`, operators composed of others
 optimiser_steps optimiser_states   how optimisers of distributed parameters step, and what they load
 """

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
-from dshard.core.plain_modes import declare_model
+from dshard.core.plain_tensors import declare_model
 from dshard.errors import ArgumentError
 from dshard.layout import Layout
 from dshard.parallel.apply_plan import distribute_inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,13 +11,12 @@ from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, plan
+from dshard.redistribute import Plan, numel, plan
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.chain_forms import FORMS, Draft, drafts, forms_of
 from dshard.reshard.chain_price import chains_seconds, scheduled
 from dshard.reshard.host_network import HostNetwork, host_network_of
 from dshard.reshard.tasks import Task, reduced_axes, tasks
-from dshard.reshard.time_bound import lower_bound
 from dshard.topology import Topology
 
 WIDE = 4
@@ -256,3 +255,30 @@ def _seconds_alone(task: Task, form: Form, itemsize: int, network: HostNetwork, 
     """Seconds of a task in one form if it has all links to itself."""
     chains, _ = scheduled(drafts(task, form, network, number), itemsize, network, 0.0, None)
     return chains_seconds(chains, itemsize, network)
+
+
+def needy_hosts(task: Task, network: HostNetwork) -> tuple[int, ...]:
+    """The hosts that must receive a task's slice: they have receivers, and lack some term of it."""
+    have = [{network.host(rank) for rank in replicas} for replicas in task.holders]
+    return tuple(host for host, _ in network.by_host(task.receivers) if not all(host in hosts for hosts in have))
+
+
+def lower_bound(tasks: Sequence[Task], itemsize: int, network: HostNetwork) -> float:
+    """Seconds that the busiest cards need, however the tasks are sent (latency and links within hosts apart).
+
+    Each host that needs a slice receives it once. Each slice is sent once, by some host that holds it: so the cards of
+    any set of hosts send the slices that only these hosts hold.
+    """
+    rate = network.bandwidth * network.cards
+    receives: defaultdict[int, float] = defaultdict(float)
+    sends: defaultdict[frozenset[int], float] = defaultdict(float)
+    for task in tasks:
+        needy = needy_hosts(task, network)
+        for host in needy:
+            receives[host] += numel(task.region) * itemsize
+        if needy:
+            hosts = frozenset(network.host(rank) for replicas in task.holders for rank in replicas)
+            sends[hosts] += numel(task.region) * itemsize
+    sets = {*sends, frozenset().union(*sends)} if sends else set()
+    sent = [sum(amount for hosts, amount in sends.items() if hosts <= some) / len(some) for some in sets]
+    return max([*receives.values(), *sent], default=0.0) / rate

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -13,20 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import comm
-from dshard.core.moves import leaves, replace_tensors, tensors_in
+from dshard.core.call import AlternativePlan, Call, Operator
+from dshard.core.moves import leaves, replace_leaves, replace_tensors, tensors_in
+from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.errors import ArgumentError, LayoutError, RuleError
+from dshard.core.spec import Spec
+from dshard.dispatch.operator import alternatives_of, call_of
+from dshard.dispatch.registry import known
+from dshard.errors import ArgumentError, LayoutError, NotationError, RuleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.rules.strategy import Strategy
 from dshard.tensor import DTensor
-from dshard.testing.alternative_runs import check_alternatives
 from dshard.testing.choices import Choice, has_gradient, layouts_of, sample_combinations
-from dshard.testing.operator_calls import recorded_calls, resolve
-from dshard.testing.rule_rows import Same, check_rows
+from dshard.testing.rule_rows import Same, blaming, check_rows, run_on, suggestive
 from dshard.testing.simulated_ranks import distribute, simulated, whole
-from dshard.torch_private import OpOverload
-from dshard.validate import as_int, as_tuple, check_type
+from dshard.torch_private import OpOverload, OpOverloadPacket
+from dshard.validate import as_int, as_tuple, check_callable, check_type
 
 Op: TypeAlias = OpOverload | Function | str
 
@@ -297,3 +301,122 @@ def _name(function: Function) -> str:
 
 def _mesh_of(layouts: Choice) -> str:
     return str(layouts[0].mesh) if layouts else ""
+
+
+def check_alternatives(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: Same) -> None:
+    """Run `func` by each alternative to its rule, in all layouts of its operands, and compare with torch.
+
+    For ranks that are simulated in this process.
+
+    Raises:
+        RuleError: an alternative has another result, or another layout than planned.
+    """
+    facts = known(func)
+    op, arguments = facts.op, (args, kwargs)
+    if op is None or not op.alternatives or facts.is_composed(args):
+        return
+    expected = run_on(func, arguments, [x.clone() for x in tensors_in(arguments)])
+    call, _ = call_of(func, mesh, args, kwargs)
+    for strategy, plan in _every_alternative(op, call, mesh):
+        with blaming(f"the alternative '{strategy.name}' to the rule of {func}", mesh, strategy):
+            _compare(plan, arguments, expected, same)
+
+
+def _every_alternative(op: Operator, call: Call, mesh: Mesh) -> Iterator[tuple[Strategy, AlternativePlan]]:
+    """Yield the alternatives for any layouts of the operands, each that has other layouts once."""
+    seen = set()
+    for operands in suggestive(op.rule(call), call.specs, mesh):
+        placed = _in_layouts(call, [spec.with_layout(x.layout) for spec, x in zip(call.specs, operands, strict=True)])
+        for strategy, plan in alternatives_of(op, op.rule(placed), placed).items():
+            key = (strategy.name, plan.inputs, plan.outputs)
+            if key not in seen:
+                seen.add(key)
+                yield strategy, plan
+
+
+def _in_layouts(call: Call, specs: Sequence[Spec]) -> Call:
+    rest = iter(specs)
+    args, kwargs = replace_leaves((call.args, call.kwargs), lambda leaf: next(rest) if isinstance(leaf, Spec) else leaf)
+    return replace(call, args=args, kwargs=kwargs, specs=tuple(specs))
+
+
+def _compare(plan: AlternativePlan, arguments: tuple[Args, Kwargs], expected: Sequence[Tensor], same: Same) -> None:
+    numbered = enumerate(plan.inputs)
+
+    def placed(x: Tensor) -> DTensor:
+        seed, layout = next(numbered)
+        return distribute(x.detach(), layout, seed=seed)
+
+    args, kwargs = replace_tensors(arguments, placed)
+    with torch.no_grad():
+        outputs = tensors_in(plan.run(*args, **kwargs))
+    for output, value, layout in zip(outputs, expected, plan.outputs, strict=True):
+        assert isinstance(output, DTensor)
+        assert output.layout == layout, f"an output is laid out [{output.layout}], not [{layout}]"
+        same(whole(output), value)
+
+
+Recorded: TypeAlias = tuple[OpOverload, Args, Kwargs]
+
+
+def resolve(op: OpOverload | Function | str) -> Function:
+    """Return the operator or function that `op` names or is.
+
+    Raises:
+        NotationError: no operator has this name, or several overloads do.
+        ArgumentError: `op` cannot be called.
+    """
+    if isinstance(op, str):
+        namespace, colons, name = op.partition("::")
+        if not colons or not hasattr(getattr(torch.ops, namespace), name):
+            raise NotationError(f"there is no operator {op!r}: write namespace::name, such as 'mylib::fused'")
+        return _only_overload(getattr(getattr(torch.ops, namespace), name))
+    check_callable(op, "check_rule", "give an operator of torch's, a function, or the name of an operator")
+    return _only_overload(op) if isinstance(op, OpOverloadPacket) else op
+
+
+def _only_overload(op: Any) -> OpOverload:
+    overloads = op.overloads()
+    if len(overloads) > 1:
+        raise NotationError(f"{op} has the overloads {', '.join(overloads)}: give one, such as {op}.{overloads[0]}")
+    overload: OpOverload = getattr(op, overloads[0])
+    return overload
+
+
+def recorded_calls(function: Function, args: Args, kwargs: Kwargs, gradients: Sequence[bool]) -> list[Recorded]:
+    """List the distinct operators that `function` calls on these arguments, with the arguments of each.
+
+    Its backward pass runs for the operands that `gradients` marks. Views and copies are left out, unless they are the
+    function itself.
+    """
+    rest = iter(gradients)
+    leaf_args, leaf_kwargs = replace_tensors((args, kwargs), lambda x: _copy(x).requires_grad_(next(rest)))
+    first_calls: dict[object, Recorded] = {}
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        key = (func, str(replace_tensors((args, kwargs), lambda x: (x.shape, x.dtype))))
+        if key not in first_calls:
+            first_calls[key] = (func, *replace_tensors((args, kwargs), _copy))
+        return func(*args, **kwargs)
+
+    with OperatorMode(run):
+        outputs = tensors_in(function(*leaf_args, **leaf_kwargs))
+        with_grad = [out for out in outputs if out.requires_grad]
+        if with_grad:
+            torch.autograd.backward(with_grad, [torch.ones_like(out) for out in with_grad])
+    calls = [call for call in first_calls.values() if call[0] == function or not _is_trivial(call[0])]
+    if isinstance(function, OpOverload) and all(call[0] != function for call in calls):  # torch decomposes it
+        calls.append((function, *replace_tensors((args, kwargs), _copy)))
+    return calls
+
+
+def _is_trivial(func: OpOverload) -> bool:
+    name = func._schema.name
+    return func.is_view or "empty" in name or name.endswith("_like") or name in _TRIVIAL
+
+
+_TRIVIAL = ("aten::clone", "aten::detach", "aten::copy_", "aten::new_zeros", "aten::new_ones", "aten::lift_fresh")
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()

@@ -30,8 +30,7 @@ from dshard.comm import DeviceMesh, bind
 from dshard.core.moves import replace_tensors, tensors_in
 from dshard.dispatch.registry import known
 from dshard.errors import DShardError
-from dshard.testing.check import _Call
-from dshard.testing.operator_calls import recorded_calls
+from dshard.testing.check import _Call, recorded_calls
 from helpers.fake_cuda_world import FakeCuda, fake_cuda_world
 from helpers.operator_samples import SAMPLES, Sample
 

@@ -29,9 +29,8 @@ from dshard.testing import (
     simulated,
     whole_numbers,
 )
-from dshard.testing.check import _Call
+from dshard.testing.check import _Call, recorded_calls
 from dshard.testing.choices import layouts_of
-from dshard.testing.operator_calls import recorded_calls
 
 THOROUGH = settings().max_examples > 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
