@@ -37,8 +37,9 @@ import dshard
 from dshard import DTensor, Replicate, Shard, StrategyError, explain, trace, use_strategy, use_topology
 from dshard.calibrate import measure, typical
 from dshard.calibrate.rounds import Clock
-from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, share_cores
+from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
 from dshard.core.observe import Decision, observing
+from dshard.launch.processes import share_cores
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.tables import text_table
 

@@ -31,8 +31,9 @@ from section import markdown_table, write_section
 from dshard.calibrate import measure, typical
 from dshard.calibrate.measure import axes_to_measure
 from dshard.calibrate.rounds import COLLECTIVES, Case, Clock, run_rounds
-from dshard.comm import bind, init_device_mesh, runner, runtime_of, share_cores
+from dshard.comm import bind, init_device_mesh, runner, runtime_of
 from dshard.cost import collective_seconds, work_seconds
+from dshard.launch.processes import share_cores
 from dshard.layout import parse_layout
 from dshard.mesh import Mesh
 from dshard.redistribute import Plan, plan

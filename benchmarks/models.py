@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import Mesh, Topology, parallelize, plan_model, use_topology
 from dshard.calibrate import measure
-from dshard.comm import share_cores
+from dshard.launch.processes import share_cores
 from dshard.parallel import Plan
 from dshard.parallel.auto import foldings, names
 from dshard.tables import text_table

@@ -32,7 +32,8 @@ from section import markdown_table, write_section
 
 from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
 from dshard.calibrate.rounds import Clock
-from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of, share_cores
+from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of
+from dshard.launch.processes import share_cores
 from dshard.reshard import ReshardPlan, plan_of_form, plan_reshard
 from dshard.tables import text_table
 from dshard.topology import Layer

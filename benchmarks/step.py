@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.calibrate import measure
-from dshard.comm import share_cores
 from dshard.core.context import use_topology
 from dshard.errors import DShardError
 from dshard.launch import rehearse
+from dshard.launch.processes import share_cores
 from dshard.simulate import Model, Setup, Step, record, search, simulate_step
 from dshard.tables import text_table
 from dshard.testing import RankPool

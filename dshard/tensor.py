@@ -31,8 +31,7 @@ from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
 from dshard.dispatch.operator import dispatch
-from dshard.dispatch.other_classes import by_other_class
-from dshard.dispatch.torch_calls import QUERIES
+from dshard.dispatch.torch_calls import QUERIES, by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh

@@ -16,7 +16,7 @@ from statistics import linear_regression
 
 from benchmarks.section import markdown_table, write_section
 from dshard.demo.curves import COLOURS
-from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.simulate import Model, Setup, form_of
 from dshard.simulate.block import BlockCosts, block_events
 from dshard.topology import Topology

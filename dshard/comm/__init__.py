@@ -18,7 +18,7 @@ A plan is run in these stages, each in a file:
 `stored_chunks` describes them to checkpoints; `rank_checks` compares programs in debug mode, `even_parts` assumed local
 shapes. Ranks leave `store_messages` for each other; `recorded_calls` tells a
 recording of a step what is no operator. All of these use `scoped` values, `streams` of a GPU, and
-the line of `user_code`, with a `user_warning` there. `cpu_scheduling` and `graph_split` serve launches and pipelines.
+the line of `user_code`. `graph_split` serves pipelines.
 """
 
 from dshard.comm.agreement import (
@@ -46,7 +46,6 @@ from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
 from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
-from dshard.comm.cpu_scheduling import share_cores
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
 from dshard.comm.events import Event, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager

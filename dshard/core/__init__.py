@@ -18,7 +18,6 @@ comparisons.py      comparisons of what must be alike on all ranks, beside backw
 saved_files.py      distributed tensors in files of torch.save
 replaced_parameters.py  parameters that distributed ones have replaced, of which each use is one of these
 subclasses.py       classes of tensors that are plain data, or have rules of their own
-panel_cost.py       seconds and buffers of a matmul in panels
 wrapper.py          the base class of DTensor: a local tensor and a spec
 torch_placements.py placements of classes that are torch's and dshard's
 torch_wrappers.py   torch's wrappers for data parallelism, refused where they would be wrong

@@ -18,7 +18,6 @@ from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.events import unheard
 from dshard.comm.scoped import since_none
 from dshard.comm.workspace import borrowed_now, in_use
-from dshard.core.panel_cost import IN_BULK, Panels
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
@@ -26,6 +25,7 @@ from dshard.layout import Shape
 from dshard.redistribute import Plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.expand import Operand
+from dshard.rules.panel_stream import IN_BULK, Panels
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy
 from dshard.topology import Topology

@@ -2,7 +2,6 @@
 
 torch_calls.py       `__torch_function__`: by a handler, as a composite operator, or as the operators that torch runs
 composite_table.py   functions that run as one composite operator, and other handlers
-other_classes.py     `__torch_function__` with another class of tensors, which may have its own rules
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the row of an operator in the families' tables, and operators that run as others
 fallback.py          an operator without a rule: replicated operands, every rank computes all

@@ -24,8 +24,8 @@ from dshard.mesh import Mesh
 from dshard.ops.matmul.panel_price import Plans, in_panels
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import Plan, plan
+from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
-from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.matmul_loops import STORAGES, Schedule, schedules, stored_layout
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
 from dshard.rules.strategy_choice import choose

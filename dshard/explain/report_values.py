@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dshard.core.panel_cost import PanelCost
 from dshard.cost import PlannedCollective
 from dshard.errors import MixedError
 from dshard.notebook import Tabled
-from dshard.rules.panel_stream import Transport
+from dshard.rules.panel_stream import PanelCost, Transport
 from dshard.tables import human_bytes, short_line, text_table
 from dshard.validate import as_int
 

@@ -1,7 +1,6 @@
 """Ranks for a job: processes started on this host, or by a launcher such as torchrun."""
 
-from dshard.launch.group import choose_device, choose_ranks, is_launched, is_reporting, run
-from dshard.launch.ranks import Send, run_ranks
+from dshard.launch.group import Send, choose_device, choose_ranks, is_launched, is_reporting, run, run_ranks
 from dshard.launch.rehearse import Rehearsed, rehearse
 
 __all__ = [

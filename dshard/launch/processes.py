@@ -323,3 +323,14 @@ def _end(ranks: Iterable[_Rank], directory: tempfile.TemporaryDirectory[str], ke
 
 def _code(code: int | None) -> str:
     return f"code {code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"code {code}"
+
+
+def share_cores() -> None:
+    """Give this process one torch thread and, where the system has it, the batch scheduling policy.
+
+    Batch work has longer time slices. With shorter ones, which ranks wait for each other differs from run to run, and
+    seconds of a step by half.
+    """
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from dshard.comm import share_cores
 from dshard.core.context import use_topology
-from dshard.launch.ranks import Send, run_ranks
+from dshard.launch.group import Send, run_ranks
+from dshard.launch.processes import share_cores
 from dshard.simulate import record
 from dshard.topology import Topology
 from dshard.torch_private import late

@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
 from dshard.core.subclasses import refuse_own_rules
+from dshard.distribute import lay_out_assigned
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import apply_plan, distribute_parameters
-from dshard.parallel.assigned_parameters import lay_out_assigned
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out

@@ -37,8 +37,8 @@ from dshard.report.progress import demo_progress as demo_progress
 from dshard.report.progress import measure_progress as measure_progress
 from dshard.report.progress import search_progress as search_progress
 from dshard.report.progress import waiting as waiting
-from dshard.report.selftest_tables import selftest_failures as selftest_failures
-from dshard.report.selftest_tables import selftest_table as selftest_table
+from dshard.report.setup_tables import selftest_failures as selftest_failures
+from dshard.report.setup_tables import selftest_table as selftest_table
 from dshard.report.setup_tables import setups_table
 from dshard.report.timelines import simulation_table, timeline_table
 from dshard.reshard import ReshardPlan

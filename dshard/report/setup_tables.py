@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from dshard.report.console import table, title
+from dshard.report.console import count, table, title
+from dshard.selftest import Result, SelfTest
 from dshard.simulate import Model, SearchResult, Slot, Step
 from dshard.simulate.queues import Event
 from dshard.tables import human_bytes
@@ -78,3 +80,31 @@ def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) 
 def below_model(model: Model, drawn: Group) -> Group:
     """A table of what a model does, below the sizes that were read of it."""
     return Group(title(model.summary), drawn)
+
+
+_LINES = 60  # of an error in a report
+
+
+def selftest_table(selftest: SelfTest) -> Table:
+    """One line for each check on each backend."""
+    rows = [
+        (each.backend, each.check, "passed" if each.passed else "FAILED", f"{each.seconds:.1f}", _first_line(each))
+        for each in selftest.results
+    ]
+    drawn = table(("backend", "check", "", ">time/s", "compared"), rows)
+    drawn.title = "dshard selftest: " + ", ".join(f"{name} {value}" for name, value in selftest.machine.items())
+    drawn.caption = f"{len(rows) - len(selftest.failed)} of {len(rows)} passed."
+    return drawn
+
+
+def selftest_failures(selftest: SelfTest) -> str:
+    """Format the failed checks as text to send to the maintainers."""
+    lines = [f"{count(len(selftest.failed), 'check')} failed; please open an issue with what follows"]
+    lines += [f"{name}: {value}" for name, value in selftest.machine.items()]
+    for each in selftest.failed:
+        lines += ["", f"--- {each.backend}, {each.check}", *each.detail.splitlines()[:_LINES]]
+    return "\n".join(lines)
+
+
+def _first_line(result: Result) -> str:
+    return result.detail.partition("\n")[0][:200]

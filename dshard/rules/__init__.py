@@ -11,9 +11,8 @@ matmul_loops.py         matmuls: a loop m, n or k for each mesh axis, all schedu
 matmul_strategies.py    named schedules
 split_contraction.py    a contraction dim whose operands are sharded at different levels
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
-matmul_bound.py         a lower bound on the communication of a matmul
+communication_bounds.py   lower bounds on the communication of matmuls and of attention
 attention_loops.py      attention: a loop b, h, q or k for each mesh axis
 attention_blocks.py     blocks of the scores of which a rank has queries and keys
 attention_ring.py       the panels of keys and values that go round a ring
-attention_bound.py      a lower bound on the communication of attention
 """

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
-from dshard.comm import share_cores
 from dshard.errors import RankError
-from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request
+from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request, share_cores
 from dshard.testing import nccl_contract
 from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of

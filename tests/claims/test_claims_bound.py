@@ -16,8 +16,8 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.parallel import Transformer, rank_meshes
 from dshard.placements import Placement
 from dshard.redistribute import plan
+from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
-from dshard.rules.matmul_bound import matmul_lower_bound
 from dshard.rules.matmul_loops import schedules
 from dshard.rules.matmul_strategies import STRATEGIES
 from dshard.rules.strategy import Constraints, Strategy

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dshard import Mesh, Shard, distribute_tensor, explain, use_strategy
-from dshard.rules.attention_bound import attention_lower_bound
+from dshard.rules.communication_bounds import attention_lower_bound
 
 
 def subsets(items: list[int]) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from dshard import (
     use_topology,
 )
 from dshard.explain import explain_matmul
-from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.tables import short_line
 from dshard.topology import BYTES
 

@@ -28,7 +28,7 @@ from dshard import (
 from dshard.caches import clear_caches
 from dshard.explain import describe_tensor, explain_source
 from dshard.report import export
-from dshard.rules.matmul_bound import matmul_lower_bound
+from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.testing import distribute, simulated
 
 

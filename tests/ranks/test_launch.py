@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dshard.errors import MeshError, RankError
 from dshard.launch import choose_device, choose_ranks
+from dshard.launch.group import _cause, run_ranks
 from dshard.launch.processes import Failure, Kind
-from dshard.launch.ranks import _cause, run_ranks
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 

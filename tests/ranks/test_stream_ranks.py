@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import Mesh, Schedule, Stream, explain, init_device_mesh, matmul, trace, use_strategy, use_topology
 from dshard.comm import WORKSPACE, Transfer, bind
-from dshard.core.panel_cost import PanelCost
 from dshard.errors import RankError, StrategyError
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.rules import matmul_rule
+from dshard.rules.panel_stream import PanelCost
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import BYTES, Device, Topology
 

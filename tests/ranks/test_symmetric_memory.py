@@ -31,7 +31,6 @@ from dshard import (
 )
 from dshard.comm import bind
 from dshard.core.observe import OperatorMode
-from dshard.core.panel_cost import PanelCost
 from dshard.errors import LayoutError, StrategyError
 from dshard.explain import Explanation, explain_matmul
 from dshard.layout import Layout
@@ -42,6 +41,7 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.ops.matmul.symmetric import SymmetricExecutor
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.matmul_loops import Loop, Stored, schedules
+from dshard.rules.panel_stream import PanelCost
 from dshard.testing import (
     RankPool,
     count_traffic,

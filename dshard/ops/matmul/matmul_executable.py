@@ -15,7 +15,6 @@ from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plan_to, plans_to
-from dshard.core.panel_cost import Panels
 from dshard.core.signature import Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, wrap
@@ -27,7 +26,7 @@ from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
 from dshard.redistribute import MakePartial, Plan, Slice
 from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
-from dshard.rules.panel_stream import Auto, Stream
+from dshard.rules.panel_stream import Auto, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.split_contraction import SplitContraction
 from dshard.rules.strategy import Constraints, Strategy

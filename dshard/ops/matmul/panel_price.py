@@ -8,7 +8,6 @@ from math import prod
 import torch
 
 from dshard.caches import cached
-from dshard.core.panel_cost import PanelCost
 from dshard.cost import collective_seconds, copy_seconds, work_seconds
 from dshard.layout import Shape
 from dshard.ops.matmul.panel_executor import PanelExecutor
@@ -16,7 +15,7 @@ from dshard.ops.matmul.symmetric import FusedMatmul, SymmetricExecutor, fused_ma
 from dshard.redistribute import Plan
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of
-from dshard.rules.panel_stream import PANELS, Stream
+from dshard.rules.panel_stream import PANELS, PanelCost, Stream
 from dshard.rules.rule import Rule, Term
 from dshard.topology import Topology
 
