@@ -47,6 +47,8 @@ def bind_arguments(names: Sequence[str], args: Args, kwargs: Kwargs) -> list[Any
     Raises:
         TypeError: an argument whose name is not among `names`.
     """
+    if not kwargs and len(args) <= len(names):
+        return [*args, *[None] * (len(names) - len(args))]
     by_name = dict(zip(names, args, strict=False)) | kwargs
     unknown = set(by_name) - set(names)
     if unknown or len(args) > len(names):

@@ -192,9 +192,7 @@ def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
     """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
-    x, weight, bias = (
-        args if len(args) == 3 and not kwargs else bind_arguments(("input", "weight", "bias"), args, kwargs)
-    )
+    x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     options = options_of(weight) if options is None else options
     return matmul_of(

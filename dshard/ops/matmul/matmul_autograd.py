@@ -137,15 +137,22 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None 
         # Of several dims of size one a reshape shards another than the cut, and of no elements it shards none.
         specs = zip(pair, matmul.specs, strict=False)
         tensors = (*(redistributed_operand(x, spec.layout) for x, spec in specs), *bias)
-    if executable.compared:
-        executable.compare(tensors)
-    call, args = (_record, (matmul, *tensors)) if is_recorded(tensors) else (_unrecorded, (matmul, tensors, local))
-    return observed(executable.decision, call, args) if OBSERVERS else call(*args)
+    call: Function = executable
+    args: Args = (tensors,)
+    if is_recorded(tensors):
+        call, args = _recorded, (matmul, *tensors)
+    elif local is not None:
+        call, args = _leaving_operands, (matmul, tensors, local)
+    return observed(executable.decision, call, args) if OBSERVERS else call(*args)  # type: ignore[no-any-return]
 
 
-def _unrecorded(matmul: Matmul, tensors: Sequence[Wrapper], local: list[Tensor] | None) -> Wrapper:
-    operands = [] if local is None else local
-    operands += [t._local_tensor for t in tensors]
-    if matmul.streamed is None:
-        return wrap(matmul.executable.run(operands), matmul.out)
-    return wrap(matmul.run_streamed(operands, whole=local is not None), matmul.out)
+def _recorded(matmul: Matmul, *tensors: Wrapper) -> Any:
+    matmul.executable.compare(tensors)
+    return _record(matmul, *tensors)
+
+
+def _leaving_operands(matmul: Matmul, tensors: Sequence[Wrapper], local: list[Tensor]) -> Wrapper:
+    matmul.executable.compare(tensors)
+    local += [t._local_tensor for t in tensors]
+    in_bulk = matmul.streamed is None
+    return wrap(matmul.executable.run(local) if in_bulk else matmul.run_streamed(local, whole=True), matmul.out)
