@@ -6,9 +6,16 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+import torch
+
 from dshard.core.torch_function import binding_of
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.simplified import reads
+
+aten = torch.ops.aten
+
+_OF_SIZES = {aten.view.default: "view", aten.expand.default: "expand"}
+"""Methods of a tensor that take sizes, which they parse faster one by one than in a list."""
 
 
 def function_of(instruction: Instruction) -> Callable[..., Any]:
@@ -58,6 +65,8 @@ class Code:
         arguments = [*map(self.text, each.args), *(f"{name}={self.text(value)}" for name, value in each.kwargs)]
         outs = ["_" if out is None else variable(out) for out in each.outs]
         target = "" if not any(each.outs) else f"{', '.join(outs)}{',' if each.is_tuple else ''} = "
+        if op in _OF_SIZES and each.args[1] and not each.kwargs:
+            return f"{target}{arguments[0]}.{_OF_SIZES[op]}({', '.join(map(self.text, each.args[1]))})"
         return f"{target}{function}({', '.join(arguments)})"
 
     def lines(
