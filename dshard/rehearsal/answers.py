@@ -63,7 +63,12 @@ class _Writer:
         self.first_calls = contents.first_calls
         self.drops: dict[int, list[int]] = {}
         for n, i in contents.dropped.items():
-            if n in contents.made and not contents.made[n].is_plain:
+            result = contents.made.get(n)
+            if (
+                result is not None
+                and not result.is_plain
+                and (result.copy or lifetimes.at(result.slot) not in lifetimes.kept)
+            ):
                 self.drops.setdefault(max(i, self.first_calls[n] + 1), []).append(n)
         names = {"MISS": MISS, "R": getrefcount, "uses": tensor_references, "weak": getweakrefcount, "local": local_of}
         names |= {"version": version_of, "written": _count_writes, "unflatten": pytree.tree_unflatten}

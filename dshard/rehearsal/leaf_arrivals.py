@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dshard.autograd.accumulation import accumulating
@@ -23,14 +22,11 @@ _GRAD: Any = Tensor.grad
 class LeafGradient:
     """The gradient of the leaf `x`, of its own spec, made of the local tensor with which this is called.
 
-    Where autograd would do nothing but set `x.grad`, that is set here, and the result is None.
+    Where autograd would do nothing but set `x.grad`, as its `node` does, that is set here, and the result is None.
     """
 
-    def __init__(self, x: Wrapper) -> None:
-        self.x, self.leaf = x, x._gradient_leaf
-        with no_torch_function(), torch.enable_grad():
-            view: Any = x.view_as(x)
-        self.node = view.grad_fn.next_functions[0][0]
+    def __init__(self, x: Wrapper, node: Any) -> None:
+        self.x, self.leaf, self.node = x, x._gradient_leaf, node
         self.hooks = [_hooks_of(self.node.register_prehook), _hooks_of(self.node.register_hook)]
 
     def __call__(self, local: Tensor) -> Wrapper | None:
@@ -64,8 +60,8 @@ class Arrival(LeafGradient):
     It is given on as it is where it stays partial.
     """
 
-    def __init__(self, x: Wrapper, spec: Spec) -> None:
-        super().__init__(x)
+    def __init__(self, x: Wrapper, node: Any, spec: Spec) -> None:
+        super().__init__(x, node)
         self.spec = spec
         self.move = local_redistribution(self.leaf.reduced(spec), self.leaf.layout)
 

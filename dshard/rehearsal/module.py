@@ -28,6 +28,8 @@ from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
 """Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
+FIRST, WORTH = 4, 32
+"""Records that are made at once; of later ones each has to wait for so many more answered calls, which pay for it."""
 _DEFAULT = os.environ.get("DSHARD_REHEARSE", "1") not in ("", "0")
 _ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
 
@@ -164,7 +166,8 @@ class Rehearsal:
             self.why_not = "its calls differ each time"
             return (begun(record, inputs), known) if record is not None and known.is_near else (None, None)
         n_records = len(self.records)
-        if known.calls < 2 + n_records // 4 or (record is None and n_records >= MAX_RECORDS):
+        pays = n_records < FIRST or self.answered >= WORTH * (n_records - FIRST)
+        if known.calls < 2 or (record is None and not (n_records < MAX_RECORDS and pays)):
             self.why_not = "the first call runs by Python"
             return None, None
         known.tries += 1

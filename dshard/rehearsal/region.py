@@ -263,7 +263,8 @@ class Run:
                 ):
                     attributes = x.__dict__
                     attributes.pop("_local_tensor", None)
-                    attributes.pop("_view_sync", None)
+                    if len(attributes) != size:
+                        attributes.pop("_view_sync", None)
                     if len(attributes) == size:  # nobody has left a mark
                         if x.requires_grad:
                             x.detach_()  # which lets go of this run

@@ -9,7 +9,7 @@ all ranks send the same, whatever each of them has answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ class RegionNode(torch.autograd.Function):
         run: Run = ctx.inner
         run.stop()
         trained, nodes = run.record.contents.trained, ctx.next_functions[1:]
-        asked = [n for n, (node, _) in zip(trained, nodes, strict=True) if node is not None and _is_asked(node)]
+        asked = {n: node for n, (node, _) in zip(trained, nodes, strict=True) if node is not None and _is_asked(node)}
         found = gradients(run, asked, grads)
         return None, None, *map(found.get, trained)
 
@@ -101,8 +101,8 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-    """The gradients of the operands `asked` for, by number.
+def gradients(run: Run, asked: Mapping[int, Any], grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    """The gradients of the operands `asked` for, by number, of which each has a node.
 
     Raises:
         RuntimeError: what they are computed of was freed, or written to.
@@ -178,7 +178,7 @@ def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
 
 
 def _derived(
-    run: Run, pattern: Pattern | None, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]
+    run: Run, pattern: Pattern | None, asked: Mapping[int, Any], given: Sequence[int], grads: Sequence[Any]
 ) -> dict[int, Tensor | None]:
     """The gradients of a pattern without a program, which is made of them; None: hooks wait for gradients within."""
     record = run.record
@@ -188,11 +188,11 @@ def _derived(
         with unobserved():
             inner = _inner_graph(run, derivation, create=False)
         arrived: dict[int, Slot] = {}
-        for n in asked if run.reduces else ():
+        for n, node in asked.items() if run.reduces else ():
             x = record.contents.leaves.get(n)
             if isinstance(x, Wrapper) and x._gradient_leaf is not None and not run.uses_later(n):
                 with no_torch_function():
-                    inner[n].register_hook(partial(_arrive, derivation, arrived, n, x))
+                    inner[n].register_hook(partial(_arrive, derivation, arrived, n, node, x))
         outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
         hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
         n_values = len(run.values)
@@ -213,7 +213,8 @@ def _derived(
         _check_overwritten(run, map(record.lifetimes.at, read))
     record.why_not = derivation.why_not or record.why_not
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
-        wraps = [None if n in arrived else _wrapping(run, n, x) for n, x in zip(asked, found, strict=True)]
+        each = zip(asked.items(), found, strict=True)
+        wraps = [None if n in arrived else _wrapping(run, n, node, x) for (n, node), x in each]
         try:
             program = program_of(record, derivation, grad_slots, slots, wraps)
         except NoProgram as error:
@@ -235,14 +236,14 @@ def _asked_of(
     return found[: len(operands)]
 
 
-def _wrapping(run: Run, n: int, grad: Tensor | None) -> Callable[[Tensor], Any] | None:
+def _wrapping(run: Run, n: int, node: Any, grad: Tensor | None) -> Callable[[Tensor], Any] | None:
     """The function that wraps later gradients of an operand like this one, or None if it is plain."""
     if not isinstance(grad, Wrapper):
         return None
     x = run.record.contents.leaves.get(n)
     is_alone = run.reduces and not run.uses_later(n)
     if is_alone and isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec is grad._spec:
-        return LeafGradient(x)
+        return LeafGradient(x, node)
     return partial(wrap, spec=grad._spec)
 
 
@@ -259,19 +260,21 @@ def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int,
     return inner
 
 
-def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, x: Wrapper, grad: Any) -> Any:
+def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, node: Any, x: Wrapper, grad: Any) -> Any:
     """The hook of an alias of the leaf `x`: its gradient is reduced now, and in each later pass at this place."""
     if not isinstance(grad, Wrapper) or "_local_tensor" not in grad.__dict__:
         return None
     if grad._spec.layout is x._gradient_leaf.layout:
         return None
-    arrival = Arrival(x, grad._spec)
+    arrival = Arrival(x, node, grad._spec)
     arrived[n] = derivation.add_call(("leaf", n), arrival, grad._local_tensor)
     with derivation._unrecorded(), within_backward_pass():
         return arrival.reduced(grad._local_tensor)
 
 
-def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]) -> dict[int, Tensor | None]:
+def _recomputed(
+    run: Run, asked: Mapping[int, Any], given: Sequence[int], grads: Sequence[Any]
+) -> dict[int, Tensor | None]:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
