@@ -28,6 +28,8 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, matmul: Matmul, *tensors: Wrapper) -> Wrapper:
+        if matmul.executable.compared:
+            matmul.executable.compare(tensors)
         ctx.matmul = matmul
         a, b = tensors[:2]
         need_a, need_b = ctx.needs_input_grad[2], ctx.needs_input_grad[1]
@@ -74,9 +76,10 @@ class Multiply(torch.autograd.Function):
                 second = matmul.gradient(1, grad._spec, conj_a._spec)
                 gradients[:2] = overlapped((first, (grad, other)), (second, (conj_a, grad)))
                 return (None, *gradients)
-            local: list[Tensor] = []
-            gradients[0] = multiply(first, (grad, other), local if need_b else None)
-            if need_b and plain and first.leaves_whole(0) and first.executable.plans[0].steps:
+            both = need_b and plain and first.executable.plans[0].steps and first.leaves_whole(0)
+            local: list[Tensor] | None = [] if both else None
+            gradients[0] = multiply(first, (grad, other), local)
+            if local is not None:
                 grad = first.wrap_moved(0, local)  # both matmuls want it in one layout, so it is moved once
         if need_b:
             other = torch.conj_physical(a) if a._spec.dtype.is_complex else a
@@ -140,15 +143,10 @@ def multiply(matmul: Matmul, tensors: Sequence[Any], local: list[Tensor] | None 
     call: Function = executable
     args: Args = (tensors,)
     if is_recorded(tensors):
-        call, args = _recorded, (matmul, *tensors)
+        call, args = _record, (matmul, *tensors)
     elif local is not None:
         call, args = _leaving_operands, (matmul, tensors, local)
     return observed(executable.decision, call, args) if OBSERVERS else call(*args)  # type: ignore[no-any-return]
-
-
-def _recorded(matmul: Matmul, *tensors: Wrapper) -> Any:
-    matmul.executable.compare(tensors)
-    return _record(matmul, *tensors)
 
 
 def _leaving_operands(matmul: Matmul, tensors: Sequence[Wrapper], local: list[Tensor]) -> Wrapper:
