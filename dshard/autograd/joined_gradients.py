@@ -14,8 +14,7 @@ all wait for the same.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count, groupby
 from math import sqrt
 from operator import attrgetter
@@ -251,20 +250,6 @@ class BackwardPass:
 
 _PASSES: dict[int, ref[BackwardPass]] = {}
 """The backward passes that run, by torch's number; torch holds each until its end."""
-_OUTER: comm.Scoped[BackwardPass, BackwardPass | None] = comm.Scoped(
-    "outer backward pass", lambda entered: entered[0] if entered else None
-)
-
-
-@contextmanager
-def within_backward_pass() -> Iterator[None]:
-    """Within the block, gradients of backward passes inside the one that runs are reduced with those of that.
-
-    A node of autograd that runs a backward pass of its own then reduces as its operators would without it, on other
-    ranks: in the same buckets, of which those that are not complete begin at the end of the outer pass.
-    """
-    with _OUTER.entered(_running(graph_task_id())):
-        yield
 
 
 def join(leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wrapper | None:
@@ -282,15 +267,20 @@ def join(leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wra
 
 
 def _running(number: int) -> BackwardPass:
-    """The backward pass of this number, or the one around it of which it is part."""
-    running = _OUTER.value() if _OUTER.anywhere else None
-    if running is None and number in _PASSES:
-        running = _PASSES[number]()
+    running = _PASSES[number]() if number in _PASSES else None
     if running is None:
         running = BackwardPass()
         _PASSES[number] = ref(running, lambda _: _PASSES.pop(number, None))
         autograd_engine.queue_callback(running.end)
     return running
+
+
+def bucket_of(leaf: Leaf) -> object:
+    """The bucket in which the leaf's gradient is reduced with others; None: it is not known yet."""
+    if leaf.joined is None:
+        return None
+    move, leaves = leaf.joined
+    return leaves.buckets.get((leaf.number, move.same))
 
 
 def add_later(total: Wrapper, grad: Wrapper) -> bool:

@@ -20,13 +20,10 @@ from dshard.torch_private import no_torch_function
 
 def keep_gradient_layout(x: Wrapper) -> None:
     """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
-    if x._gradient_leaf is None:
-        reduce_gradients_as(x, Leaf(x))
-
-
-def reduce_gradients_as(x: Wrapper, leaf: Leaf) -> None:
-    """Redistribute each gradient of `x` as those of `leaf`, with the same others."""
-    x._gradient_leaf, cls = leaf, Wrapper.public
+    if x._gradient_leaf is not None:
+        return
+    leaf, cls = Leaf(x), Wrapper.public
+    x._gradient_leaf = leaf
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
         leaf.has_gradient = grad is not None

@@ -20,6 +20,7 @@ from dshard.rehearsal.calls import MISS, Autocast, Call, Comparison, Ref, local_
 from dshard.rehearsal.code import Code
 from dshard.rehearsal.contents import Contents
 from dshard.rehearsal.lifetimes import Lifetimes
+from dshard.rehearsal.session import OWN_CALLS
 from dshard.rehearsal.simplified import reads
 from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
 
@@ -101,6 +102,11 @@ class _Writer:
         stored = {slot for each in segment for slot in each.made if slot not in ending}
         stay = {slot for each in segment for slot in (*reads(each), *each.made)} - (ending - given)
         lines += code.lines(segment, stay, stored)
+        if call.func in OWN_CALLS and call.outs == [
+            None
+        ]:  # it hooks the operand, whose gradient comes from elsewhere, too
+            hooked = [ref.number for ref in call.args if isinstance(ref, Ref) and ref.number not in contents.made]
+            lines += [f"{code.constant(OWN_CALLS[call.func])}({self.place(n)})" for n in hooked]
         if call.writes:
             lines.append(f"written([{', '.join(map(self.place, call.writes))}])")
         for n, slot in results.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dshard.autograd.joined_gradients import bucket_of
 from dshard.rehearsal.answers import FILE
 from dshard.rehearsal.code import Code, variable
 from dshard.rehearsal.derivation import Derivation
@@ -17,14 +19,16 @@ from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, wit
 
 
 class Program(NamedTuple):
-    """The backward pass of a pattern: `run(values, own, grads)` gives local gradients, and `wraps` makes them whole.
+    """The backward pass of a pattern: `run(values, own, grads)` leaves local gradients in `grads`, part by part.
 
-    It reads the forward values in `slots`, of which those in `fresh` were never written to within the module, the
-    operands `reads`, by number; `code` is its source.
+    Each part gives those of the operands in one of `parts`, of which `wraps` make gradients. It reads the forward
+    values in `slots`, of which those in `fresh` were never written to within the module, the operands `reads`, by
+    number; `code` is its source.
     """
 
-    run: Callable[..., Sequence[Any]]
-    wraps: list[Callable[[Any], Any] | None]
+    run: Callable[..., Iterator[None]]
+    parts: list[list[int]]
+    wraps: Mapping[int, Callable[[Any], Any]]
     fresh: tuple[int, ...]
     slots: frozenset[Slot]
     reads: frozenset[int]
@@ -39,10 +43,10 @@ def program_of(
     record: Record,
     derivation: Derivation,
     grad_slots: Mapping[Slot, int],
-    results: Sequence[Slot | None],
-    wraps: list[Callable[[Any], Any] | None],
+    results: Mapping[int, Slot],
+    wraps: Mapping[int, Callable[[Any], Any]],
 ) -> Program:
-    """The program of a recorded backward pass.
+    """The program of a recorded backward pass, which gives the `results` by number, in the order of autograd.
 
     Raises:
         NoProgram: it reads what is not there.
@@ -55,15 +59,16 @@ def program_of(
         return slot if slot in derivation.again else life.at(slot)
 
     instructions = [with_slots(each, renamed) for each in _with_makers(record, derivation)]
-    given = [None if slot is None else life.at(slot) for slot in results]
-    instructions, same = simplified(instructions, derivation.views, [slot for slot in given if slot is not None])
-    given = [None if slot is None else same.get(slot, slot) for slot in given]
+    given = {n: life.at(slot) for n, slot in results.items()}
+    instructions, same = simplified(instructions, derivation.views, given.values())
+    given = {n: same.get(slot, slot) for n, slot in given.items()}
     once, rest, fixed = parted(life.fixed | derivation.literals.keys(), instructions)
     own.add(derivation.literals, once, len(derivation.views))
     code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
-    run, source = code.function("backward", "v, w, g", _lines(rest, given, fixed, grad_slots, code), FILE)
+    parts = _parts(record, rest, given)
+    run, source = code.function("backward", "v, w, g", _lines(parts, given, fixed, grad_slots, code), FILE)
     made = {out for each in rest for out in each.made}
-    read = {slot for each in rest for slot in reads(each)} | {slot for slot in given if slot is not None}
+    read = {slot for each in rest for slot in reads(each)} | {*given.values()}
     read -= made | grad_slots.keys()
     viewed = {out: each.args[0] for each in own.once for out in each.made}
     numbers = set[int]()
@@ -74,7 +79,37 @@ def program_of(
             numbers.add(record.contents.sources[slot])
     values = read - fixed
     fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
-    return Program(run, wraps, tuple(fresh), frozenset(values), frozenset(numbers), source)
+    return Program(
+        run, [numbers for _, numbers in parts], wraps, tuple(fresh), frozenset(values), frozenset(numbers), source
+    )
+
+
+Part: TypeAlias = tuple[list[Instruction], list[int]]
+"""Instructions, and the numbers of the operands whose gradients are complete behind them."""
+
+
+def _parts(record: Record, instructions: Sequence[Instruction], results: Mapping[int, Slot]) -> list[Part]:
+    """The instructions in parts, each of which ends with the last gradient of a bucket.
+
+    So a bucket is reduced where it is in an eager pass: ranks send the same in one order, whatever each has answered.
+    """
+    roots, last = roots_of(instructions), dict[Slot, int]()
+    for i, each in enumerate(instructions):
+        changed = [*each.made, *(reads(each) if each.operator is None else each.written())]
+        last |= {roots.get(slot, slot): i for slot in changed}
+    ends = {n: last.get(roots.get(slot, slot), -1) + 1 for n, slot in results.items()}
+    buckets: dict[object, int] = {}
+    for n, end in ends.items():
+        leaf = getattr(record.contents.leaves.get(n), "_gradient_leaf", None)
+        bucket = None if leaf is None else bucket_of(leaf)
+        if bucket is not None:
+            buckets[bucket] = max(end, buckets.get(bucket, 0))
+    cuts = sorted({*buckets.values()})[:-1]
+    parts = list[Part]()
+    for start, end in pairwise([0, *cuts, len(instructions)]):
+        numbers = [n for n, at in ends.items() if start < at <= end or (at == 0 and not parts)]
+        parts.append(([*instructions[start:end]], numbers))
+    return parts
 
 
 def _with_makers(record: Record, derivation: Derivation) -> list[Instruction]:
@@ -104,27 +139,31 @@ def _add(
 
 
 def _lines(
-    instructions: Sequence[Instruction],
-    results: Sequence[Slot | None],
-    fixed: set[Slot],
-    grad_slots: Mapping[Slot, int],
-    code: Code,
+    parts: Sequence[Part], results: Mapping[int, Slot], fixed: set[Slot], grad_slots: Mapping[Slot, int], code: Code
 ) -> list[str]:
     """The lines of a backward program: each value is freed after its last use, also those of the forward pass."""
     lines = [*(f"{variable(slot)} = g[{i}]" for slot, i in grad_slots.items()), "g.clear()"]
     code.variables |= grad_slots.keys()
-    lines += code.lines(instructions, {slot for slot in results if slot is not None} | fixed)
+    instructions = [each for part, _ in parts for each in part]
     made, roots = {out for each in instructions for out in each.made}, roots_of(instructions)
-    seen, texts = set[Slot](), list[str]()
-    for result in results:
-        if result is None:
-            texts.append("None")
-            continue
-        root = roots.get(result, result)
-        shares = root in seen or root not in made  # a leaf may keep it, and write to it
-        seen.add(root)
-        texts.append(f"own({code.place(result)})" if shares else code.place(result))
-    return [*lines, f"return [{', '.join(texts)}]"]
+    seen = set[Slot]()
+    for i, (part, numbers) in enumerate(parts):
+        given = [results[n] for n in numbers]
+        later = {slot for after, others in parts[i + 1 :] for slot in _used(after, [results[n] for n in others])}
+        lines += code.lines(part, {*given} | later | fixed)
+        used_later = {roots.get(slot, slot) for slot in later}
+        texts = list[str]()
+        for slot in given:
+            root = roots.get(slot, slot)
+            shares = root in seen or root in used_later or root not in made  # a leaf may keep it, and write to it
+            seen.add(root)
+            texts.append(f"own({code.place(slot)})" if shares else code.place(slot))
+        lines += [f"g += [{', '.join(texts)}]", *code.freed({*given} - later - fixed), "yield"]
+    return lines
+
+
+def _used(instructions: Sequence[Instruction], results: Iterable[Slot]) -> set[Slot]:
+    return {slot for each in instructions for slot in reads(each)}.union(results)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def kind_of(x: Tensor) -> Kind:
     with no_torch_function():
         lies = (x.requires_grad, local.stride(), local.is_conj(), local.is_neg())
         if isinstance(x, Wrapper):
-            return type(x), x._spec, x._leaf, x._matmul, *lies
+            return type(x), x._spec, x.is_leaf if x._leaf is None else x._leaf, x._matmul, *lies
         return type(x), x.shape, x.dtype, x.device, *lies
 
 

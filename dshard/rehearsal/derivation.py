@@ -390,7 +390,9 @@ def inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
         with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
             alias: Any = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
         if isinstance(x, Wrapper):
-            alias._matmul, alias._leaf, alias._gradient_leaf = x._matmul, x._leaf, x._gradient_leaf
+            alias._matmul, alias._gradient_leaf = x._matmul, x._gradient_leaf
+            with no_torch_function():  # of a leaf, matmuls keep no copy in another layout
+                alias._leaf = x.is_leaf if x._leaf is None else x._leaf
         inner[n] = alias
     return inner
 

@@ -97,7 +97,7 @@ class Rehearsal:
     def __repr__(self) -> str:
         records = self.records
         n_calls, patterns = sum(len(r.contents.calls) for r in records), sum(len(r.programs) for r in records)
-        ran, derived = sum(r.n_programs_run for r in records), sum(r.n_derived for r in records)
+        ran, derived = (sum(r.passes[kind] for r in records) for kind in ("by program", "derived"))
         return (
             f"<rehearsed {self.name}: {self.answered} of {self.calls} calls; {n_calls} calls of torch in "
             f"{len(records)} records; backward: {patterns} patterns, {ran} of {ran + derived} by program>"

@@ -30,7 +30,8 @@ class OwnTensors:
         self.n_slots = len(contents.views) + len(contents.late)
         self._states: list[Any] = [(x, kind_of(x), isinstance(x, Wrapper)) for x in contents.leaves.values()]
         wrappers = [x for x in contents.leaves.values() if isinstance(x, Wrapper)]
-        self.gradient_leaves = [x._gradient_leaf for x in wrappers if x._gradient_leaf is not None]
+        self._wrappers = [x for x in wrappers if x._gradient_leaf is not None]
+        self.gradient_leaves = [x._gradient_leaf for x in self._wrappers]
         self.fixed = Fixed(self)
 
     def add(self, literals: Mapping[Slot, Tensor], once: Sequence[Instruction], n_slots: int) -> None:
@@ -42,6 +43,14 @@ class OwnTensors:
     def local_tensors(self) -> list[Tensor]:
         """The local tensors, in order."""
         return [x._local_tensor if is_wrapper else x for x, _, is_wrapper in self._states]
+
+    def are_hooked(self) -> bool:
+        """Whether hooks of the program see gradients of leaves: they may wait for them, and so decide what is sent."""
+        with no_torch_function():
+            for x in self._wrappers:
+                if x._post_accumulate_grad_hooks or len(x._backward_hooks or ()) > 1:  # the first is dshard's
+                    return True
+        return False
 
     def is_current(self) -> bool:
         """Whether the tensors are of the kinds recorded; then `fixed` has their values now."""

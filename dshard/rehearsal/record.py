@@ -5,10 +5,12 @@ The record holds a list of objects, which its runs use in turn: results that no 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from dshard.rehearsal.answers import answers_of
 from dshard.rehearsal.contents import Contents, contents_of, optional_calls
+from dshard.rehearsal.gradient_order import GradientOrder
 from dshard.rehearsal.lifetimes import lifetimes_of
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.own_tensors import OwnTensors
@@ -56,6 +58,7 @@ class Record:
         unread: The slots that no program reads.
         tensors: The objects by number; those of `absent` results are made when a run begins.
         last: The last run, by a weak reference.
+        passes: How many backward passes were derived, and how many run by a program.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -69,8 +72,9 @@ class Record:
         self.tensors: list[Any] = [None] * contents.n_tensors
         self.absent = [n for n, _ in self.places.distributed]
         self.last: Any = None
+        self.order = GradientOrder(contents)
         self.programs: list[tuple[Any, Any]] = []
-        self.n_derived = self.n_programs_run = 0
+        self.passes = Counter[str]()
         self.read = {*contents.leaves, *range(contents.n_inputs), *self.places.late} - contents.counted
         self.unread: list[Slot] = []
 
@@ -82,6 +86,7 @@ class Record:
 
     def add_program(self, pattern: Any, program: Any) -> None:
         """Add the backward program of a pattern: from then on what no program reads is not kept."""
+        self.order.learn(program.parts)
         self.programs.append((pattern, program))
         self.read = {n for _, each in self.programs for n in each.reads} - self.contents.counted
         needed = {slot for _, each in self.programs for slot in each.slots} | self.lifetimes.lost

@@ -24,6 +24,7 @@ from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of, memory_of
+from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region_recording import CHANGE_GRAPHS, Result, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
@@ -62,12 +63,8 @@ class Run:
         self.answer: Answer | None = None
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
-        # of two runs before one backward pass the gradients are added first, and reduced once
-        before = None if record.last is None else record.last()
-        self.reduces = before is None or not before.values
-        if before is not None and not self.reduces:
-            before.reduces = False
         record.last = ref(self)
+        self.given = GivenGradients(record.order.segments(record.own.are_hooked()))
         self.overwritten: list[int] = []
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         self.tensors[: len(inputs)] = inputs
@@ -214,10 +211,6 @@ class Run:
         """The calls that were answered."""
         calls = self.record.contents.calls[: self.n_answered]
         return [call for i, call in enumerate(calls) if i not in self.skipped] if self.skipped else calls
-
-    def uses_later(self, n: int) -> bool:
-        """Whether calls that were not answered use a tensor, so that its gradient has another part."""
-        return any(n in call.refs for call in self.record.contents.calls[self.n_answered :])
 
     tap = TAP
 

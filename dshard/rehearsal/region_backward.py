@@ -3,13 +3,13 @@
 A pattern that is met first is derived: the calls run again under autograd, on aliases of the module's own tensors, but
 what their local operators give is taken from the run, so that nothing is sent, drawn or computed twice. What the inner
 backward pass then runs is recorded, and is the program of later passes. Gradients of the module's own tensors are given
-to autograd as they arise, often partial sums: the hooks of the leaves reduce them, as those of eager passes, so that
-all ranks send the same, whatever each of them has answered.
+to autograd, often partial sums: it adds what other nodes give, and the hooks of the leaves reduce the sums, as those of
+eager passes, so that all ranks send the same, whatever each of them has answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,17 +19,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import unchecked_apply
-from dshard.autograd.joined_gradients import within_backward_pass
 from dshard.comm import publish_failure, recording_calls
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.context import settings_in_force
 from dshard.core.observe import OperatorMode, unobserved
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.backward_program import NoProgram, program_of
+from dshard.rehearsal.backward_program import NoProgram, Program, program_of
 from dshard.rehearsal.calls import local_of
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again, share
-from dshard.rehearsal.leaf_arrivals import Arrival, LeafGradient
+from dshard.rehearsal.gradient_order import Parts
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run
@@ -56,41 +55,63 @@ class Pattern(NamedTuple):
 
     n_answered: int
     asked: tuple[int, ...]
-    reduces: bool
     grads: tuple[tuple[int, object, tuple[int, ...]], ...]
     settings: tuple[object, ...]
     accumulates: bool
 
 
 class RegionNode(torch.autograd.Function):
-    """The node of autograd that stands for all calls of one run of a module."""
+    """The node of autograd that stands for all calls of one run of a module, or one of the nodes behind it.
+
+    Each gives autograd the gradients of a segment of the operands. So autograd itself knows when no other gradient of a
+    leaf is to come, and calls the leaf's hook between two nodes, while the pass goes on.
+    """
 
     @staticmethod
-    def forward(ctx: Context, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.inner = run
+    def forward(ctx: Context, run: Run, segment: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        ctx.inner, ctx.segment = run, segment
         ctx.set_materialize_grads(False)
-        return tuple([run.tensors[n] for n in run.record.places.needing])
+        return torch.empty(0) if segment else tuple([run.tensors[n] for n in run.record.places.needing])
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.inner
-        run.stop()
-        trained, nodes = run.record.contents.trained, ctx.next_functions[1:]
-        asked = {n: node for n, (node, _) in zip(trained, nodes, strict=True) if node is not None and _is_asked(node)}
-        found = gradients(run, asked, grads)
-        return None, None, *map(found.get, trained)
+        try:
+            if ctx.segment == 0:
+                run.stop()
+                run.given.begin(gradients(run, _asked(ctx, run.given.segments), grads))
+            return None, None, *run.given.of(ctx.segment), None, None
+        except Exception as error:
+            publish_failure(error, run.record.contents.ranks)
+            raise
 
 
 _apply = unchecked_apply(RegionNode)
 
 
 def begun(record: Record, inputs: Sequence[Tensor]) -> Run:
-    """A run of a record that begins; its results have its node."""
+    """A run of a record that begins; its results have its first node."""
     run = Run(record, inputs)
     if record.places.needing:
         with no_torch_function():
-            _apply(run, TAP, *run.operands(record.contents.trained))
+            first, *others = [*enumerate(map(run.operands, run.given.segments))]
+            behind: tuple[Tensor, ...] = ()
+            for i, operands in reversed(others):
+                behind = (_apply(run, i, *operands, *behind),)
+            _apply(run, 0, *first[1], *behind, TAP)
     return run
+
+
+def _asked(node: Any, segments: Sequence[Sequence[int]]) -> list[int]:
+    """The operands whose gradients are asked for, of the first node and of those behind it that the pass comes to."""
+    asked = list[int]()
+    for i, numbers in enumerate(segments):
+        if i and not _is_asked(node):
+            break
+        after = [each for each, _ in node.next_functions]
+        asked += [n for n, each in zip(numbers, after, strict=False) if each is not None and _is_asked(each)]
+        node = after[len(numbers)] if len(after) > len(numbers) else None
+    return sorted(asked)
 
 
 def _is_asked(node: Any) -> bool:
@@ -101,8 +122,8 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def gradients(run: Run, asked: Mapping[int, Any], grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-    """The gradients of the operands `asked` for, by number, of which each has a node.
+def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) -> Parts:
+    """The backward pass that gives the gradients of the operands `asked` for.
 
     Raises:
         RuntimeError: what they are computed of was freed, or written to.
@@ -125,7 +146,6 @@ def gradients(run: Run, asked: Mapping[int, Any], grads: Sequence[Tensor | None]
     pattern = Pattern(
         run.n_answered,
         tuple(asked),
-        run.reduces,
         tuple(
             (i, grad._spec if isinstance(grad, Wrapper) else None, local.stride())
             for i, grad, local in zip(given, arrived, locals_, strict=True)
@@ -149,14 +169,17 @@ def gradients(run: Run, asked: Mapping[int, Any], grads: Sequence[Tensor | None]
         run.values = []
     run.fixed.extend(record.own)
     del grads, arrived
-    record.n_programs_run += 1
-    try:
-        outs = program.run(values, run.fixed.values, locals_)
-    except Exception as error:
-        publish_failure(error, record.contents.ranks)
-        raise
-    found = zip(asked, outs, program.wraps, strict=True)
-    return {n: x if x is None or wrapped is None else wrapped(x) for n, x, wrapped in found}
+    record.passes["by program"] += 1
+    return program.wraps, _parts(program, values, run.fixed.values, locals_)
+
+
+def _parts(program: Program, values: list[Any], own: list[Any], grads: list[Any]) -> Iterator[dict[int, Any]]:
+    """The gradients of each part of a program, which leaves them in the list that has given those that arrive."""
+    running = program.run(values, own, grads)
+    del values
+    for numbers in program.parts:
+        next(running)
+        yield {n: program.wraps[n](grads.pop(0)) for n in numbers}
 
 
 def _check_versions(run: Run, numbers: Iterable[int]) -> None:
@@ -178,23 +201,21 @@ def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
 
 
 def _derived(
-    run: Run, pattern: Pattern | None, asked: Mapping[int, Any], given: Sequence[int], grads: Sequence[Any]
-) -> dict[int, Tensor | None]:
+    run: Run, pattern: Pattern | None, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]
+) -> Parts:
     """The gradients of a pattern without a program, which is made of them; None: hooks wait for gradients within."""
     record = run.record
     derivation = Derivation(run)
-    record.n_derived += 1
+    record.passes["derived"] += 1
     with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
         with unobserved():
             inner = _inner_graph(run, derivation, create=False)
-        arrived: dict[int, Slot] = {}
-        for n, node in asked.items() if run.reduces else ():
-            x = record.contents.leaves.get(n)
-            if isinstance(x, Wrapper) and x._gradient_leaf is not None and not run.uses_later(n):
-                with no_torch_function():
-                    inner[n].register_hook(partial(_arrive, derivation, arrived, n, node, x))
         outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
         hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
+        arrived = list[int]()
+        for n in asked:
+            with no_torch_function():
+                inner[n].register_hook(partial(_note, arrived, n))
         n_values = len(run.values)
         if not (keeps_graph() or run.overwritten):
             inner.clear()
@@ -203,20 +224,16 @@ def _derived(
         derivation.is_backward, derivation.expected = True, []
         grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
         with torch.no_grad():
-            found = _asked_of(outs, operands, hooked, grads)
-        slots = [
-            arrived[n] if n in arrived else None if x is None else derivation.slot_of(local_of(x))
-            for n, x in zip(asked, found, strict=True)
-        ]
+            gradients_asked = _asked_of(outs, operands, hooked, grads)
+        found = {n: x for n, x in zip(asked, gradients_asked, strict=True) if x is not None}
+        slots = {n: derivation.slot_of(local_of(found[n])) for n in arrived if n in found}
     read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < n_values}
     if run.overwritten:
         _check_overwritten(run, map(record.lifetimes.at, read))
     record.why_not = derivation.why_not or record.why_not
     if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
-        each = zip(asked.items(), found, strict=True)
-        wraps = [None if n in arrived else _wrapping(run, n, node, x) for (n, node), x in each]
         try:
-            program = program_of(record, derivation, grad_slots, slots, wraps)
+            program = program_of(record, derivation, grad_slots, slots, {n: _wrapping(x) for n, x in found.items()})
         except NoProgram as error:
             record.why_not = str(error)
         else:
@@ -224,7 +241,11 @@ def _derived(
             _check_versions(run, program.reads - record.contents.counted)
     if not keeps_graph():
         run.values = []
-    return dict(zip(asked, found, strict=True))
+    return found, iter([found])
+
+
+def _note(arrived: list[int], n: int, grad: Tensor) -> None:
+    arrived.append(n)
 
 
 def _asked_of(
@@ -236,15 +257,9 @@ def _asked_of(
     return found[: len(operands)]
 
 
-def _wrapping(run: Run, n: int, node: Any, grad: Tensor | None) -> Callable[[Tensor], Any] | None:
-    """The function that wraps later gradients of an operand like this one, or None if it is plain."""
-    if not isinstance(grad, Wrapper):
-        return None
-    x = run.record.contents.leaves.get(n)
-    is_alone = run.reduces and not run.uses_later(n)
-    if is_alone and isinstance(x, Wrapper) and x._gradient_leaf is not None and x._spec is grad._spec:
-        return LeafGradient(x, node)
-    return partial(wrap, spec=grad._spec)
+def _wrapping(grad: Tensor) -> Callable[[Tensor], Any]:
+    """The function that makes gradients like this one of local tensors."""
+    return partial(wrap, spec=grad._spec) if isinstance(grad, Wrapper) else lambda local: local
 
 
 def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int, Any]:
@@ -260,25 +275,12 @@ def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int,
     return inner
 
 
-def _arrive(derivation: Derivation, arrived: dict[int, Slot], n: int, node: Any, x: Wrapper, grad: Any) -> Any:
-    """The hook of an alias of the leaf `x`: its gradient is reduced now, and in each later pass at this place."""
-    if not isinstance(grad, Wrapper) or "_local_tensor" not in grad.__dict__:
-        return None
-    if grad._spec.layout is x._gradient_leaf.layout:
-        return None
-    arrival = Arrival(x, node, grad._spec)
-    arrived[n] = derivation.add_call(("leaf", n), arrival, grad._local_tensor)
-    with derivation._unrecorded(), within_backward_pass():
-        return arrival.reduced(grad._local_tensor)
-
-
-def _recomputed(
-    run: Run, asked: Mapping[int, Any], given: Sequence[int], grads: Sequence[Any]
-) -> dict[int, Tensor | None]:
+def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]) -> Parts:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
-    record.n_derived += 1
+    record.passes["derived"] += 1
+    record.order.alone = True
     saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
     with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run), saving:
         inner = _inner_graph(run, derivation, create=True)
@@ -288,4 +290,4 @@ def _recomputed(
         found = _asked_of(outs, operands, hooked, grads, create=True)
     if not keeps_graph():
         run.values = []
-    return dict(zip(asked, found, strict=True))
+    return asked, iter([dict(zip(asked, found, strict=True))])

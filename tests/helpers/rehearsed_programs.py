@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -370,7 +371,7 @@ def writes_to_a_view() -> tuple[Make, Step]:
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x) + 1
             v = h[:, 0]
-            w = h.view(-1, 2, WIDTH // 2)
+            w = h.view(-1, 4, WIDTH // 4)
             v.zero_()
             w[:, 1].mul_(3)
             return self.b(F.gelu(h))
@@ -793,6 +794,166 @@ def one_rank_stops_making_an_extra_local_call() -> tuple[Make, Step]:
     return of_hidden(extra, with_flag(0, 1, 2, 3))
 
 
+# -- gradients of a leaf from several runs, and from outside of the model
+
+
+@program
+def real_and_made() -> tuple[Make, Step]:
+    """A discriminator: two batches of different sizes, one backward pass."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean() + model(torch.cat([x, x + 1]).detach()).abs().mean()
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def siamese() -> tuple[Make, Step]:
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Model()
+            self.a, self.b = self.part.a, self.part.b
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) - self.part(x.flip(0))
+
+    return Siamese, squares
+
+
+@program
+def inner_and_outer() -> tuple[Make, Step]:
+    """An inner step within the graph of the outer one."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        inner = model(x).square().mean()
+        grads = torch.autograd.grad(inner, parameters, create_graph=True, allow_unused=True)
+        moved = {
+            name: p if grad is None else p - 0.1 * grad for name, p, grad in zip(names, parameters, grads, strict=True)
+        }
+        outer = torch.func.functional_call(model, moved, (x + 1,)).square().mean() + model(x * 2).abs().mean()
+        outer.backward()
+        return [inner, outer]
+
+    return Model, step
+
+
+@program
+def once_without_recording() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        with torch.no_grad():
+            target = model(x + 1)
+        loss = (model(x) - target).square().mean() + model(x * 2).mean()
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def penalty_of_parameters() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        if i != 5:
+            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def a_weight_used_in_the_loss() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        y = model(x)
+        loss = y.square().mean() + (F.linear(y, model.b.weight).square().mean() if i % 4 else 0)
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def a_weight_used_before() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(F.linear(x, model.a.weight)).square().mean()
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def a_function_of_a_leaf() -> tuple[Make, Step]:
+    """A function of the program's own, of which only autograd knows that it uses a parameter."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean() + (Double.apply(model.b.weight).square().mean() if i > 2 else 0)
+        loss.backward()
+        return [loss]
+
+    return Model, step
+
+
+@program
+def hooks_beside_several_runs() -> tuple[Make, Step]:
+    def double(x: Tensor) -> None:
+        assert x.grad is not None
+        x.grad.mul_(2)
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        if i == 4:
+            model.a.weight.register_hook(lambda grad: grad * 2)
+            model.b.bias.register_post_accumulate_grad_hook(double)
+        loss = model(x).square().mean() + model(x[:4]).mean()
+        loss.backward()
+        return [loss, *torch.autograd.grad(model(x).sum() + model(x + 1).sum(), [*model.a.parameters()])]
+
+    return Model, step
+
+
+@program
+def one_rank_makes_calls_everywhere() -> tuple[Make, Step]:
+    """Local calls of one rank at random moments: before, within, between and after modules, and very many."""
+
+    class Talking(Model):
+        random, often = None, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = local_calls(self, self.a(x))
+            return local_calls(self, self.b(local_calls(self, F.gelu(h))))
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        model.random = Random(i) if _rank() == 0 and i not in (3, 6) else None
+        model.often = i == 5
+        local_calls(model, model.a.weight)
+        y = model(x)
+        local_calls(model, y)
+        with torch.no_grad():
+            local_calls(model, model(x))
+        z = model(x + 1)
+        loss = y.square().mean() + z.mean()
+        local_calls(model, loss)
+        loss.backward()
+        local_calls(model, model.a.weight.grad)
+        return [loss]
+
+    return Talking, step
+
+
+def local_calls(model: Any, h: Any) -> Any:
+    """Calls that send nothing, of which nothing is used."""
+    if model.random is not None and isinstance(h, DTensor):
+        for _ in range(100 if model.often else model.random.choice([0, 1, 2])):
+            model.random.choice(
+                [lambda: str(h.shape), lambda: h * 2, lambda: h.detach().relu(), lambda: h.to_local().sum().item()]
+            )()
+    return h
+
+
 # -- running them
 
 
@@ -837,24 +998,26 @@ ROUNDING = {"created_graph": 1e-6, "twice_before_backward": 1e-6}
 """Programs whose gradients may be rounded in another order."""
 
 
-def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, ...], rounding: float = 0.0) -> Outcome:
-    """Run a program by Python and rehearsed, side by side; differences up to `rounding` are none."""
-    make, step = PROGRAMS[name]()
+def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, ...], mixed: bool = False) -> Outcome:
+    """Run a program by Python, and then rehearsed.
+
+    With `mixed`, ranks with an even number run by Python then, too. Each runs alone: gradients that a backward pass
+    does not have for the first time begin in other buckets, so the passes of two models would be rounded otherwise.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    models = []
-    for _ in range(2):
+    results, why_not = list[list[list[Tensor | None]]](), list[str]()
+    for on in (False, not mixed or _rank() % 2 == 1):
+        make, step = PROGRAMS[name]()
         torch.manual_seed(0)
-        models.append(parallelize(make(), mesh, plan, torch.randn(ROWS, WIDTH)))
-    wrong, why_not = list[str](), list[str]()
-    for i in range(STEPS):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
-        with dshard.rehearsing(False):
-            eager = _one_step(models[0], step, x, i)
-        with dshard.rehearsing(True), rehearsing_gathered():
-            rehearsed = _one_step(models[1], step, x, i)
-        wrong += [
-            f"step {i}: {each}" for each in _differences(eager, rehearsed, max(rounding, ROUNDING.get(name, 0.0)))
-        ]
-        why_not.append(models[1].rehearsed.why_not)
-    seen = models[1].rehearsed
-    return Outcome(wrong, seen.answered, seen.calls, repr(seen), why_not)
+        model = parallelize(make(), mesh, plan, torch.randn(ROWS, WIDTH))
+        results.append([])
+        for i in range(STEPS):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+            with dshard.rehearsing(on), rehearsing_gathered():
+                results[-1].append(_one_step(model, step, x, i))
+            why_not.append(model.rehearsed.why_not)
+    wrong = list[str]()
+    for i, (eager, rehearsed) in enumerate(zip(*results, strict=True)):
+        wrong += [f"step {i}: {each}" for each in _differences(eager, rehearsed, ROUNDING.get(name, 0.0))]
+    seen = model.rehearsed
+    return Outcome(wrong, seen.answered, seen.calls, repr(seen), why_not[STEPS:])

@@ -29,8 +29,7 @@ from dshard import (
     use_topology,
 )
 from dshard.autograd import joined_gradients
-from dshard.autograd.joined_gradients import bucket_bytes, within_backward_pass
-from dshard.autograd.leaf_gradients import reduce_gradients_as
+from dshard.autograd.joined_gradients import bucket_bytes
 from dshard.comm import Lane
 from dshard.comm.events import Event, listen
 from dshard.testing import RankPool, distribute, simulated, whole
@@ -156,12 +155,10 @@ class Nested(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         with no_torch_function():
             aliases = [torch.Tensor.requires_grad_(x.detach()) for x in ctx.xs]
-        for alias, x in zip(aliases, ctx.xs, strict=True):
-            reduce_gradients_as(alias, x._gradient_leaf)
         with torch.enable_grad():
             every = zip(products(ctx.rows, *aliases), grads, strict=True)
             outs, given = zip(*((y, grad) for y, grad in every if grad is not None), strict=True)
-        with within_backward_pass(), no_torch_function():
+        with no_torch_function():
             return None, *torch.autograd.grad(outs, aliases, given, allow_unused=True)
 
 

@@ -36,20 +36,14 @@ def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, pla
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        (name, plan)
-        for name in sorted({*PROGRAMS} - {*FEW})
-        for plan in MESHES
-        if (name, plan) != ("writes_to_a_view", "megatron")  # whose two groups do not go into four parts
-    ],
+    [(name, plan) for name in sorted({*PROGRAMS} - {*FEW}) for plan in MESHES],
 )
 def test_every_program_does_so(ranks: RankPool, name: str, plan: str) -> None:
-    """Under "data" but for rounding: where calls change, gradients of four ranks are summed in other buckets."""
-    check(ranks, name, plan, 1e-6 if plan == "data" else 0.0)
+    check(ranks, name, plan)
 
 
-def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
-    outcomes = ranks.run(run_program, name, plan, *MESHES[plan], rounding)
+def check(ranks: RankPool, name: str, plan: str, mixed: bool = False) -> None:
+    outcomes = ranks.run(run_program, name, plan, *MESHES[plan], mixed, timeout=20.0)
 
     assert [outcome.wrong for outcome in outcomes] == [[]] * 4
 
@@ -57,7 +51,29 @@ def check(ranks: RankPool, name: str, plan: str, rounding: float = 0.0) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", ["data", "megatron"])
 def test_hooks_of_a_leaf_see_its_gradient(ranks: RankPool, plan: str) -> None:
-    check(ranks, "hooks_of_accumulation", plan, 1e-6)
+    check(ranks, "hooks_of_accumulation", plan)
+
+
+SHARED = (
+    *("real_and_made", "a_weight_used_before", "a_function_of_a_leaf", "hooks_beside_several_runs", "created_graph"),
+    *("input_needs_gradient", "one_rank_makes_calls_everywhere"),
+)
+"""Programs in which several nodes give gradients of a leaf, or in which ranks send more or less by a hair."""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("plan", ["data", "data x megatron"])
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_run_by_python_go_with_ranks_that_rehearse(ranks: RankPool, name: str, plan: str) -> None:
+    check(ranks, name, plan, mixed=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("plan", ["data", "megatron", "data x megatron"])
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_such_ranks_go_together_in_every_program(ranks: RankPool, name: str, plan: str) -> None:
+    check(ranks, name, plan, mixed=True)
 
 
 # -- invariants

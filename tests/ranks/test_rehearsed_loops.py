@@ -268,7 +268,7 @@ def seconds_of_first_steps() -> tuple[float, list[str]]:
             net(x).square().mean().backward()
             if i == 2:
                 seconds = process_time() - begin
-            said.append(f"{net.rehearsed.why_not} {net.rehearsed.records[0].n_derived if i else ''}")
+            said.append(f"{net.rehearsed.why_not} {net.rehearsed.records[0].passes['derived'] if i else ''}")
     return seconds, said[3:]
 
 
