@@ -1,6 +1,6 @@
 """Arguments of sizes that do not divide, for every registered operator; a new row in a table needs a sample here.
 
-A backward operator is covered by the sample of its forward one: see `recorded` in `dshard.testing.check`.
+A backward operator is covered by the sample of its forward one: see `dshard.testing.check.recorded_calls`.
 """
 
 from __future__ import annotations
