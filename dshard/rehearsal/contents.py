@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from dshard.rehearsal.calls import Call, Kind, Ref, kind_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
-from dshard.rehearsal.region_recording import Recording, Result, instructions_of
+from dshard.rehearsal.region_recording import Recording, Result, Signature, instructions_of, is_size
 from dshard.rehearsal.session import OWN_CALLS
 from dshard.rehearsal.simplified import reads
+from dshard.torch_private import pytree
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ class Contents:
         """The results of calls of dshard that give several tensors."""
         own = [call for call in self.calls if call.func in OWN_CALLS and not isinstance(call.args[0], Ref)]
         return {ref.number for call in own for ref in call.outs if isinstance(ref, Ref)}
+
+    def signatures(self, inputs: Sequence[Tensor]) -> Iterator[Signature]:
+        """The function of each call, and its arguments with kinds for tensors, if `inputs` are the module's."""
+        kinds = dict(enumerate(map(kind_of, inputs))) | self.kinds | {n: x.kind for n, x in self.made.items()}
+        for call in self.calls:
+            kinds |= call.late
+            flat = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_size)
+            yield call.func, tuple([kinds[x.number] if isinstance(x, Ref) else x for x in flat])
 
     @property
     def first_calls(self) -> dict[int, int]:

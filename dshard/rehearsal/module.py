@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
 """Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
-FIRST, WORTH = 4, 32
-"""Records that are made at once; of later ones each has to wait for so many more answered calls, which pay for it."""
+FREE, WORTH = 3, 32
+"""Records, beside one, that are made at once; each later one waits for so many answered calls, which pay for it."""
+_BEGINNING = Lock()
+"""Held while a session begins: two threads must not find a record idle at once."""
 _DEFAULT = os.environ.get("DSHARD_REHEARSE", "1") not in ("", "0")
 _ON: Scoped[bool, bool] = Scoped("rehearsing", lambda entered: entered[-1] if entered else _DEFAULT)
 
@@ -112,7 +115,8 @@ class Rehearsal:
         self.calls += 1
         if HERE.entered:
             HERE.drop_ended()
-        session, known = self._session(module, args, kwargs)
+        with _BEGINNING:
+            session, known = self._session(module, args, kwargs)
         if session is None or known is None:
             return
         call = sys._getframe(1).f_back  # of torch, whose hooks of a call that failed run there themselves
@@ -166,7 +170,7 @@ class Rehearsal:
             self.why_not = "its calls differ each time"
             return (begun(record, inputs), known) if record is not None and known.is_near else (None, None)
         n_records = len(self.records)
-        pays = n_records < FIRST or self.answered >= WORTH * (n_records - FIRST)
+        pays = self.answered >= WORTH * (n_records - FREE)
         if known.calls < 2 or (record is None and not (n_records < MAX_RECORDS and pays)):
             self.why_not = "the first call runs by Python"
             return None, None
@@ -181,7 +185,9 @@ class Rehearsal:
         if not gc.get_freeze_count():
             gc.freeze()  # then what was there before takes no time when garbage is collected after the call
             known.froze = True
-        return Recording(own, inputs), known
+        # with gradients a record ends at the first result of a call that it has not
+        before = () if record is None or torch.is_grad_enabled() else record.contents.signatures(inputs)
+        return Recording(own, inputs, before), known
 
     def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
@@ -195,7 +201,7 @@ class Rehearsal:
             known.missed += 1
         known.is_near = session.n_answered > 0.75 * len(session.record.answers)
         self.answered += session.is_whole
-        self.why_not = session.why_not or ("" if session.is_whole else "the module made fewer calls")
+        self.why_not = "" if session.is_whole else session.why_not or "the module made fewer calls"
 
     def _keep(self, recording: Recording, known: _Known, failed: bool) -> None:
         """Keep the record of a call that has ended, unless it failed: what is alive then is not what autograd saved."""

@@ -59,7 +59,7 @@ class Run:
         self.fixed = record.own.fixed
         self.values: list[Any] = self.fixed.values.copy()
         self.tensors: list[Any] = record.tensors
-        self.n_answered, self.n_extra, self.why_not = 0, 0, ""
+        self.n_answered, self.extra, self.why_not = 0, (0, 0), ""
         self.answer: Answer | None = None
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
@@ -161,8 +161,9 @@ class Run:
                 goes_on = False
             elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
                 self._miss(name)
-                self.n_extra += 1
-                if self.n_extra > MAX_EXTRA:
+                at, n = self.extra
+                self.extra = self.n_answered, n + 1 if at == self.n_answered else 1
+                if self.extra[1] > MAX_EXTRA:
                     self.stop()
                     goes_on = False
         finally:

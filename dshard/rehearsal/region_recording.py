@@ -6,7 +6,7 @@ what autograd has saved, or the program holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from sys import getrefcount
@@ -26,7 +26,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_own, is_ready, kind_of, local_of
-from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot
+from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly, why_not_gathered
 from dshard.torch_private import (
     OpOverload,
@@ -56,8 +56,11 @@ CHANGE_GRAPHS = frozenset(
 """Functions that change a tensor, or autograd's graph, without a result: they end what is recorded and answered."""
 
 
-def _is_size(x: object) -> bool:
+def is_size(x: object) -> bool:
     return type(x) is torch.Size
+
+
+Signature = tuple[Any, tuple[object, ...]]
 
 
 class Ends(Exception):
@@ -130,10 +133,12 @@ class Recording:
 
     Tensors have numbers: first the inputs, then others as they are seen. `leaves` are the module's own, and leaves of
     autograd, by number; `made` are the results, `dropped` has the number of the call at which Python had dropped one.
+    Calls that were others `before`, by arguments or kinds of operands, are none of the record: each later run has them
+    by Python, between two that it answers. The next is the last of the functions and arguments, with kinds for tensors.
     """
 
-    def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor]) -> None:
-        self.own, self.inputs, self.ended = own, inputs, ""
+    def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor], before: Iterable[Signature] = ()) -> None:
+        self.own, self.inputs, self.ended, self._before = own, inputs, "", [*before][::-1]
         self.calls: list[Call] = []
         self.leaves: dict[int, Tensor] = {}
         self.made: dict[int, Result] = {}
@@ -174,7 +179,7 @@ class Recording:
             return call_with_session(func, args, kwargs)
         HERE.answer = None
         try:
-            if self.ended:
+            if self.ended or self._varies(func, args, kwargs):
                 return self._watched(func, args, kwargs)
             start = len(self.recorder.instructions)
             try:
@@ -194,8 +199,15 @@ class Recording:
         finally:
             HERE.answer = self
 
+    def _varies(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call is other than the one in its place in the recording before."""
+        if not self._before or func != self._before[-1][0]:
+            return False
+        flat = pytree.tree_leaves((args, kwargs), is_leaf=is_size)
+        return not equal(tuple([kind_of(x) if isinstance(x, Tensor) else x for x in flat]), self._before.pop()[1])
+
     def _watched(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run a call after the last that is recorded: what it does to results of these may end the record before."""
+        """Run a call that is not recorded: what it does to results of those that are may end the record before."""
         made = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) in self._numbers]
         if made and getattr(func, "__name__", "") in CHANGE_GRAPHS:
             self._end(Ends(self.ended, self._first_use(made)))
@@ -217,7 +229,7 @@ class Recording:
         Raises:
             Ends: it cannot be answered later.
         """
-        flat, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_size)  # which would come back as a tuple
+        flat, structure = pytree.tree_flatten((args, kwargs), is_leaf=is_size)  # which would come back as a tuple
         operands = [x for x in flat if isinstance(x, Tensor)]
         if getattr(func, "__name__", "") in CHANGE_GRAPHS:
             raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))

@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,3 +305,44 @@ def test_fifty_shapes_in_turn_cost_no_more_than_by_python() -> None:
 
     assert ratio <= 1.1
     assert known == 50
+
+
+class Cached(nn.Module):
+    """Layers that attend to all tokens so far, which a cache keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
+        for i, (keys, values) in enumerate(cache.layers):
+            k, v = self.kv(x).chunk(2, -1)
+            cache.layers[i] = keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+            weights = (self.q(x) @ keys.transpose(1, 2)).softmax(-1)
+            x = x + self.out(weights @ values)
+        return x
+
+
+def answered_with_a_cache() -> tuple[bool, int, int, int, str]:
+    """Whether 12 tokens with a growing cache are those by Python, and what is answered of them."""
+    mesh, x = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(8, 1, 16)
+    torch.manual_seed(0)
+    net: Any = dshard.parallelize(Cached(), mesh, "data", x, SimpleNamespace(layers=[]))
+    outs: dict[bool, list[Tensor]] = {False: [], True: []}
+    for on, found in outs.items():
+        with dshard.rehearsing(on), torch.no_grad():
+            token = dshard.distribute_batch(net, torch.ones(8, 1, 16))
+            cache = SimpleNamespace(layers=[(token, -token)] * 3)
+            for i in range(12):
+                found.append(net(x + 0.1 * i, cache).full_tensor())
+    (record,) = net.rehearsed.records
+    same = all(map(torch.equal, outs[False], outs[True]))
+    return same, net.rehearsed.calls, net.rehearsed.answered, len(record.contents.calls), net.rehearsed.why_not
+
+
+@pytest.mark.ranks
+def test_calls_on_a_growing_cache_run_between_those_that_are_answered(ranks: RankPool) -> None:
+    for same, calls, answered, n, why_not in ranks.run(answered_with_a_cache):
+        assert same
+        assert (calls, answered, why_not) == (24, 7, "")
+        assert n > 12
