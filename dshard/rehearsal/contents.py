@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.rehearsal.calls import Call, Kind, Ref, kind_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
-from dshard.rehearsal.region_recording import Recording, Result, Signature, instructions_of, is_size
+from dshard.rehearsal.region_recording import Recording, Result, Signature, instructions_of, is_size, outside_of
 from dshard.rehearsal.session import OWN_CALLS
 from dshard.rehearsal.simplified import reads
 from dshard.torch_private import pytree
@@ -134,12 +134,16 @@ def _answerable(recording: Recording) -> tuple[list[Call], str]:
     """The calls up to the first that reads what neither a call, an input nor the module has made, and why no more."""
     known = {*recording.sources, *recording.recorder.literals}
     views = {*map(Ref, recording.shown_twice())}
+
+    def before(i: int) -> list[Call]:
+        return outside_of(recording.calls[i].checkpoint, recording.calls[:i])
+
     for i, call in enumerate(recording.calls):
         if not views.isdisjoint(ref for ref in call.outs if isinstance(ref, Ref)):
-            return recording.calls[:i], f"{call.name} gives a view that the program holds with its base, at {call.line}"
+            return before(i), f"{call.name} gives a view that the program holds with its base, at {call.line}"
         for each in call.instructions:
             if not known.issuperset(reads(each)):
-                return recording.calls[:i], f"{call.name} reads a tensor that no recorded call made, at {each.line}"
+                return before(i), f"{call.name} reads a tensor that no recorded call made, at {each.line}"
             known.update(each.made)
         given = [
             recording.made[ref.number].slot
@@ -147,7 +151,7 @@ def _answerable(recording: Recording) -> tuple[list[Call], str]:
             if isinstance(ref, Ref) and ref.number in recording.made
         ]
         if not known.issuperset(given):
-            return recording.calls[:i], f"{call.name} gives a tensor that no recorded call made, at {call.line}"
+            return before(i), f"{call.name} gives a tensor that no recorded call made, at {call.line}"
     return recording.calls, recording.ended
 
 

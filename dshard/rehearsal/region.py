@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import Any
 from weakref import getweakrefcount, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from dshard.comm import Changes, publish_failure
@@ -90,11 +92,11 @@ class Run:
         tensors, values, other = self.tensors, self.values, self._other
         is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.contents.ranks
         settings_now: Any = None
-        changes = -1
+        changes, frame = -1, None
         expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes
+            nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes, frame
             while True:
                 if (func is expected or func == expected) and is_grad() is grad:  # getters of attributes are equal
                     if Changes.count != changes or settings is not settings_now:
@@ -115,11 +117,13 @@ class Run:
                             raise
                         if out is not MISS:
                             self.n_answered += 1
+                            if checkpoint:
+                                frame = hooks[0]
                             expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
                             return out
                 at = self._next_if_skipped(func)
                 if at is None:
-                    return other(func, args, kwargs)
+                    return other(func, args, kwargs) if frame is None else _behind(frame, other, func, args, kwargs)
                 steps = iter(self.record.answers[at:])
                 expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
@@ -283,6 +287,21 @@ def _sharing(held: dict[int, Tensor]) -> dict[int, tuple[Tensor, int]]:
     count = Counter(memories.values())
     shared = {n: local_of(held[n]) for n, memory in memories.items() if memory and count[memory] > 1 and n < 0}
     return {n: (local, local._version) for n, local in shared.items()}
+
+
+def _behind(frame: object, run: Answer, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call that was not answered, behind calls that were, which may have run in the same checkpoint, `frame`.
+
+    There it keeps what autograd saves: torch would count on what answered calls have not saved, if it ran them again.
+    """
+    hooks = saved_tensor_hooks(True)
+    if hooks is None or hooks[0] is not frame:
+        return run(func, args, kwargs)
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        out = run(func, args, kwargs)
+    if HERE.answer is None and HERE.entered:  # the run has stopped, and the checkpoint goes on
+        HERE.answer = partial(_behind, frame, run_eagerly)
+    return out
 
 
 _LAST: Any = (_END, None, None, False, (), None)

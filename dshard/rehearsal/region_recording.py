@@ -220,8 +220,12 @@ class Recording:
 
     def _end(self, end: Ends) -> None:
         self.ended = str(end) or "?"
-        if end.at is not None:
+        hooks = saved_tensor_hooks(True)
+        frame = None if hooks is None else hooks[0]
+        if end.at is not None and end.at < len(self.calls):
+            frame = self.calls[end.at].checkpoint
             del self.calls[end.at :]
+        self.calls = outside_of(frame, self.calls)
 
     def _begin(self, func: Any, args: Args, kwargs: Kwargs) -> tuple[Call, list[Tensor]]:
         """The record of a call that begins, and its operands.
@@ -432,6 +436,13 @@ def state_of(x: Tensor) -> tuple[int, int, bool, int]:
 def has_state(func: object, args: Args) -> bool:
     """Whether a call is one of dshard with a state beside its operands, that of its first argument."""
     return func in OWN_CALLS and hasattr(args[0], "apart")
+
+
+def outside_of(frame: object, calls: list[Call]) -> list[Call]:
+    """The calls without those at the end that ran in the checkpoint `frame`: torch runs it again as a whole, or not."""
+    while frame is not None and calls and calls[-1].checkpoint is frame:
+        calls = calls[:-1]
+    return calls
 
 
 def is_checkpoint(hooks: Sequence[object]) -> bool:

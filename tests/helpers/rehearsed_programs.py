@@ -520,6 +520,34 @@ def checkpointed_with_dropout() -> tuple[Make, Step]:
 
 
 @program
+def checkpointed_calls_change() -> tuple[Make, Step]:
+    """Some calls of a checkpoint are those of the record, and others run by Python."""
+
+    class Changing(Model):
+        def block(self, x: Tensor) -> Tensor:
+            h = self.n(self.a(x))
+            return (torch.tanh(h).relu() if self.flag else F.gelu(h)) * torch.sigmoid(h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.block, checkpoint(self.block, x, use_reentrant=False), use_reentrant=False))
+
+    return Changing, with_flag(4, 5, 8)
+
+
+@program
+def a_record_ends_within_a_checkpoint() -> tuple[Make, Step]:
+    class Parts(Model):
+        def block(self, x: Tensor) -> Tensor:
+            h = self.n(self.a(x)).sigmoid()
+            return Double.apply(h) * h.tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.block, self.a(x), use_reentrant=False))
+
+    return Parts, squares
+
+
+@program
 def checkpointed_reentrant() -> tuple[Make, Step]:
     class Checkpointed(Model):
         def forward(self, x: Tensor) -> Tensor:
