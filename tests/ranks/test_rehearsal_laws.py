@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import dshard
 from dshard import init_device_mesh, parallelize
+from dshard.rehearsal import region_backward
 from dshard.testing import RankPool
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -24,7 +26,10 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "megatron": ((4,), ("tp",)),
     "data x megatron": ((2, 2), ("dp", "tp")),
 }
-FEW = ("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_rank_makes_an_extra_local_call")
+FEW = (
+    *("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_rank_makes_an_extra_local_call"),
+    *("checkpointed_calls_change", "a_record_ends_within_a_checkpoint"),
+)
 
 
 @pytest.mark.ranks
@@ -143,6 +148,36 @@ def why_not_with_gathered_weights() -> tuple[int, str]:
 def test_modules_with_gathered_weights_are_not_rehearsed(ranks: RankPool) -> None:
     for answered, said in ranks.run(why_not_with_gathered_weights):
         assert (answered, said) == (0, "its weights are gathered, which is not rehearsed yet")
+
+
+def failing_on_one_rank(step: int) -> str:
+    """How a backward pass ends in which the last rank alone fails: one that is derived, or run by a program."""
+    model = steps_of("data")
+    fails, check = False, region_backward._check_versions
+
+    def failing(*args: Any) -> None:
+        if fails:
+            raise ValueError("broken")
+        check(*args)
+
+    with dshard.rehearsing(), patch.object(region_backward, "_check_versions", failing):
+        for i in range(step + 1):
+            loss = model(torch.ones(ROWS, WIDTH)).to_local().square().mean()
+            fails = i == step and torch.distributed.get_rank() == 3
+            try:
+                loss.backward()
+            except (ValueError, dshard.errors.PeerError) as error:
+                return f"{i}: {error}"
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_error_in_a_backward_pass_of_one_rank_is_raised_on_all(step: int) -> None:
+    with RankPool(4) as pool:
+        said = pool.run(failing_on_one_rank, step, timeout=20.0)
+    assert said[3] == f"{step}: broken"
+    assert all(each.startswith(f"{step}: ") and "broken" in each for each in said)
 
 
 def late_write_to_a_base() -> tuple[int, str]:
