@@ -241,7 +241,7 @@ class Derivation(LocalRecorder):
         once, op = self.record.lifetimes.made_once, each.operator
         if op is None:
             return each.key != ENDS and not each.begins
-        if torch.Tag.nondeterministic_seeded in op.tags or once.intersection(each.outs):
+        if each.draws or once.intersection(each.outs):
             return True
         return op._schema.is_mutable and any(self._equal.root(slot) in once for slot in each.written())
 

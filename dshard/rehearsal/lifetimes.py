@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from dshard.comm import ENDS
 from dshard.rehearsal.contents import Contents
 from dshard.rehearsal.local_recorder import Instruction, Slot
@@ -99,7 +97,7 @@ def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
 def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:
     slots = set[Slot]()
     for each in instructions:
-        if each.operator is not None and torch.Tag.nondeterministic_seeded in each.operator.tags:
+        if each.draws:
             slots.update(each.made)
         elif each.operator is None and each.key not in (ENDS, "draw") and not each.begins:
             slots.update(reads(each))

@@ -97,6 +97,17 @@ class Instruction:
         return isinstance(self.key, tuple) and self.key[0] == "begin"
 
     @property
+    def draws(self) -> bool:
+        """Whether the operator draws random numbers; attention without dropout is tagged so, and draws none."""
+        op = self.operator
+        if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+            return False
+        arguments = op._schema.arguments
+        values = {a.name: a.default_value for a in arguments if a.name == "dropout_p"}
+        values |= dict(zip((a.name for a in arguments), self.args, strict=False)) | dict(self.kwargs)
+        return bool(values.get("dropout_p", 1.0))
+
+    @property
     def writes(self) -> bool:
         """Whether more comes of the call than its result, such as an error, or each call has another."""
         op = self.operator
@@ -104,7 +115,7 @@ class Instruction:
             return False
         if op is None or not op._schema.returns:
             return True
-        return op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags
+        return op._schema.is_mutable or self.draws
 
     def written(self) -> list[Slot]:
         """The slots that an operator writes to."""
