@@ -185,6 +185,13 @@ class Outer(NamedTuple):
     packed: object
 
 
+class Kept(NamedTuple):
+    """Another saved tensor, and how often it had been written to: with hooks autograd itself does not check."""
+
+    x: Tensor
+    version: int
+
+
 class GatheredUse:
     """One run of a module on gathered weights, which its backward pass gathers again.
 
@@ -282,23 +289,49 @@ class GatheredUse:
             return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec, version)
         if self.outer is not None:
             return Outer(self.outer[0](x))
-        return x.detach()  # an operator that saves its result would hold its own node, which nothing would free
+        kept = x.detach()  # an operator that saves its result would hold its own node, which nothing would free
+        with no_torch_function():
+            return Kept(kept, _count_of(kept))
 
-    def unpack(self, packed: Tensor | Saved | Outer) -> Tensor:
+    def unpack(self, packed: Tensor | Saved | Outer | Kept) -> Tensor:
         """The tensor that autograd saved: a weight is gathered again, and gathering for the use before it begins."""
         if isinstance(packed, Outer):
             unpacked: Tensor = self.outer[1](packed.packed)
             return unpacked
+        if isinstance(packed, Kept):
+            with no_torch_function():
+                is_written = _count_of(packed.x) != packed.version
+            if is_written:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"tensor of shape {tuple(packed.x.shape)}; write to it after the backward pass, or to a copy"
+                )
+            return packed.x
         if not isinstance(packed, Saved):
             return packed
-        version = _version(self.stored[packed.i])
-        if packed.version not in (None, version[:3]):
+        x: Tensor = self.weight(packed.i, packed.version).as_strided(packed.size, packed.stride, packed.offset)
+        return x if packed.spec is None else wrap(x, packed.spec)
+
+    def reader(self) -> Callable[[int], Tensor]:
+        """The function by which a backward pass reads the gathered weight of an index, if it is as it is now."""
+        assert self.gathered is not None
+        versions = [version[:3] for version in self.gathered.versions]
+        return lambda i: self.weight(i, versions[i])
+
+    def weight(self, i: int, version: tuple[int, ...] | None) -> Tensor:
+        """The gathered local tensor number `i`, in the backward pass.
+
+        Raises:
+            RuntimeError: the stored weight has not this version any more.
+        """
+        now = _version(self.stored[i])
+        if version not in (None, now[:3]):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"weight of shape {self.stored[packed.i]._spec.shape}, gathered for the forward pass; write to it "
+                f"weight of shape {self.stored[i]._spec.shape}, gathered for the forward pass; write to it "
                 "before the forward pass uses it, or after the backward pass"
             )
-        if self.gathered is not None and self.gathered.versions[packed.i] != version:
+        if self.gathered is not None and self.gathered.versions[i] != now:
             self.gathered = None  # a hook has written to it since it was gathered
         is_first = self.gathered is None or not self.has_begun_before
         if self.gathered is None:
@@ -311,8 +344,7 @@ class GatheredUse:
             self.has_begun_before = True
             if self.before is not None and self.before.saves_weights and self.before.gathered is None:
                 self.before.gathered = self.before.begin()
-        x: Tensor = local[packed.i].as_strided(packed.size, packed.stride, packed.offset)
-        return x if packed.spec is None else wrap(x, packed.spec)
+        return local[i]
 
 
 class GatherTogether(torch.autograd.Function):
@@ -378,7 +410,7 @@ def _cast_end(end: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
     return end().to(dtype)
 
 
-def is_local(hooks: Sequence[object]) -> bool:
-    """Whether hooks for saved tensors are those of gathered weights alone, which take local tensors, too."""
+def use_of(hooks: Sequence[object]) -> GatheredUse | None:
+    """The use of gathered weights whose hooks of saved tensors these are, with no others: it takes local ones, too."""
     use = getattr(hooks[0], "__self__", None)
-    return isinstance(use, GatheredUse) and use.outer is None
+    return use if isinstance(use, GatheredUse) and use.outer is None else None

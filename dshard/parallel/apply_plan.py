@@ -27,14 +27,14 @@ from dshard.factories import full
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
-from dshard.parallel.gather_groups import gather_in_groups
+from dshard.parallel.gather_groups import gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.initialize import initialize
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Replicate, Shard
-from dshard.rehearsal.module import declare
+from dshard.rehearsal.module import Rehearsal, RehearsedParts
 from dshard.rehearsal.session import own_call
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
@@ -45,17 +45,21 @@ from dshard.torch_private import graph_task_id, no_torch_function
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     hooks = take_inputs(model, plan)
-    rehearsal = declare(model)
-    hooks.append(before(model, rehearsal.enter, with_kwargs=True))
+    groups = gather_groups(model, plan)
+    rehearsal = Rehearsal(model)
+    if not groups:
+        hooks.append(before(model, rehearsal.enter, with_kwargs=True))
     hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
     pins = pin_schedules(model, plan)
     for name, schedule in plan.products.items():
         if not (name in pins and _sends_nothing(schedule, pins[name].weight)):
             hooks += _schedule_hooks(model.get_submodule(name), schedule, name in plan.shared)
-    gathering = gather_in_groups(model, plan)
-    rehearsal.gathers = bool(gathering)
+    gathering, parts = gather_for(model, groups)
     hooks += [*pins.values(), *gathering]
-    return [*hooks, after(model, rehearsal.leave, always=True)]
+    if not groups:
+        hooks.append(after(model, rehearsal.leave, always=True))
+    model.__dict__["rehearsed"] = RehearsedParts(model, parts) if groups else rehearsal
+    return hooks
 
 
 def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -24,7 +24,7 @@ from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
-from dshard.rehearsal.session import HERE, own_call
+from dshard.rehearsal.module import Rehearsal
 from dshard.tensor import DTensor
 from dshard.torch_private import (
     dispatch_mode,
@@ -69,8 +69,7 @@ class GatherGroup:
     def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
         self.ahead: GatheredWeights | None = None
-        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None, bool]] = []
-        self.uses: list[tuple[int, GatheredUse, ExitStack]] = []  # of calls of `gather`, by how many runs it was
+        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
         """The current stored parameters; those that their modules no longer have are left out from then on."""
@@ -110,12 +109,12 @@ class GatherGroup:
         stored = self.stored()
         if is_dynamo_compiling():
             if self.plan.precision is not None:
-                self.running.append((None, stored, None, False))
+                self.running.append((None, stored, None))
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
         stack = ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
-            self.running.append((None, stored, stack, False))
+            self.running.append((None, stored, stack))
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
@@ -124,13 +123,8 @@ class GatherGroup:
 
     def _gather(self, stored: list[Wrapper], stack: ExitStack) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
-        if HERE.answer is not None and not is_recomputed:
-            self.running.append((None, stored, None, True))
-            self._put(gather(self, *stored))
-            self.order.follows(self)
-            return
         use, weights = self._use(stored, stack, is_first=not is_recomputed)
-        self.running.append((use, stored, stack, False))
+        self.running.append((use, stored, stack))
         self._put(weights)
         if not is_recomputed:
             self.order.prefetch(self)
@@ -154,67 +148,27 @@ class GatherGroup:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
-        use, stored, stack, by_calls = self.running[-1]
-        try:
-            if by_calls:
-                ungather(self)
-        finally:
-            self.running.pop()
-            if stack is not None:
-                stack.close()
-            self._put(stored)
-        if use is not None:
-            self._end(use, is_first=graph_task_id() < 0)
-
-    def _end(self, use: GatheredUse, is_first: bool) -> None:
+        use, stored, stack = self.running.pop()
+        if stack is not None:
+            stack.close()
+        self._put(stored)
+        if use is None:
+            return
         use.write_back()
-        if not is_first:
+        if graph_task_id() >= 0:
             self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within the block, groups of the model are gathered for calls that run again: of these nothing stays."""
-        groups = {id(g): g for g in (self, *self.order.following.values())}.values()
-        before = [(g, g.ahead, g.uses) for g in groups]
-        last, self.order.last = self.order.last, None
-        for g in groups:
-            g.ahead, g.uses = None, []
-        try:
-            yield
-        finally:
-            for g, ahead, uses in before:
-                for _, use, stack in reversed(g.uses):  # of calls that were not answered to their end
-                    stack.close()
-                    g._end(use, is_first=True)
-                g.ahead, g.uses = ahead, uses
-            self.order.last = last
+    def weights(self) -> list[Tensor]:
+        """The weights that the modules have now."""
+        return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
 
     def _put(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters of the modules by these tensors."""
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
-
-
-@own_call
-def gather(group: GatherGroup, *stored: Wrapper) -> tuple[Wrapper, ...]:
-    """The gathered weights of a group; until `ungather`, autograd saves their positions."""
-    stack = ExitStack()
-    use, weights = group._use(list(stored), stack, is_first=True)
-    group.uses.append((len(group.running), use, stack))
-    group.order.prefetch(group)
-    return tuple(weights)
-
-
-@own_call
-def ungather(group: GatherGroup) -> None:
-    """End what `gather` has begun, unless that was answered by a record."""
-    if group.uses and group.uses[-1][0] == len(group.running):
-        _, use, stack = group.uses.pop()
-        stack.close()
-        group._end(use, is_first=True)
 
 
 def _outside_checkpoint() -> AbstractContextManager[object]:
@@ -264,8 +218,8 @@ class GatherOrder:
         self.ended, self.previous, self.last = self.previous, None, None
 
 
-def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Register hooks that gather parameters, or cast them, a block at a time, as the plan asks; return them."""
+def gather_groups(model: nn.Module, plan: Plan) -> dict[str, GatherGroup]:
+    """The groups of parameters that are gathered, or cast, as the plan asks, by the paths of their modules."""
     listed = blocks_of(model) if plan.groups is None else plan.groups
     hooked = [b for b in listed if not isinstance(model.get_submodule(b), torch.jit.ScriptModule)]
     blocks = sorted(hooked, key=len, reverse=True)  # innermost first
@@ -281,18 +235,33 @@ def gather_in_groups(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     for number, where in places.items():
         groups = groups_of[number]
         members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
-    order = GatherOrder()
-    hooks: list[RemovableHandle] = [before(model, order.restart)] if members else []
-    for path, module in model.named_modules():  # the model's own first, then blocks as they are listed
-        if path not in members:
-            continue
-        group = GatherGroup(members[path], plan, order, keeps=path == "")
+    order, paths = GatherOrder(), [path for path, _ in model.named_modules() if path in members]
+    by_path = {path: GatherGroup(members[path], plan, order, keeps=path == "") for path in paths}
+    for group in by_path.values():  # the model's own first, then blocks as they are listed
         order.expects(group)
+    return by_path
+
+
+def gather_for(model: nn.Module, groups: dict[str, GatherGroup]) -> tuple[list[RemovableHandle], list[Rehearsal]]:
+    """Register hooks that gather the weights of groups for their modules; the hooks, and how modules are rehearsed.
+
+    Modules within which no other gathers are rehearsed, on weights that are gathered by then, as inputs: what ranks
+    send to gather them, and to reduce their gradients, is the same however each of them runs the module.
+    """
+    hooks, rehearsals = list[RemovableHandle](), list[Rehearsal]()
+    for path, group in groups.items():
+        module, precision = model.get_submodule(path), group.plan.precision
+        if not hooks:
+            hooks.append(before(model, group.order.restart))
         hooks.append(before(module, group.enter))
+        if precision is not None and path:
+            hooks.append(before(module, partial(_cast_inputs, precision), with_kwargs=True))
+        if not any(other != path and _is_within(other, path) for other in groups):
+            rehearsals.append(Rehearsal(module, group.weights))
+            hooks.append(before(module, rehearsals[-1].enter, with_kwargs=True))
+            hooks.append(after(module, rehearsals[-1].leave, always=True))
         hooks.append(after(module, group.leave, always=True))
-        if plan.precision is not None and path:
-            hooks.append(before(module, partial(_cast_inputs, plan.precision), with_kwargs=True))
-    return hooks
+    return hooks, rehearsals
 
 
 def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from weakref import getweakrefcount
 
 from torch import Tensor
 
-from dshard.core.view_sync import CopiedView, register_view
+from dshard.core.view_sync import CopiedView, register_view, shown_of
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import MISS, Autocast, Call, Comparison, Ref, local_of, without_autocast
 from dshard.rehearsal.code import Code
@@ -73,7 +73,7 @@ class _Writer:
                 self.drops.setdefault(max(i, self.first_calls[n] + 1), []).append(n)
         names = {"MISS": MISS, "R": getrefcount, "uses": tensor_references, "weak": getweakrefcount, "local": local_of}
         names |= {"version": version_of, "written": _count_writes, "unflatten": pytree.tree_unflatten}
-        names["copied"] = _register_copy
+        names |= {"copied": _register_copy, "shown": shown_of}
         self.code = Code(lambda slot: f"v[{slot.number}]", names)
 
     def place(self, n: int) -> str:
@@ -112,14 +112,16 @@ class _Writer:
         for n, slot in results.items():
             value = code.place(slot)
             lines.append(f"o[{n}] = {value}" if contents.made[n].is_plain else f"o[{n}]._local_tensor = {value}")
-            copy = contents.made[n].copy
+            copy, weight = contents.made[n].copy, contents.of_weights.get(contents.made[n].slot)
+            if weight is not None:
+                lines.append(f"{value}._view_syncs = shown(local(o[{weight}]))")
             if copy is not None and copy.origin is None:
                 lines.append(f"o[{n}]._view_sync = {self.place(copy.of)}._view_sync")
             elif copy is not None:
                 lines.append(f"copied(o[{n}], {self.place(copy.of)}, {code.constant(copy.origin)})")
         lines += code.freed(slot for slot in ending & given if slot not in code.variables)
         outs = [self.place(ref.number) if isinstance(ref, Ref) else code.constant(ref) for ref in call.outs]
-        lines.append(f"return {_structured(call.structure, outs, code)}")
+        lines.append(f"return {_structured(pytree.tree_structure(call.out), outs, code)}")
         return code.function(f"call_{i}_{call.name}", "args, kwargs, o, v", lines, FILE)
 
 

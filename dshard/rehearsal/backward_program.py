@@ -116,6 +116,8 @@ def _with_makers(record: Record, derivation: Derivation) -> list[Instruction]:
     """The instructions of the backward pass, each behind those that make what it reads and was not kept."""
     life = record.lifetimes
     stored = life.kept | life.fixed | record.contents.sources.keys() | record.own.literals.keys()
+    if record.contents.reader is not None:
+        stored |= {record.contents.reader}
     instructions, again = list[Instruction](), set[int]()
     for each in derivation.instructions:
         _add(each, derivation, stored, instructions, again)

@@ -73,8 +73,8 @@ class Call:
 
     `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
     `states` restore them. `checkpoint` stands for the checkpoint of torch that the call ran in. `writes` are numbers of
-    tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran;
-    `autocast` is that of torch.
+    tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran; `autocast` is that of
+    torch, `saves_weights` says that autograd saved gathered weights.
     """
 
     func: Any
@@ -86,12 +86,17 @@ class Call:
     within: bool
     autocast: Autocast = ()
     checkpoint: object = None
-    outs: list[Any] = field(default_factory=list)
-    structure: Any = None
+    saves_weights: bool = False
+    out: Any = None
     late: dict[int, Kind] = field(default_factory=dict)
     writes: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     line: str = "?"
+
+    @property
+    def outs(self) -> list[Any]:
+        """The values of its result, in order."""
+        return pytree.tree_leaves(self.out)  # type: ignore[no-any-return]
 
     @property
     def name(self) -> str:

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from dshard.rehearsal.calls import Call, Kind, Ref, kind_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
-from dshard.rehearsal.region_recording import Recording, Result, Signature, instructions_of, is_size, outside_of
-from dshard.rehearsal.session import OWN_CALLS
-from dshard.rehearsal.simplified import reads
+from dshard.rehearsal.region_recording import (
+    Recording,
+    Result,
+    Signature,
+    Weight,
+    instructions_of,
+    is_size,
+    outside_of,
+)
+from dshard.rehearsal.simplified import reads, roots_of
 from dshard.torch_private import pytree
 
 
@@ -28,6 +35,8 @@ class Contents:
         made: The results.
         trained: The leaves and inputs that get a gradient.
         dropped: The calls at which Python had dropped a result.
+        weights: The inputs that are gathered weights, which a backward pass gathers again.
+        reader: The slot of the function that gives one of these to a backward pass.
     """
 
     calls: list[Call]
@@ -43,6 +52,8 @@ class Contents:
     trained: list[int]
     dropped: dict[int, int]
     ranks: tuple[int, ...]
+    weights: dict[int, Weight]
+    reader: Slot | None
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -69,11 +80,26 @@ class Contents:
         """The operands that are seen first in a call."""
         return sorted({n for call in self.calls for n in call.late})
 
+    @cached_property
+    def gathered(self) -> dict[Slot, int]:
+        """The slots of gathered weights, and which each is in its use."""
+        return {x.slot: x.place for x in self.weights.values()}
+
+    @cached_property
+    def saving(self) -> list[int]:
+        """The calls of which autograd saves gathered weights."""
+        return [i for i, call in enumerate(self.calls) if call.saves_weights]
+
     @property
-    def gathered(self) -> set[int]:
-        """The results of calls of dshard that give several tensors."""
-        own = [call for call in self.calls if call.func in OWN_CALLS and not isinstance(call.args[0], Ref)]
-        return {ref.number for call in own for ref in call.outs if isinstance(ref, Ref)}
+    def trained_weights(self) -> list[int]:
+        """The gathered weights that get a gradient."""
+        return [n for n in self.trained if n in self.weights]
+
+    @cached_property
+    def of_weights(self) -> dict[Slot, int]:
+        """The slots of gathered weights and of views of them, with the weight's number: none is kept for later."""
+        numbers, roots = {x.slot: n for n, x in self.weights.items()}, roots_of(self.instructions)
+        return numbers | {slot: numbers[root] for slot, root in roots.items() if root in numbers}
 
     def signatures(self, inputs: Sequence[Tensor]) -> Iterator[Signature]:
         """The function of each call, and its arguments with kinds for tensors, if `inputs` are the module's."""
@@ -123,6 +149,8 @@ def contents_of(recording: Recording) -> Contents:
         trained=[n for n, kind in kinds.items() if n in used and _needs_grad(kind)] + needing_inputs,
         dropped=recording.dropped,
         ranks=tuple(recorder.ranks),
+        weights=recording.gathering.weights,
+        reader=recording.gathering.reader,
     )
 
 

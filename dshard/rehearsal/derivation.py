@@ -19,14 +19,13 @@ from torch.utils.dlpack import from_dlpack
 from dshard.comm import ENDS
 from dshard.core.context import settings_restored
 from dshard.core.plain_tensors import count_as_replicated
-from dshard.core.signature import Args, Kwargs
+from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
 from dshard.rehearsal.region import Run
-from dshard.rehearsal.region_recording import has_state
 from dshard.rehearsal.session import run_eagerly
 from dshard.rehearsal.simplified import reads
 from dshard.torch_private import OpOverload, no_torch_function, pytree
@@ -139,6 +138,9 @@ class Derivation(LocalRecorder):
         self.unreal = set[Slot]()
         self.taken: list[Instruction] = []
         self._made: dict[Slot, Any] = {}
+        reader = record.contents.reader
+        if reader is not None:
+            self._made[reader] = run.values[reader.number]
         self.again = set[Slot]()  # made by calls of checkpoints
         self.frames: WeakSet[Frame] = WeakSet()
         self._unread = _Unread()
@@ -287,6 +289,40 @@ class Derivation(LocalRecorder):
         value = self.value(slot)
         return wrap(value, x._spec) if isinstance(x, Wrapper) else value
 
+    @property
+    def weights(self) -> dict[Slot, int]:
+        """The slots of gathered weights, and which each is in its use."""
+        return self.record.contents.gathered
+
+    def _weight(self, slot: Slot) -> Tensor:
+        """The value of a gathered weight, which the backward pass reads from the first use of it on."""
+        if slot not in self._made:
+            place, reader = self.weights[slot], self.record.contents.reader
+            assert reader is not None
+            with self._unrecorded():
+                x = self._made[slot] = self._made[reader](place)
+            self._tensors[x] = slot
+            self.instructions.append(Instruction(_read_weight, (reader, place), (), (slot,), key="gathered weight"))
+        return self._made[slot]  # type: ignore[no-any-return]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The value that autograd saves for `x` where weights are gathered."""
+        return self.saved_with_value(x) if self.creates_graph and self._weight_of(x) is None else self.saved(x)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The tensor that autograd saved: a gathered weight is gathered again now, as it would be without a record."""
+        weight = self._weight_of(x)
+        if weight is None:
+            return x
+        self._weight(weight)
+        return self.with_value(x)
+
+    def _weight_of(self, x: Tensor) -> Slot | None:
+        """The gathered weight whose memory a tensor has."""
+        slot = self._tensors.get(local_of(x))
+        root = None if slot is None else self._equal.root(slot)
+        return root if root in self.weights else None
+
     def saved(self, x: Tensor) -> Tensor:
         """A detached tensor for autograd to keep: an operator that saves its result would hold its own node."""
         with self._unrecorded():
@@ -368,6 +404,8 @@ class Derivation(LocalRecorder):
         value = self._kept(slot)
         if value is None:
             value = next((frame.made[slot] for frame in self.frames if slot in frame.made), None)
+        if value is None and slot in self.weights:
+            return self._weight(slot)
         if value is None and slot not in self._made:
             if self.record.lifetimes.at(slot) in self.record.lifetimes.lost:
                 raise RuntimeError(LOST)
@@ -381,42 +419,50 @@ class Derivation(LocalRecorder):
         return value
 
 
-def inner_tensors(run: Run, *, create: bool) -> dict[int, Any]:
-    """The operands by number: those that get a gradient as aliases, of which autograd knows nothing else."""
+def inner_tensors(run: Run, derivation: Derivation, ctx: Context | None) -> dict[int, Any]:
+    """The operands by number: those that get a gradient as aliases, of which autograd knows nothing else.
+
+    With the context of the run's node they are connected to autograd's graph. Gathered weights have no values.
+    """
     contents = run.record.contents
     inner: dict[int, Any] = {**contents.leaves, **dict(enumerate(run.inputs)), **run.late}
+    for n, weight in contents.weights.items():
+        with derivation._unrecorded():
+            inner[n] = run.inputs[n] = wrap(derivation._stand_in(weight.slot), weight.kind[1])
+    if ctx is not None:
+        inner |= zip(run.record.contents.trained_weights, ctx.saved_tensors, strict=True)
+    for n, weight in contents.weights.items():
+        inner[n]._matmul = weight.kind[3]
+        derivation._tensors[local_of(inner[n])] = weight.slot
     for n in contents.trained:
         x: Any = inner[n]
-        with no_torch_function():  # the class's own `requires_grad_` would have the gradient reduced
-            alias: Any = x.view_as(x) if create else Tensor.requires_grad_(x.detach())
+        with no_torch_function(), derivation._unrecorded():  # the class's own `requires_grad_` would have it reduced
+            alias: Any = Tensor.requires_grad_(x.detach()) if ctx is None else x.view_as(x)
         if isinstance(x, Wrapper):
             alias._matmul, alias._gradient_leaf = x._matmul, x._gradient_leaf
             with no_torch_function():  # of a leaf, matmuls keep no copy in another layout
                 alias._leaf = x.is_leaf if x._leaf is None else x._leaf
+        share(derivation, alias, x)
         inner[n] = alias
     return inner
 
 
+def _read_weight(read: Callable[[int], Tensor], place: int) -> Tensor:
+    return read(place)
+
+
 def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
-    having_state = [call.args[0] for call in run.answered() if has_state(call.func, call.args)]
-    with ExitStack() as stack:
-        for group in {id(x): x for x in having_state}.values():
-            stack.enter_context(group.apart())
-        _run_calls(run, derivation, inner)
-
-
-def _run_calls(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
     frames: dict[object, Frame] = {}
     for call in run.answered():
         derivation.number = -2
         derivation.taken = []
-        frame = None
+        frame, hooks = None, (derivation.pack, derivation.unpack) if derivation.weights else None
         if call.checkpoint is not None:
             frame = frames.setdefault(call.checkpoint, Frame(derivation))
-            derivation.taken = frame.taken
+            derivation.taken, hooks = frame.taken, (frame.pack, frame.unpack)
         derivation.begin_call(call)
-        with _as_before(call), nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack):
+        with _as_before(call), nullcontext() if hooks is None else saved_tensors_hooks(*hooks):
             args, kwargs = pytree.tree_map(
                 lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
             )

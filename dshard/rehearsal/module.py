@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.autograd.gathered_weights import use_of
 from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import OBSERVERS
@@ -24,8 +26,8 @@ from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.region_backward import begun
 from dshard.rehearsal.region_recording import Recording
-from dshard.rehearsal.session import HERE, Entered, why_not_gathered
-from dshard.torch_private import is_transforming, n_dispatch_modes, pytree
+from dshard.rehearsal.session import HERE, Entered
+from dshard.torch_private import graph_task_id, is_transforming, n_dispatch_modes, pytree, saved_tensor_hooks
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
 """Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
@@ -68,21 +70,21 @@ class Rehearsal:
         calls: Calls of the module so far.
         answered: Those of which all calls were answered by a record.
         why_not: Why the last call was not one of these; empty if it was.
-        gathers: Whether weights of the module are gathered for its calls.
+        weights: Gives the weights that are gathered for the call that begins, if any are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, weights: Callable[[], Sequence[Tensor]] | None = None) -> None:
         self.name = type(module).__name__
         self.calls = self.answered = 0
         self.why_not = "it was not called"
-        self.gathers = False
+        self.weights = weights
         self._known: dict[object, _Known] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
         copy = Rehearsal.__new__(Rehearsal)
         memo[id(self)] = copy
         copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
-        copy._known, copy.gathers = {}, self.gathers
+        copy._known, copy.weights = {}, deepcopy(self.weights, memo)
         return copy
 
     @property
@@ -98,20 +100,14 @@ class Rehearsal:
         return "\n\n".join([*sources, *programs])
 
     def __repr__(self) -> str:
-        records = self.records
-        n_calls, patterns = sum(len(r.contents.calls) for r in records), sum(len(r.programs) for r in records)
-        ran, derived = (sum(r.passes[kind] for r in records) for kind in ("by program", "derived"))
-        return (
-            f"<rehearsed {self.name}: {self.answered} of {self.calls} calls; {n_calls} calls of torch in "
-            f"{len(records)} records; backward: {patterns} patterns, {ran} of {ran + derived} by program>"
-        )
+        return f"<rehearsed {self.name}: {self.answered} of {self.calls} calls; {_said(self.records)}>"
 
     # -- hooks
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward pass begins, with its inputs laid out."""
-        if torch.compiler.is_dynamo_compiling():
-            return
+        if torch.compiler.is_dynamo_compiling() or (self.weights is not None and graph_task_id() >= 0):
+            return  # within a backward pass a module is not called, but calls of it run again
         self.calls += 1
         if HERE.entered:
             HERE.drop_ended()
@@ -141,7 +137,15 @@ class Rehearsal:
             return None, None  # within a module that is rehearsed
         if LISTENERS:
             run_pending()
-        self.why_not = _why_eager() or (self.gathers and why_not_gathered()) or _why_not_with(inputs)
+        weights = [] if self.weights is None else self.weights()
+        inputs += weights
+        hooks = saved_tensor_hooks(True)
+        use = None if hooks is None else use_of(hooks)
+        self.why_not = _why_eager() or _why_not_with(inputs)
+        if weights and hooks is not None and use is None:
+            self.why_not = self.why_not or "there are hooks of saved tensors around it, such as those of a checkpoint"
+        if use is not None and not weights:
+            self.why_not = self.why_not or "a module around it gathers weights"
         if self.why_not:
             return None, None
         ids = [*map(id, inputs)]
@@ -150,7 +154,7 @@ class Rehearsal:
             tuple([_key_of(x) for x in flat if not isinstance(x, Tensor)]),
             tuple(map(kind_of, inputs)),
             tuple(map(ids.index, ids)),
-            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training, autocast_now()),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training, autocast_now(), use is None),
         )
         known = self._known.pop(key, None) or _Known()
         self._known[key] = known
@@ -164,11 +168,11 @@ class Rehearsal:
                 return None, None
             known.record = record = None
         if record is not None and known.missed < 2:
-            return begun(record, inputs), known
+            return begun(record, inputs, use), known
         if known.pause:
             known.pause -= 1
             self.why_not = "its calls differ each time"
-            return (begun(record, inputs), known) if record is not None and known.is_near else (None, None)
+            return (begun(record, inputs, use), known) if record is not None and known.is_near else (None, None)
         n_records = len(self.records)
         pays = self.answered >= WORTH * (n_records - FREE)
         if known.calls < 2 or (record is None and not (n_records < MAX_RECORDS and pays)):
@@ -187,7 +191,7 @@ class Rehearsal:
             known.froze = True
         # with gradients a record ends at the first result of a call that it has not
         before = () if record is None or torch.is_grad_enabled() else record.contents.signatures(inputs)
-        return Recording(own, inputs, before), known
+        return Recording(own, inputs, use, before), known
 
     def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
@@ -253,14 +257,53 @@ def _why_not_with(inputs: list[Tensor]) -> str:
     return ""
 
 
-def rehearsal_of(model: nn.Module) -> Rehearsal | None:
+class RehearsedParts:
+    """How the calls of several parts of a module are rehearsed, such as those that gather weights, in sum."""
+
+    def __init__(self, module: nn.Module, parts: Sequence[Rehearsal]) -> None:
+        self.name, self.parts = type(module).__name__, [*parts]
+
+    @property
+    def calls(self) -> int:
+        """Calls of the parts so far."""
+        return sum(part.calls for part in self.parts)
+
+    @property
+    def answered(self) -> int:
+        """Those of which all calls were answered by a record."""
+        return sum(part.answered for part in self.parts)
+
+    @property
+    def why_not(self) -> str:
+        """Why the last call of the first part that was not answered was not."""
+        return next((part.why_not for part in self.parts if part.why_not), "")
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all parts."""
+        return [record for part in self.parts for record in part.records]
+
+    @property
+    def code(self) -> str:
+        """The functions that answer calls, and the backward programs."""
+        return "\n\n".join([part.code for part in self.parts])
+
+    def __repr__(self) -> str:
+        return (
+            f"<rehearsed {self.name}: {self.answered} of {self.calls} calls of {len(self.parts)} modules; "
+            f"{_said(self.records)}>"
+        )
+
+
+def _said(records: Sequence[Record]) -> str:
+    n_calls, patterns = sum(len(r.contents.calls) for r in records), sum(len(r.programs) for r in records)
+    ran, derived = (sum(r.passes[kind] for r in records) for kind in ("by program", "derived"))
+    return (
+        f"{n_calls} calls of torch in {len(records)} records; backward: {patterns} patterns, "
+        f"{ran} of {ran + derived} by program"
+    )
+
+
+def rehearsal_of(model: nn.Module) -> Rehearsal | RehearsedParts | None:
     """How the calls of a parallelized module are rehearsed; None for another."""
     return model.__dict__.get("rehearsed")
-
-
-def declare(model: nn.Module) -> Rehearsal:
-    """The rehearsal of a module, which `model.rehearsed` gives."""
-    known = model.__dict__.get("rehearsed")
-    if not isinstance(known, Rehearsal):
-        known = model.__dict__["rehearsed"] = Rehearsal(model)
-    return known

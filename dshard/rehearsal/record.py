@@ -75,7 +75,8 @@ class Record:
         self.order = GradientOrder(contents)
         self.programs: list[tuple[Any, Any]] = []
         self.passes = Counter[str]()
-        self.read = {*contents.leaves, *range(contents.n_inputs), *self.places.late} - contents.counted
+        self.read = {*contents.leaves, *range(contents.n_inputs), *self.places.late}
+        self.read -= contents.counted | contents.weights.keys()
         self.unread: list[Slot] = []
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from dshard.autograd.gathered_weights import GatheredUse, use_of
 from dshard.comm import Changes, publish_failure
 from dshard.comm.events import LISTENERS
 from dshard.core.context import settings_in_force
@@ -28,7 +29,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of, memory_of
 from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.region_recording import CHANGE_GRAPHS, Result, is_checkpoint, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, Result, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
@@ -54,14 +55,16 @@ class Run:
 
     `values` are the values of slots, `tensors` the objects by number, while it runs. `n_answered` calls were answered,
     the next had another reason: `why_not`. `late` keeps the operands that were seen on the way, for the backward pass.
+    Those inputs that are gathered weights, of `use`, are gathered again in the backward pass.
     """
 
-    def __init__(self, record: Record, inputs: Sequence[Tensor]) -> None:
-        self.record, self.inputs = record, inputs
+    def __init__(self, record: Record, inputs: Sequence[Tensor], use: GatheredUse | None) -> None:
+        self.record, self.use = record, use
+        self.inputs: list[Any] = [*inputs]
         self.fixed = record.own.fixed
         self.values: list[Any] = self.fixed.values.copy()
         self.tensors: list[Any] = record.tensors
-        self.n_answered, self.extra, self.why_not = 0, (0, 0), ""
+        self.n_answered, self._missed = 0, (0, 0, "")
         self.answer: Answer | None = None
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
@@ -72,6 +75,8 @@ class Run:
         self.tensors[: len(inputs)] = inputs
         for n, place in record.places.inputs:
             self.values[place] = local_of(inputs[n])
+        if record.contents.reader is not None and use is not None:
+            self.values[record.contents.reader.number] = use.reader()
         for n in record.absent:
             self.tensors[n] = _stand_in(record.contents.made[n])
         self.versions: dict[int, tuple[Tensor, int]] = {}
@@ -92,7 +97,7 @@ class Run:
         tensors, values, other = self.tensors, self.values, self._other
         is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.contents.ranks
         settings_now: Any = None
-        changes, frame = -1, None
+        changes, use, frame = -1, self.use, None
         expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -106,7 +111,10 @@ class Run:
                     hooks = get_hooks(True)
                     if (
                         settings is settings_now
-                        and (hooks is None or (checkpoint and is_checkpoint(hooks)))
+                        and (
+                            (hooks is None if use is None else hooks is not None and use_of(hooks) is use)
+                            or (checkpoint and hooks is not None and is_checkpoint(hooks))
+                        )
                         and not (n_dispatch_modes() or is_transforming())
                         and (autocast_now() == autocast if is_autocasting() else not autocast)
                     ):
@@ -117,7 +125,7 @@ class Run:
                             raise
                         if out is not MISS:
                             self.n_answered += 1
-                            if checkpoint:
+                            if checkpoint and hooks is not None and is_checkpoint(hooks):
                                 frame = hooks[0]
                             expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
                             return out
@@ -150,7 +158,7 @@ class Run:
         flat = pytree.tree_leaves((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
         name = getattr(func, "__name__", str(func))
-        if name in CHANGE_GRAPHS:
+        if name in CHANGE_GRAPHS or func == DATA:
             self._miss(name)
             self.stop()
             return run_eagerly(func, args, kwargs)
@@ -165,9 +173,9 @@ class Run:
                 goes_on = False
             elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
                 self._miss(name)
-                at, n = self.extra
-                self.extra = self.n_answered, n + 1 if at == self.n_answered else 1
-                if self.extra[1] > MAX_EXTRA:
+                at, n, why_not = self._missed
+                self._missed = self.n_answered, n + 1 if at == self.n_answered else 1, why_not
+                if self._missed[1] > MAX_EXTRA:
                     self.stop()
                     goes_on = False
         finally:
@@ -176,11 +184,15 @@ class Run:
         return out
 
     def _miss(self, name: str) -> None:
-        if self.why_not:
-            return
         i, calls = self.n_answered, self.record.contents.calls
-        if i < len(calls):
-            self.why_not = f"call {i} is {name.strip('_')}, the record has {calls[i].name} at {calls[i].line}"
+        if not self.why_not and i < len(calls):
+            why_not = f"call {i} is {name.strip('_')}, the record has {calls[i].name} at {calls[i].line}"
+            self._missed = (*self._missed[:2], why_not)
+
+    @property
+    def why_not(self) -> str:
+        """The first call that is another than the record has; empty if there is none."""
+        return self._missed[2]
 
     def _write(self, operands: Sequence[Tensor], before: Sequence[tuple[int, ...]]) -> None:
         """A call that the record does not have wrote to operands: what the backward pass reads of them is lost."""
@@ -189,11 +201,6 @@ class Run:
         for x in written:
             with no_torch_function():
                 needs_grad = x.requires_grad
-            if any(x is self.tensors[n] for n in self.record.contents.gathered):
-                raise RuntimeError(
-                    "a gathered weight was written to in a rehearsed module whose earlier calls did not write: write "
-                    "outside of the forward pass, or run the module `with dshard.rehearsing(False):`"
-                )
             if needs_grad and len(self._sharing(x)) > 1:
                 raise RuntimeError(
                     "a view of an activation was written to in a rehearsed module whose earlier calls did not write: "
@@ -201,12 +208,14 @@ class Run:
                 )
 
     def _sharing(self, x: Tensor) -> list[int]:
-        """The numbers of the tensors with the memory of `x` that somebody may use: autograd knows none as a view."""
+        """The numbers of the tensors with the memory and a gradient of `x`, which autograd does not know as views."""
         memory, sharing = memory_of(x), list[int]()
         for n, other in enumerate(self.tensors):
             if other is None or n in self.record.places.late:
                 continue
-            if memory_of(other) == memory:
+            with no_torch_function():
+                needs_grad = other.requires_grad
+            if needs_grad and memory_of(other) == memory:
                 del other
                 if n < self.record.contents.n_inputs or _is_held(self.tensors, n):
                     sharing.append(n)
@@ -249,8 +258,9 @@ class Run:
             self.versions |= {n: (x, self.values[places.late[n]]) for n, x in self.late.items() if n in record.read}
         for n in (*range(record.contents.n_inputs), *places.late, *places.plain):
             tensors[n] = None
+        self._let_go_of_weights()
         record.absent = absent = list[int]()
-        held: dict[int, Tensor] = dict(enumerate(self.inputs))
+        held = {n: x for n, x in enumerate(self.inputs) if x is not None}
         with no_torch_function():
             for n, size in reversed(places.distributed):  # copies of views hold what they are views of
                 x = tensors[n]
@@ -279,6 +289,22 @@ class Run:
             del held, x
             for slot in record.unread if self.is_whole else ():
                 self.values[slot.number] = None
+
+    def _let_go_of_weights(self) -> None:
+        """Let go of gathered weights, of which eager calls have autograd save the places."""
+        record, use = self.record, self.use
+        if not record.contents.weights or use is None:
+            return
+        for n in record.contents.weights:
+            self.inputs[n] = None
+        for slot in record.contents.of_weights:
+            self.values[slot.number] = None
+        n = self.n_answered
+        use.saves_weights = use.saves_weights or any(i < n and i not in self.skipped for i in record.contents.saving)
+
+    def free(self) -> None:
+        """Free what the backward pass reads: it has ended."""
+        self.values, self.inputs, self.versions, self.late = [], [], {}, {}
 
 
 def _sharing(held: dict[int, Tensor]) -> dict[int, tuple[Tensor, int]]:

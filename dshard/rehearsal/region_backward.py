@@ -10,6 +10,7 @@ eager passes, so that all ranks send the same, whatever each of them has answere
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import unchecked_apply
+from dshard.autograd.gathered_weights import GatheredUse
 from dshard.comm import publish_failure, recording_calls
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.context import settings_in_force
@@ -27,7 +29,7 @@ from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import NoProgram, Program, program_of
 from dshard.rehearsal.calls import local_of
-from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again, share
+from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again
 from dshard.rehearsal.gradient_order import Parts
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
@@ -71,7 +73,10 @@ class RegionNode(torch.autograd.Function):
     def forward(ctx: Context, run: Run, segment: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         ctx.inner, ctx.segment = run, segment
         ctx.set_materialize_grads(False)
-        return torch.empty(0) if segment else tuple([run.tensors[n] for n in run.record.places.needing])
+        if segment:
+            return torch.empty(0)
+        ctx.save_for_backward(*run.operands(run.record.contents.trained_weights))
+        return tuple([run.tensors[n] for n in run.record.places.needing])
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -79,7 +84,7 @@ class RegionNode(torch.autograd.Function):
         try:
             if ctx.segment == 0:
                 run.stop()
-                run.given.begin(gradients(run, _asked(ctx, run.given.segments), grads))
+                run.given.begin(gradients(run, _asked(ctx, run.given.segments), grads, ctx))
             return None, None, *run.given.of(ctx.segment), None, None
         except Exception as error:
             publish_failure(error, run.record.contents.ranks)
@@ -89,17 +94,25 @@ class RegionNode(torch.autograd.Function):
 _apply = unchecked_apply(RegionNode)
 
 
-def begun(record: Record, inputs: Sequence[Tensor]) -> Run:
+def begun(record: Record, inputs: Sequence[Tensor], use: GatheredUse | None) -> Run:
     """A run of a record that begins; its results have its first node."""
-    run = Run(record, inputs)
+    run = Run(record, inputs, use)
     if record.places.needing:
-        with no_torch_function():
+        with no_torch_function(), _saving_numbers(run):
             first, *others = [*enumerate(map(run.operands, run.given.segments))]
             behind: tuple[Tensor, ...] = ()
             for i, operands in reversed(others):
                 behind = (_apply(run, i, *operands, *behind),)
             _apply(run, 0, *first[1], *behind, TAP)
     return run
+
+
+def _saving_numbers(run: Run) -> AbstractContextManager[object]:
+    """Within the block autograd saves numbers of gathered weights, by which a created graph goes on to their nodes."""
+    if not (weights := run.record.contents.trained_weights):
+        return nullcontext()
+    numbers = iter(weights)
+    return saved_tensors_hooks(lambda x: next(numbers), lambda n: run.inputs[n])
 
 
 def _asked(node: Any, segments: Sequence[Sequence[int]]) -> list[int]:
@@ -122,7 +135,7 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) -> Parts:
+def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ctx: Context) -> Parts:
     """The backward pass that gives the gradients of the operands `asked` for.
 
     Raises:
@@ -136,7 +149,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) ->
     arrived: list[Any] = [grads[i] for i in given]
     if torch.is_grad_enabled():
         _check_versions(run, record.read)
-        return _recomputed(run, asked, given, arrived)
+        return _recomputed(run, asked, given, arrived, ctx)
     if LISTENERS:
         run_pending()
     if run.hooks or LISTENERS:  # a program tells nobody of what it sends
@@ -166,7 +179,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None]) ->
     if keeps_graph():
         values = values.copy()
     else:
-        run.values = []
+        run.free()
     run.fixed.extend(record.own)
     del grads, arrived
     record.passes["by program"] += 1
@@ -209,7 +222,7 @@ def _derived(
     record.passes["derived"] += 1
     with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
         with unobserved():
-            inner = _inner_graph(run, derivation, create=False)
+            inner = _inner_graph(run, derivation, None)
         outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
         hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
         arrived = list[int]()
@@ -240,7 +253,7 @@ def _derived(
             record.add_program(pattern, program)
             _check_versions(run, program.reads - record.contents.counted)
     if not keeps_graph():
-        run.values = []
+        run.free()
     return found, iter([found])
 
 
@@ -262,12 +275,12 @@ def _wrapping(grad: Tensor) -> Callable[[Tensor], Any]:
     return partial(wrap, spec=grad._spec) if isinstance(grad, Wrapper) else lambda local: local
 
 
-def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int, Any]:
-    """The tensors of calls that have run again, by number, with hooks that wait for their gradients."""
-    inner = inner_tensors(run, create=create)
-    trained = run.record.contents.trained
-    for n, x in zip(trained, run.operands(trained), strict=True):
-        share(derivation, inner[n], x)
+def _inner_graph(run: Run, derivation: Derivation, ctx: Context | None) -> dict[int, Any]:
+    """The tensors of calls that have run again, by number, with hooks that wait for their gradients.
+
+    With the context of the first node they are connected to autograd's graph.
+    """
+    inner = inner_tensors(run, derivation, ctx)
     run_again(run, derivation, inner)
     for n, hook in run.hooks.values():
         if n in inner:
@@ -275,7 +288,7 @@ def _inner_graph(run: Run, derivation: Derivation, *, create: bool) -> dict[int,
     return inner
 
 
-def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]) -> Parts:
+def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any], ctx: Context) -> Parts:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
@@ -283,11 +296,11 @@ def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Seq
     record.order.alone = True
     saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
     with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run), saving:
-        inner = _inner_graph(run, derivation, create=True)
+        inner = _inner_graph(run, derivation, ctx)
         outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
         hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
         derivation.is_backward, derivation.expected = True, []
         found = _asked_of(outs, operands, hooked, grads, create=True)
     if not keeps_graph():
-        run.values = []
+        run.free()
     return asked, iter([dict(zip(asked, found, strict=True))])

@@ -6,7 +6,8 @@ what autograd has saved, or the program holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from sys import getrefcount
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dshard.autograd.gathered_weights import is_local
+from dshard.autograd.gathered_weights import GatheredUse, use_of
 from dshard.comm import ENDS, recording_calls, user_line
 from dshard.core.context import settings_in_force, settings_states
 from dshard.core.observe import OperatorMode
@@ -27,7 +28,7 @@ from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_own, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot, equal
-from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly, why_not_gathered
+from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly
 from dshard.torch_private import (
     OpOverload,
     is_transforming,
@@ -61,6 +62,8 @@ def is_size(x: object) -> bool:
 
 
 Signature = tuple[Any, tuple[object, ...]]
+DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+"""Gives the memory of a tensor with versions of its own: what is written to it, autograd does not know of."""
 
 
 class Ends(Exception):
@@ -82,10 +85,20 @@ class RegionRecorder(LocalRecorder):
         super().__init__()
         self.reads_host = ""
         self.storages: dict[Slot, StorageWeakRef] = {}
+        self.settings: list[list[object]] = []
 
     def _check(self, func: OpOverload, args: Args) -> None:
         super()._check(func, args)
         self.reads_host, self.why_not = self.reads_host or self.why_not, ""
+
+    def settings_now(self) -> list[object]:
+        """The settings of dshard, one list for all that are equal."""
+        now = [*settings_in_force()]
+        for known in self.settings:
+            if known == now:
+                return known
+        self.settings.append(now)
+        return now
 
     def add_read(self) -> None:
         """Record that numbers of a tensor were read on the host: the call cannot be answered."""
@@ -128,16 +141,39 @@ class Result(NamedTuple):
         return self.kind[0] is Tensor
 
 
+class Weight(NamedTuple):
+    """An input that is a gathered weight: the slot of its local tensor, its index in the use, and its kind."""
+
+    slot: Slot
+    place: int
+    kind: Kind
+
+
+class Gathering(NamedTuple):
+    """A use of gathered weights, these by number, and the slot of the function by which a backward pass reads them."""
+
+    use: GatheredUse | None
+    weights: dict[int, Weight]
+    reader: Slot | None
+
+
 class Recording:
     """The calls of one run of a module on `inputs`, as a session; `ended` says why it did not last to the end.
 
+    Of the inputs some may be the gathered weights of `use`.
     Tensors have numbers: first the inputs, then others as they are seen. `leaves` are the module's own, and leaves of
     autograd, by number; `made` are the results, `dropped` has the number of the call at which Python had dropped one.
     Calls that were others `before`, by arguments or kinds of operands, are none of the record: each later run has them
     by Python, between two that it answers. The next is the last of the functions and arguments, with kinds for tensors.
     """
 
-    def __init__(self, own: dict[int, Tensor], inputs: Sequence[Tensor], before: Iterable[Signature] = ()) -> None:
+    def __init__(
+        self,
+        own: dict[int, Tensor],
+        inputs: Sequence[Tensor],
+        use: GatheredUse | None,
+        before: Iterable[Signature] = (),
+    ) -> None:
         self.own, self.inputs, self.ended, self._before = own, inputs, "", [*before][::-1]
         self.calls: list[Call] = []
         self.leaves: dict[int, Tensor] = {}
@@ -145,13 +181,26 @@ class Recording:
         self.dropped: dict[int, int] = {}
         self.sources: dict[Slot, int] = {}  # of slots that no instruction made: the number of the tensor
         self.recorder = RegionRecorder()
-        self.settings: list[list[object]] = []
         self.n_tensors = 0
         self._numbers: dict[int, int] = {}  # by id, while the tensor lives
         self._refs: dict[int, Any] = {}
         self._seen: dict[int, tuple[int, ...]] = {}
         for x in inputs:
             self._give(self._number(x), x)
+        weights = {} if use is None else self._weights_of(use)
+        self.gathering = Gathering(use, weights, self.recorder._new_slot(object()) if weights else None)
+
+    @property
+    def use(self) -> GatheredUse | None:
+        """The use of the gathered weights among the inputs."""
+        return self.gathering.use
+
+    def _weights_of(self, use: GatheredUse) -> dict[int, Weight]:
+        """The gathered weights among the inputs, by number; those without elements are inputs like any other."""
+        places = [None if use.gathered is None else use.gathered.place(x) for x in self.inputs]
+        slots = [self.recorder.slot_of(local_of(x)) for x in self.inputs]
+        pairs = enumerate(zip(self.inputs, slots, places, strict=True))
+        return {n: Weight(slot, place, kind_of(x)) for n, (x, slot, place) in pairs if place is not None}
 
     def _number(self, x: Tensor) -> int:
         number, self.n_tensors = self.n_tensors, self.n_tensors + 1
@@ -188,7 +237,7 @@ class Recording:
                 self._end(end)
                 return run_eagerly(func, args, kwargs)
             self.recorder.number = len(self.calls)
-            with recording_calls(self.recorder), OperatorMode(self.recorder.run):
+            with recording_calls(self.recorder), OperatorMode(self.recorder.run), self._watching(call):
                 out = run_eagerly(func, args, kwargs)
             try:
                 self._add(call, operands, out, start)
@@ -205,6 +254,19 @@ class Recording:
             return False
         flat = pytree.tree_leaves((args, kwargs), is_leaf=is_size)
         return not equal(tuple([kind_of(x) if isinstance(x, Tensor) else x for x in flat]), self._before.pop()[1])
+
+    @contextmanager
+    def _watching(self, call: Call) -> Iterator[None]:
+        """Within the block a call runs, of which it is noted whether autograd saves gathered weights."""
+        if self.use is None:
+            yield
+            return
+        before, self.use.saves_weights = self.use.saves_weights, False
+        try:
+            yield
+        finally:
+            call.saves_weights = self.use.saves_weights
+            self.use.saves_weights |= before
 
     def _watched(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a call that is not recorded: what it does to results of those that are may end the record before."""
@@ -239,33 +301,43 @@ class Recording:
             raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))
         if n_dispatch_modes() or is_transforming():
             raise Ends("a mode or a transform of torch")
-        call = Call(func, None, None, torch.is_grad_enabled(), self._settings(), settings_states(), is_within_forward())
+        if func == DATA:
+            raise Ends("what is written to data does not count as written")
+        call = Call(
+            func,
+            None,
+            None,
+            torch.is_grad_enabled(),
+            self.recorder.settings_now(),
+            settings_states(),
+            is_within_forward(),
+        )
         call.autocast = autocast_now()
-        if has_state(func, args) and why_not_gathered():
-            raise Ends(why_not_gathered())  # a module within this one gathers
         hooks = saved_tensor_hooks(True)
-        if hooks is not None and not is_local(hooks):
-            if not is_checkpoint(hooks):
+        if (None if hooks is None else use_of(hooks)) is not self.use or (self.use is None and hooks is not None):
+            if hooks is None or not is_checkpoint(hooks):
                 raise Ends("hooks of saved tensors")
-            if has_state(func, args):
-                raise Ends("weights are gathered within a checkpoint, which gathers them again")
             call.checkpoint = hooks[0]
         templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
-        gathered = {ref for each in self.calls if has_state(each.func, each.args) for ref in each.outs}
-        if call.checkpoint is not None and gathered.intersection(x for x in templates if isinstance(x, Ref)):
+        if call.checkpoint is not None and any(map(self._is_gathered, operands)):
             raise Ends("a checkpoint uses gathered weights, which are gathered again before it runs again")
         call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
         call.line = user_line()
         return call, operands
 
-    def _settings(self) -> list[object]:
-        """The settings of dshard, one list for all that are equal."""
-        now = [*settings_in_force()]
-        for known in self.settings:
-            if known == now:
-                return known
-        self.settings.append(now)
-        return now
+    def _is_gathered(self, x: Tensor) -> bool:
+        """Whether a tensor has the memory of a gathered weight."""
+        gathered = None if self.use is None else self.use.gathered
+        return gathered is not None and gathered.place(x) is not None
+
+    def _is_of_trained(self, x: Tensor) -> bool:
+        """Whether a tensor has the memory of an operand that needs a gradient, as one that was detached from it."""
+        memory = self._memory(self._numbers[id(x)])
+        operands = {
+            slot: self.leaves.get(n, self.inputs[n] if n < len(self.inputs) else x) for slot, n in self.sources.items()
+        }
+        with no_torch_function():
+            return any(y.requires_grad and self.recorder.storages.get(slot) == memory for slot, y in operands.items())
 
     def _first_use(self, operands: Sequence[Tensor]) -> int | None:
         """The first call that used one of these tensors, whose gradients no hook on them would see."""
@@ -303,7 +375,7 @@ class Recording:
             Ends: it cannot be answered later.
         """
         recorder = self.recorder
-        results, call.structure = pytree.tree_flatten(out)
+        results = pytree.tree_leaves(out)
         returns_none = not any(isinstance(x, Tensor) for x in results)
         written = [x for x in operands if state_of(x) != self._seen[self._numbers[id(x)]]]
         if returns_none and not written and call.func not in OWN_CALLS:
@@ -318,12 +390,14 @@ class Recording:
                 if x.requires_grad or id(x) not in self._numbers:
                     raise Ends("a write to a tensor that needs a gradient", self._first_write(x))
             number = self._numbers[id(x)]
-            if self._gathered_by(number) is not None:
-                raise Ends("a write to a gathered weight", self._gathered_by(number))
+            if self._is_gathered(x):
+                raise Ends("a write to a gathered weight")
+            if self._is_of_trained(x):
+                raise Ends("a write to the memory of a tensor that needs a gradient")
             self._see(number, x)
             call.writes.append(number)
         with recording_calls(recorder), OperatorMode(recorder.run):
-            call.outs = [self._result(x, operands) if isinstance(x, Tensor) else x for x in results]
+            call.out = pytree.tree_map_only(Tensor, lambda x: self._result(x, operands), out)
         call.instructions = recorder.instructions[start:]
         self.calls.append(call)
 
@@ -334,19 +408,7 @@ class Recording:
         del self._refs[number]
 
     def _first_write(self, x: Tensor) -> int | None:
-        """The first call that has to be eager, where `x` is written to later."""
-        gathered = self._gathered_by(self._numbers[id(x)])
-        return self._first_view(x) if gathered is None else gathered
-
-    def _gathered_by(self, number: int) -> int | None:
-        """The call of dshard that gave several tensors, among them this one: of writes to these it has to know."""
-        for i, call in enumerate(self.calls):
-            if call.func in OWN_CALLS and not isinstance(call.args[0], Ref) and Ref(number) in call.outs:
-                return i
-        return None
-
-    def _first_view(self, x: Tensor) -> int | None:
-        """The first call that made a view of the memory of `x`, which autograd has to know as such."""
+        """The first call that made a view of the memory of `x`, which is written to: autograd has to know of it."""
         storage = self._memory(self._numbers[id(x)])
         sharing = [n for n in self.made if self._memory(n) == storage]
         makers = [i for i, call in enumerate(self.calls) if any(Ref(n) in call.outs for n in sharing)]
@@ -429,13 +491,12 @@ def _is_held(reference: Any) -> bool:
 def state_of(x: Tensor) -> tuple[int, int, bool, int]:
     """The number of a tensor's node of autograd and its place there, whether it needs a gradient, and its version."""
     with no_torch_function():
-        node, version = x.grad_fn, 0 if x.is_inference() else x._version
+        version = 0 if x.is_inference() else x._version
+        try:
+            node = x.grad_fn
+        except RuntimeError:  # torch makes none for a view of before that was taken without gradients and written to
+            node = None
         return -1 if node is None else node._sequence_nr(), x.output_nr, x.requires_grad, version
-
-
-def has_state(func: object, args: Args) -> bool:
-    """Whether a call is one of dshard with a state beside its operands, that of its first argument."""
-    return func in OWN_CALLS and hasattr(args[0], "apart")
 
 
 def outside_of(frame: object, calls: list[Call]) -> list[Call]:

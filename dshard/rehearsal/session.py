@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from sys import _getframe
 from threading import local
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
-from dshard.comm import Scoped
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.dispatch import torch_calls
 
@@ -82,19 +80,6 @@ HERE = _Here()
 """The session of this thread; autograd's own threads have none."""
 OWN_CALLS: dict[object, Function] = {}
 """The functions of dshard that are calls by themselves, with what runs them."""
-
-
-_GATHERED: Scoped[None, bool] = Scoped("rehearsing gathered weights", bool)
-
-
-def rehearsing_gathered() -> AbstractContextManager[None]:
-    """Within the block, which only tests use, modules whose weights are gathered are rehearsed."""
-    return _GATHERED.entered(None)
-
-
-def why_not_gathered() -> str:
-    """Why calls that gather weights are not rehearsed; empty if they are."""
-    return "" if _GATHERED.value() else "its weights are gathered, which is not rehearsed yet"
 
 
 def own_call(run: Callable[P, T]) -> Callable[P, T]:

@@ -37,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import DTensor
 from dshard.errors import RankError
-from dshard.rehearsal.session import rehearsing_gathered
 from dshard.testing import RankPool, rank_pool
 from helpers.generated_models import LINES, Block, mesh_of
 
@@ -614,7 +613,7 @@ def generated(seed: int, apart: bool = False) -> Program:
 def steps_of(program: Program, rehearsed: bool) -> Iterator[tuple[Held, float, str]]:
     """The values of each step, by how much they may differ, and what the rehearsal says."""
     GLOBALS.clear()
-    with dshard.rehearsing(rehearsed), rehearsing_gathered(), dshard.implicit_replication():
+    with dshard.rehearsing(rehearsed), dshard.implicit_replication():
         run = Running(program)
         changing = Random(program.seed)
         for number in range(STEPS):

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import DTensor, Shard, distribute_tensor, init_device_mesh, parallelize
-from dshard.rehearsal.session import rehearsing_gathered
 
 WIDTH, ROWS, STEPS = 8, 8, 9
 Step = Callable[[Any, Tensor, int], list[Any]]
@@ -1026,6 +1025,33 @@ ROUNDING = {"created_graph": 1e-6, "twice_before_backward": 1e-6}
 """Programs whose gradients may be rounded in another order."""
 
 
+class Around(nn.Module):
+    """A model of one block, whose weights are gathered for it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0](*args, **kwargs)
+
+
+class InBlock:
+    """A module in a parallelized model of one block, which is called where the module is."""
+
+    def __init__(self, block: nn.Module, mesh: Any, plan: str) -> None:
+        vars(self).update(block=block, model=parallelize(Around(block), mesh, plan, torch.randn(ROWS, WIDTH)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model if name == "rehearsed" else self.block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.block, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
 def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, ...], mixed: bool = False) -> Outcome:
     """Run a program by Python, and then rehearsed.
 
@@ -1037,11 +1063,14 @@ def run_program(name: str, plan: str, shape: tuple[int, ...], names: tuple[str, 
     for on in (False, not mixed or _rank() % 2 == 1):
         make, step = PROGRAMS[name]()
         torch.manual_seed(0)
-        model = parallelize(make(), mesh, plan, torch.randn(ROWS, WIDTH))
+        if plan == "fsdp in a block":
+            model: Any = InBlock(make(), mesh, "fsdp")
+        else:
+            model = parallelize(make(), mesh, plan, torch.randn(ROWS, WIDTH))
         results.append([])
         for i in range(STEPS):
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
-            with dshard.rehearsing(on), rehearsing_gathered():
+            with dshard.rehearsing(on):
                 results[-1].append(_one_step(model, step, x, i))
             why_not.append(model.rehearsed.why_not)
     wrong = list[str]()

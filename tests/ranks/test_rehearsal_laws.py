@@ -23,6 +23,7 @@ from dshard.testing import RankPool
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "data": ((4,), ("dp",)),
     "fsdp": ((4,), ("dp",)),
+    "fsdp in a block": ((4,), ("dp",)),
     "megatron": ((4,), ("tp",)),
     "data x megatron": ((2, 2), ("dp", "tp")),
 }
@@ -134,20 +135,6 @@ def test_it_says_what_differed(ranks: RankPool) -> None:
         assert differed.startswith("call 2 is linear, the record has linear at ")
         assert "rehearsed_programs.py" in differed
         assert off == "it is turned off"
-
-
-def why_not_with_gathered_weights() -> tuple[int, str]:
-    model = steps_of("fsdp")
-    with dshard.rehearsing():
-        for _ in range(4):
-            squares(model, torch.ones(ROWS, WIDTH))
-    return model.rehearsed.answered, model.rehearsed.why_not
-
-
-@pytest.mark.ranks
-def test_modules_with_gathered_weights_are_not_rehearsed(ranks: RankPool) -> None:
-    for answered, said in ranks.run(why_not_with_gathered_weights):
-        assert (answered, said) == (0, "its weights are gathered, which is not rehearsed yet")
 
 
 def failing_on_one_rank(step: int) -> str:

@@ -159,14 +159,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "codebook": Codebook,
     **{write: lambda write=write: Net([write, write]) for write in (*BEFORE, "its data", "in a hook")},  # type: ignore[misc]
 }
-QUICK = {("fsdp", "written"), ("fsdp", "codebook"), ("fsdp x megatron", "recomputed")}
+QUICK = {("data", "written"), ("fsdp", "written"), ("fsdp", "codebook"), ("fsdp x megatron", "recomputed")}
 
 
 @pytest.mark.parametrize(
     ("strategy", "net"),
     [
         pytest.param(strategy, net, marks=[] if (strategy, net) in QUICK else pytest.mark.thorough)
-        for strategy in ("fsdp", "fsdp x megatron")
+        for strategy in ("data", "fsdp", "fsdp x megatron")
         for net in NETS
     ],
 )

@@ -1,0 +1,128 @@
+"""Models whose weights are gathered for a block at a time, of which each rank rehearses the blocks, or does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.transformer_blocks import TOKENS, WIDTH, Llama
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import dshard
+from dshard import init_device_mesh, parallelize
+from dshard.testing import RankPool
+
+PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "fsdp": ((4,), ("dp",)),
+    "fsdp x megatron-sp": ((2, 2), ("dp", "tp")),
+}
+MIXED = (0, 3)
+"""The ranks that rehearse: on a mesh of two by two, one of each pair on each axis."""
+STEPS = 5
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
+        self.blocks = nn.ModuleList(Llama() for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def trained(plan: str, rehearses: Sequence[int], accumulates: bool, checkpointed: bool) -> tuple[list[Tensor], int]:
+    """The losses, the gradients and the weights of a few steps, and how many calls of blocks were answered."""
+    shape, names = PLANS[plan]
+    torch.manual_seed(0)
+    words = torch.randint(0, 12, (8, TOKENS))
+    model: Any = parallelize(Net(checkpointed), init_device_mesh("cpu", shape, mesh_dim_names=names), plan, words)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values: list[Any] = []
+    with dshard.rehearsing(dist.get_rank() in rehearses):
+        for step in range(STEPS):
+            words = torch.randint(0, 12, (8, TOKENS), generator=torch.Generator().manual_seed(step))
+            for micro in range(1 + accumulates):
+                with dshard.accumulate() if micro < accumulates else nullcontext():
+                    loss = model(words).logsumexp(-1).square().mean()
+                    loss.backward()
+            values += [loss, *(p.grad for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                values.append(model(words))
+    values += model.parameters()
+    return [x.to_local().detach().clone() for x in values], model.rehearsed.answered
+
+
+def check(ranks: RankPool, plan: str, accumulates: bool, checkpointed: bool) -> None:
+    """What ranks send to gather weights, and to reduce their gradients, does not depend on what each has answered."""
+    eager = ranks.run(trained, plan, (), accumulates, checkpointed, timeout=60)
+    mixed = ranks.run(trained, plan, MIXED, accumulates, checkpointed, timeout=60)
+    every = ranks.run(trained, plan, range(4), accumulates, checkpointed, timeout=60)
+
+    least = 3 * (STEPS - 2) * (1 if checkpointed else 2)  # of blocks within checkpoints those without gradients
+    for rank, (expected, _) in enumerate(eager):
+        assert all(map(torch.equal, expected, mixed[rank][0]))
+        assert all(map(torch.equal, expected, every[rank][0]))
+        assert every[rank][1] >= least
+        assert (mixed[rank][1] >= least) == (rank in MIXED)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("plan", "accumulates"), [("fsdp", True), ("fsdp x megatron-sp", False)])
+def test_ranks_may_rehearse_or_not(ranks: RankPool, plan: str, accumulates: bool) -> None:
+    check(ranks, plan, accumulates, False)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_may(ranks: RankPool, plan: str, accumulates: bool, checkpointed: bool) -> None:
+    check(ranks, plan, accumulates, checkpointed)
+
+
+def gathered_weights_held() -> dict[bool, list[tuple[int, int]]]:
+    """By Python and rehearsed: gathered weights whose memory is there after a forward pass, and after backward."""
+    held: dict[bool, list[tuple[int, int]]] = {}
+    for rehearsed in (False, True):
+        torch.manual_seed(0)
+        words = torch.randint(0, 12, (8, TOKENS))
+        model: Any = parallelize(Net(False), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), "fsdp", words)
+        memories: list[StorageWeakRef] = []
+
+        def note(module: Any, args: Any, memories: list[StorageWeakRef] = memories) -> None:
+            weights = [x for each in module.modules() for x in each._parameters.values() if x is not None]
+            memories += [StorageWeakRef(x.to_local().untyped_storage()) for x in weights]
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(note)
+        with dshard.rehearsing(rehearsed):
+            for _ in range(STEPS):
+                memories.clear()
+                loss = model(words).logsumexp(-1).square().mean()
+                after_forward = sum(not memory.expired() for memory in memories)
+                loss.backward()
+                held.setdefault(rehearsed, []).append((after_forward, sum(not memory.expired() for memory in memories)))
+        assert model.rehearsed.answered == (3 * (STEPS - 2) if rehearsed else 0)
+    return held
+
+
+@pytest.mark.ranks
+def test_gathered_weights_are_freed_as_by_python(ranks: RankPool) -> None:
+    """Those of the last block stay until its backward pass, which comes next; of others no step holds any."""
+    for held in ranks.run(gathered_weights_held):
+        assert held[True] == held[False]
+        assert held[True][-1] == (9, 0)
