@@ -345,6 +345,38 @@ def test_the_trainer_trains_as_on_one_device_or_is_refused(ranks: RankPool, tmp_
     ranks.run(trains_under_the_trainer, str(tmp_path), expected, options, timeout=300)
 
 
+def rehearsed_under_the_trainer(name: str, folder: str) -> tuple[bool, int, int]:
+    """Whether losses and weights after 24 steps are those by Python alone; calls of the model, and those answered."""
+    torch.set_num_threads(1)
+    found = []
+    for on in (False, True):
+        model: Any = dshard.parallelize(
+            language_model(name), mesh_for("data"), "data", input_ids=prompt()["input_ids"], inputs="per-data-rank"
+        )
+        quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+        asked = transformers.TrainingArguments(folder, per_device_train_batch_size=1, max_steps=24, seed=3, **quiet)
+        with as_torchrun(), dshard.rehearsing(on):
+            dshard.manual_seed(0)
+            trainer = transformers.Trainer(model, asked, train_dataset=rows(24))
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        found.append((losses, [p.full_tensor() for p in model.parameters()]))
+    (losses, weights), (others, other_weights) = found
+    same = losses == others and all(map(torch.equal, weights, other_weights))
+    return same, model.rehearsed.calls, model.rehearsed.answered
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_of_the_trainer_are_rehearsed(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("accelerate")
+    for same, calls, answered in ranks.run(rehearsed_under_the_trainer, name, str(tmp_path), timeout=300):
+        assert same
+        assert calls == 24
+        assert answered >= 0.95 * (calls - 3)
+
+
 # -- adapters
 
 
