@@ -317,10 +317,10 @@ class Recording:
         if (None if hooks is None else use_of(hooks)) is not self.use or (self.use is None and hooks is not None):
             if hooks is None or not is_checkpoint(hooks):
                 raise Ends("hooks of saved tensors")
+            if self.use is not None:
+                raise Ends("a checkpoint within a module that gathers weights, which runs again on the stored ones")
             call.checkpoint = hooks[0]
         templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
-        if call.checkpoint is not None and any(map(self._is_gathered, operands)):
-            raise Ends("a checkpoint uses gathered weights, which are gathered again before it runs again")
         call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
         call.line = user_line()
         return call, operands
