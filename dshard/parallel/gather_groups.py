@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
 from dshard.compile.graph_functions import skip_frames
+from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.numbered_hooks import after, before
@@ -86,8 +87,13 @@ class GatherGroup:
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """The redistribution that gathers each parameter, in the dtype in which it is used."""
         axes, precision = self.plan.gathered, self.plan.precision
+        cache, key = planning_context().moves, (gathered_layout, *axes, precision, *[x._spec for x in stored])
+        known: list[LocalRedistribution] | None = cache.get(key)
+        if known is not None:
+            cache.hits += 1
+            return known
         specs = [x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored]
-        return [local_redistribution(spec, gathered_layout(spec.layout, axes)) for spec in specs]
+        return cache.add(key, [local_redistribution(spec, gathered_layout(spec.layout, axes)) for spec in specs])  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
