@@ -1024,7 +1024,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 ROUNDING: dict[Any, float] = {
     "created_graph": 1e-6,
     "twice_before_backward": 1e-6,
-    ("inner_and_outer", "fsdp in a block"): 1e-6,  # it creates a graph
+    **{("inner_and_outer", plan): 1e-6 for plan in ("fsdp", "fsdp in a block")},  # it creates a graph
 }
 """Programs whose gradients may be rounded in another order, under some plan."""
 
