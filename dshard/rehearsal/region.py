@@ -112,8 +112,11 @@ class Run:
                     if (
                         settings is settings_now
                         and (
-                            (hooks is None if use is None else hooks is not None and use_of(hooks) is use)
-                            or (checkpoint and hooks is not None and is_checkpoint(hooks))
+                            use is None and not checkpoint
+                            if hooks is None
+                            else is_checkpoint(hooks)
+                            if checkpoint
+                            else use is not None and use_of(hooks) is use
                         )
                         and not (n_dispatch_modes() or is_transforming())
                         and (autocast_now() == autocast if is_autocasting() else not autocast)
@@ -125,7 +128,7 @@ class Run:
                             raise
                         if out is not MISS:
                             self.n_answered += 1
-                            if checkpoint and hooks is not None and is_checkpoint(hooks):
+                            if checkpoint and hooks is not None:
                                 frame = hooks[0]
                             expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
                             return out

@@ -519,6 +519,18 @@ def checkpointed_with_dropout() -> tuple[Make, Step]:
 
 
 @program
+def checkpointed_at_times() -> tuple[Make, Step]:
+    class Checkpointed(Model):
+        def block(self, x: Tensor) -> Tensor:
+            return F.gelu(self.n(self.a(x)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.block(x) if self.flag else checkpoint(self.block, x, use_reentrant=False))
+
+    return Checkpointed, with_flag(4, 5, 8)
+
+
+@program
 def checkpointed_calls_change() -> tuple[Make, Step]:
     """Some calls of a checkpoint are those of the record, and others run by Python."""
 
