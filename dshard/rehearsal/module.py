@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.autograd.gathered_weights import use_of
+from dshard.autograd.gathered_weights import GatheredUse, use_of
 from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import OBSERVERS
@@ -178,6 +178,9 @@ class Rehearsal:
         if known.calls < 2 or (record is None and not (n_records < MAX_RECORDS and pays)):
             self.why_not = "the first call runs by Python"
             return None, None
+        return self._recording(module, inputs, use, known), known
+
+    def _recording(self, module: nn.Module, inputs: list[Tensor], use: GatheredUse | None, known: _Known) -> Recording:
         known.tries += 1
         if known.tries >= TRIES:
             known.pause = PAUSE * 4 ** (known.tries - TRIES)
@@ -189,9 +192,10 @@ class Rehearsal:
         if not gc.get_freeze_count():
             gc.freeze()  # then what was there before takes no time when garbage is collected after the call
             known.froze = True
+        record = known.record
         # with gradients a record ends at the first result of a call that it has not
         before = () if record is None or torch.is_grad_enabled() else record.contents.signatures(inputs)
-        return Recording(own, inputs, use, before), known
+        return Recording(own, inputs, use, before)
 
     def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
