@@ -36,12 +36,12 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 import dshard
 from dshard import DTensor, Replicate, Shard, StrategyError, explain, trace, use_strategy, use_topology
 from dshard.calibrate import measure, typical
-from dshard.calibrate.rounds import Clock
 from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
 from dshard.core.observe import Decision, observing
 from dshard.launch.processes import share_cores
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.tables import text_table
+from dshard.tools.calibrate.rounds import Clock
 
 SECONDS, SECONDS_BESIDE = 3.0, 2.0
 """What the turns of a case may take, where they need not take longer: of all loops, and of the choice beside others."""

@@ -29,8 +29,6 @@ import torch.distributed as dist
 from section import markdown_table, write_section
 
 from dshard.calibrate import measure, typical
-from dshard.calibrate.measure import axes_to_measure
-from dshard.calibrate.rounds import COLLECTIVES, Case, Clock, run_rounds
 from dshard.comm import bind, init_device_mesh, runner, runtime_of
 from dshard.cost import collective_seconds, work_seconds
 from dshard.launch.processes import share_cores
@@ -39,6 +37,8 @@ from dshard.mesh import Mesh
 from dshard.redistribute import Plan, plan
 from dshard.tables import text_table
 from dshard.testing import RankPool
+from dshard.tools.calibrate.measure import axes_to_measure
+from dshard.tools.calibrate.rounds import COLLECTIVES, Case, Clock, run_rounds
 from dshard.topology import Topology
 
 HELD_OUT = tuple(int(mebibytes * 2**20) for mebibytes in (0.01, 0.1, 0.4, 1.4, 2.8, 4.8, 9.5, 13.5))

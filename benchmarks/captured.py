@@ -24,7 +24,7 @@ from gpt import GPT, Place, Size, distributed, local_part
 from section import markdown_table, write_section
 
 import dshard as ours
-from dshard.selftest.selftest_checks import captured
+from dshard.tools.selftest.selftest_checks import captured
 
 WIDTHS = (512, 1024, 2048, 4096)
 DEPTH, WARM, REPEATS, STEPS = 2, 3, 9, 5

@@ -31,10 +31,10 @@ from torch.distributed import tensor as incumbent
 
 from dshard import use_topology
 from dshard.calibrate import measure, typical
-from dshard.calibrate.rounds import Clock
 from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
 from dshard.launch.processes import share_cores
 from dshard.tables import text_table
+from dshard.tools.calibrate.rounds import Clock
 
 THEIRS = {
     "R": incumbent.Replicate(),

@@ -27,9 +27,9 @@ from section import markdown_table
 
 from dshard import use_topology
 from dshard.calibrate import measure
-from dshard.calibrate.rounds import Clock
 from dshard.comm import bind, init_device_mesh, runtime_of
 from dshard.launch.processes import share_cores
+from dshard.tools.calibrate.rounds import Clock
 
 RATES = (50, 100, 200, 450, 1000, 2000)
 """Mbit/s of each host's NIC."""

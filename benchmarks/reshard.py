@@ -31,11 +31,11 @@ import torch.distributed as dist
 from section import markdown_table, write_section
 
 from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
-from dshard.calibrate.rounds import Clock
 from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of
 from dshard.launch.processes import share_cores
 from dshard.reshard import ReshardPlan, plan_of_form, plan_reshard
 from dshard.tables import text_table
+from dshard.tools.calibrate.rounds import Clock
 from dshard.topology import Layer
 
 LETTERS: dict[str, Placement] = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "S2": Shard(2)}

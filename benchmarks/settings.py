@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dshard.calibrate.rounds import Clock
 from dshard.testing import RankPool
+from dshard.tools.calibrate.rounds import Clock
 
 Rows = list[dict[str, Any]]
 AsRank = Callable[[float, int], Rows]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import Layout, Mesh, Topology, plan_model, use_topology
-from dshard.report.visualize import COLOURS
+from dshard.tools.report.visualize import COLOURS
 
 PICTURE = Path(__file__).parent / "figures" / "layouts.svg"
 WIDTH, HEADS, INNER, LAYERS, ROWS, TOKENS = 4096, 32, 11008, 2, 8, 4096

@@ -21,7 +21,7 @@ WHOLE = ("parallel", "pipeline", "checkpoint", "testing", "debug", "experimental
 GROUPS: dict[str, dict[str, str]] = {
     "Layouts": {
         "dshard": "Mesh init_device_mesh Layout Placement Shard Replicate Partial",
-        "dshard.report.visualize": "visualize",
+        "dshard.tools.report.visualize": "visualize",
     },
     "Tensors": {
         "dshard": "DTensor distribute_tensor from_torch implicit_replication zeros ones empty full rand randn "

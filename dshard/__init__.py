@@ -10,7 +10,7 @@ from typing import Any as _Any
 if (_sys.orig_argv[-len(_sys.argv)] if _sys.argv[:1] == ["-m"] else _sys.argv[0].rpartition("/")[2]) == "dshard":
     import signal as _signal
 
-    # Ctrl-C ends the command without a traceback while torch is imported; `dshard.cli.script` takes it back
+    # Ctrl-C ends the command without a traceback while torch is imported; `dshard.tools.cli.script` takes it back
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from torch.serialization import add_safe_globals as _add_safe_globals
@@ -166,7 +166,7 @@ _LATE = {
     "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
     "dshard.rehearsal": ("rehearsal_of", "rehearsing"),
     "dshard.replay": ("replay",),
-    "dshard.report.visualize": ("visualize",),
+    "dshard.tools.report.visualize": ("visualize",),
     "dshard.tensor": ("DTensor",),
     "dshard.trace": ("strict", "trace"),
 }

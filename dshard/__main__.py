@@ -2,6 +2,6 @@
 
 import sys
 
-from dshard.cli import script
+from dshard.tools.cli import script
 
 sys.exit(script())

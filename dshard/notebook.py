@@ -11,7 +11,7 @@ class Drawn:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        html: str = import_module("dshard.report.notebook_html").html(self)
+        html: str = import_module("dshard.tools.report.notebook_html").html(self)
         return html
 
 

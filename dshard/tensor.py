@@ -321,7 +321,7 @@ class DTensor(Wrapper):
         return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, {local}{grad}{leaf})"
 
     def _repr_html_(self) -> str:
-        html: str = import_module("dshard.report.notebook_html").html(self)
+        html: str = import_module("dshard.tools.report.notebook_html").html(self)
         return html
 
     def __format__(self, spec: str) -> str:

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import linear_regression
 
 from benchmarks.section import markdown_table, write_section
-from dshard.demo.curves import COLOURS
 from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.simulate import Model, Setup, form_of
 from dshard.simulate.block import BlockCosts, block_events
+from dshard.tools.demo.curves import COLOURS
 from dshard.topology import Topology
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

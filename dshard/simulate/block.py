@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dshard.caches import cached
-from dshard.calibrate.block_program import operators_of_phases
 from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, axes_of, plan
+from dshard.simulate.block_program import operators_of_phases
 from dshard.simulate.queues import PHASES, Event, Phase
 from dshard.simulate.setup import Setup
 from dshard.simulate.tensor_forms import Placements

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dshard.core.call import arguments_by_name
 from dshard.core.observe import OperatorMode
-from dshard.testing.nccl_contract.operation import Operation, Part
-from dshard.testing.nccl_contract.process_state import CURRENT
+from dshard.tools.nccl_contract.operation import Operation, Part
+from dshard.tools.nccl_contract.process_state import CURRENT
 from dshard.torch_private import resolve_process_group
 
 

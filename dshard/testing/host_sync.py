@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.comm.user_code import user_line
 from dshard.core.observe import OperatorMode
-from dshard.testing.nccl_contract.process_state import CURRENT
+from dshard.tools.nccl_contract.process_state import CURRENT
 
 _READS = "it reads a number: keep it in a tensor, with torch.where and the like, and read it after the step"
 _COUNTS = "the size of its result depends on values: use a mask, torch.where, or a fixed size"

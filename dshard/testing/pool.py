@@ -25,7 +25,7 @@ from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
 from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request, share_cores
-from dshard.testing import nccl_contract
+from dshard.tools import nccl_contract
 from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of
 

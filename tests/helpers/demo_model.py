@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dshard import Mesh
 from dshard.comm import plain
-from dshard.demo.vit import build as build_demo
 from dshard.parallel import Plan, plan_model
+from dshard.tools.demo.vit import build as build_demo
 
 
 @plain()

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
-from dshard.cli import main
 from dshard.layout import parse_layout
 from dshard.redistribute import plan
 from dshard.testing import layouts, meshes, redistributions, shapes
+from dshard.tools.cli import main
 from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Topology
-from dshard.calibrate import COLLECTIVES, Fit, fit, rounds, typical
-from dshard.calibrate.device import _window
-from dshard.calibrate.fit import best_line
-from dshard.calibrate.measure import parts_of
 from dshard.cost import collective_seconds
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
+from dshard.tools.calibrate import COLLECTIVES, Fit, fit, rounds, typical
+from dshard.tools.calibrate.device import _window
+from dshard.tools.calibrate.fit import best_line
+from dshard.tools.calibrate.measure import parts_of
 from dshard.topology import FLAT_CPU, Collective, Link, Measured
 from dshard.topology.sharing import cut_bandwidth, groups_of, shared_link
 

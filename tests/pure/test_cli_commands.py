@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dshard import launch
-from dshard.cli import _parser, main
-from dshard.report import progress
+from dshard.tools.cli import _parser, main
+from dshard.tools.report import progress
 
 MODEL = '{"layers": 2, "hidden": 64, "heads": 4, "sequence": 16}'
 ENDS = ["--shape", "8x8", "--from", "S(0)", "--to", "R"]

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from dshard.cli import _parser, main
-from dshard.cli.completion import words_of
 from dshard.launch import processes
 from dshard.simulate import Model
+from dshard.tools.cli import _parser, main
+from dshard.tools.cli.completion import words_of
 
 
 @pytest.fixture(name="model")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from dshard.cli import main
 from dshard.pipeline import Program, StageCost, chain, simulate, uniform
+from dshard.tools.cli import main
 
 FOUR = ["simulate", "pipeline", "--stages", "4", "--microbatches", "16", "--send", "0.5"]
 

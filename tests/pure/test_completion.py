@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from dshard.cli import _parser, main
-from dshard.cli.completion import script, words_of
+from dshard.tools.cli import _parser, main
+from dshard.tools.cli.completion import script, words_of
 
 
 def complete(line: str, *, tail: str = "") -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dshard import Mesh
-from dshard.calibrate.block_program import operators_of, operators_of_phases, program_on
 from dshard.comm import listen
 from dshard.simulate import Model, Setup, form_of, record, simulate_step
+from dshard.simulate.block_program import operators_of, operators_of_phases, program_on
 from dshard.topology import Topology
 
 CPU = Topology.preset("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dshard.cli import main
 from dshard.errors import ShapeError
 from dshard.simulate import Model
+from dshard.tools.cli import main
 
 
 def sizes(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, kv_heads: int = 0) -> dict[str, Any]:

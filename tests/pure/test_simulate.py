@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from dshard import Mesh, plan_model
-from dshard.cli import main
 from dshard.errors import MeshError, ShapeError, StrategyError
 from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
 from dshard.simulate.block import BlockCosts, block_events
@@ -22,6 +21,7 @@ from dshard.simulate.queues import Event, makespan, place_events
 from dshard.simulate.setup_files import read_setup, setup_data, setup_from
 from dshard.simulate.setup_search import MOST_TENSOR, setups
 from dshard.simulate.training_step import parts_of
+from dshard.tools.cli import main
 from dshard.topology import BYTES, Topology
 
 MODEL = Model(layers=4, hidden=64, heads=16, sequence=32, vocabulary=0)

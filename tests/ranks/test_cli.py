@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from dshard import __version__, demo, report
-from dshard.cli import main
-from dshard.demo import Row, Settings
+from dshard import __version__
 from dshard.errors import RankError
+from dshard.tools import demo, report
+from dshard.tools.cli import main
+from dshard.tools.demo import Row, Settings
 
 ROWS = [
     Row("single", "1 device", 0.072, 0.0, 0.975, 0, 0, 3.6),

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import dshard
 from dshard.compare import Comparison
 from dshard.errors import ArgumentError, LayoutError, MeshError, StrategyError
-from dshard.report import drawing_of
 from dshard.testing import RankPool
+from dshard.tools.report import drawing_of
 
 OFTEN = ["statistics of the rank", "dropout drawn twice", "a gradient scaled beside others"]
 """The faults of the default suite: of a buffer, of an output, of the gradient of an input that others take, too."""

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from dshard import parallelize, trace
-from dshard.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
-from dshard.demo import data as data_module
-from dshard.demo.data import Digits, MissingExtra, batches, load
-from dshard.demo.layouts import SINGLE, UnknownStrategy, find
-from dshard.demo.train import example, run, train, train_all
-from dshard.demo.vit import build
 from dshard.layout import parse_layout
 from dshard.parallel import Plan, plan_model
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
+from dshard.tools.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
+from dshard.tools.demo import data as data_module
+from dshard.tools.demo.data import Digits, MissingExtra, batches, load
+from dshard.tools.demo.layouts import SINGLE, UnknownStrategy, find
+from dshard.tools.demo.train import example, run, train, train_all
+from dshard.tools.demo.vit import build
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dshard import parallelize
-from dshard.selftest.selftest_checks import PLANS, Place, model_of
 from dshard.testing import HostSyncError, nccl_contract, no_host_sync, rank_pool
-from dshard.testing.nccl_contract.process_state import CURRENT
+from dshard.tools.nccl_contract.process_state import CURRENT
+from dshard.tools.selftest.selftest_checks import PLANS, Place, model_of
 
 X = torch.arange(6.0).view(2, 3)
 WAITS: list[tuple[str, Callable[[], object]]] = [

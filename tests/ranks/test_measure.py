@@ -13,15 +13,15 @@ from helpers.measured_figures import measured, mesh_of
 
 from dshard import Topology, use_topology
 from dshard.calibrate import COLLECTIVES, measure
-from dshard.calibrate.measure import axes_to_measure
-from dshard.calibrate.rounds import Case, Clock, Times, call_of, run_rounds
-from dshard.cli import main
 from dshard.comm import bind, listen, runtime_of, same_topology
 from dshard.core.context import planning_context
 from dshard.cost import collective_seconds
 from dshard.errors import MeshError, TopologyError
 from dshard.mesh import Mesh
 from dshard.testing import RankPool, simulated
+from dshard.tools.calibrate.measure import axes_to_measure
+from dshard.tools.calibrate.rounds import Case, Clock, Times, call_of, run_rounds
+from dshard.tools.cli import main
 from dshard.topology import Collective, Measured
 from dshard.topology.sharing import cut_bandwidth, groups_of
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dshard.comm import put
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.nccl_contract import RULES
-from dshard.testing.nccl_contract.process_state import _FAILED, CURRENT, ProcessState
+from dshard.tools.nccl_contract.process_state import _FAILED, CURRENT, ProcessState
 from dshard.torch_private import late
 
 pytestmark = pytest.mark.ranks

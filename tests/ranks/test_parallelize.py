@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import dshard
 from dshard import ArgumentError, LayoutError, Mesh, Replicate, Shard, distribute_tensor, trace
 from dshard.comm import plain
-from dshard.demo.vit import build as build_demo
 from dshard.parallel import parallelize
 from dshard.testing import RankPool, rank_pool, simulated, whole
+from dshard.tools.demo.vit import build as build_demo
 
 MESHES = {
     "data": Mesh((4,), ("dp",)),

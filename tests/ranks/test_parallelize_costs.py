@@ -31,7 +31,6 @@ from dshard import (
     use_topology,
 )
 from dshard.comm import planning
-from dshard.demo.vit import build as build_demo
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
 from dshard.parallel.auto import foldings, mixture, names, uniform
 from dshard.parallel.factors import trace_factors
@@ -39,6 +38,7 @@ from dshard.parallel.roles import roles_of
 from dshard.parallel.strategies import STRATEGIES
 from dshard.simulate.recording import record
 from dshard.testing import RankPool, simulated, whole
+from dshard.tools.demo.vit import build as build_demo
 
 SEQUENCES = {"context", "ulysses"}
 

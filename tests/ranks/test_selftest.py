@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from dshard import Mesh, Shard, Topology, distribute_tensor
-from dshard.cli import main
 from dshard.cost import LARGE_PIECE, collective_seconds
-from dshard.report import selftest_failures, selftest_table
-from dshard.report.console import show
-from dshard.selftest import Result, SelfTest, selftest_checks, selftest_run
-from dshard.selftest.selftest_checks import (
+from dshard.testing import HostSyncError, RankPool, cuda_contract, nccl_contract, rank_pool
+from dshard.tools.cli import main
+from dshard.tools.nccl_contract.process_state import CURRENT
+from dshard.tools.report import selftest_failures, selftest_table
+from dshard.tools.report.console import show
+from dshard.tools.selftest import Result, SelfTest, selftest_checks, selftest_run
+from dshard.tools.selftest.selftest_checks import (
     CHECKS,
     LOOPS,
     PLANS,
@@ -33,8 +35,6 @@ from dshard.selftest.selftest_checks import (
     products,
     training_steps,
 )
-from dshard.testing import HostSyncError, RankPool, cuda_contract, nccl_contract, rank_pool
-from dshard.testing.nccl_contract.process_state import CURRENT
 
 PLACE = Place("cpu", 4)
 

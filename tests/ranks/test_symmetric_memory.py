@@ -52,7 +52,7 @@ from dshard.testing import (
     simulated,
     whole,
 )
-from dshard.testing.nccl_contract.process_state import CURRENT
+from dshard.tools.nccl_contract.process_state import CURRENT
 from dshard.topology import BYTES, Device, Layer, Topology
 from dshard.trace import Trace
 

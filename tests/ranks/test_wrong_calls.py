@@ -46,7 +46,6 @@ from dshard import (
     use_topology,
     visualize,
 )
-from dshard.cli import main
 from dshard.debug import visualize_sharding
 from dshard.errors import DShardError, RankError, ScheduleError
 from dshard.experimental import local_map, register_sharding
@@ -56,6 +55,7 @@ from dshard.pipeline import Costs, Edge, Pipeline, Program, Stage, StageCost, ch
 from dshard.placements import parse_placement, parse_placements
 from dshard.simulate import Model, Setup, form_of, host_tiles, search, simulate_step
 from dshard.testing import RankPool, check_call, check_rule, distribute, parts, simulated, whole, whole_numbers
+from dshard.tools.cli import main
 from dshard.topology import Device, Layer, Link, Measured
 
 Row = tuple[Callable[[], object], type[Exception], str]

@@ -11,11 +11,11 @@ from dshard import DeviceMesh, Mesh, parallelize, use_topology
 from dshard.comm import init_device_mesh
 from dshard.comm.workspace import WORKSPACE
 from dshard.core.comparisons import nothing_compared
-from dshard.demo.layouts import find
-from dshard.demo.train import example, loss_of
-from dshard.demo.vit import build
 from dshard.simulate.recording import Recorded, record
 from dshard.testing import rank_pool
+from dshard.tools.demo.layouts import find
+from dshard.tools.demo.train import example, loss_of
+from dshard.tools.demo.vit import build
 from dshard.topology import Topology
 
 WAIT = 300.0  # seconds on a busy machine

@@ -1,0 +1,24 @@
+"""A small vision transformer learns handwritten digits under several layouts, whose losses are compared.
+
+    rows = run(Settings(ranks=4), report=print)
+
+The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`layouts.py`).
+"""
+
+from dshard.tools.demo.curves import draw
+from dshard.tools.demo.layouts import find, names
+from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, predict, rank, run
+
+__all__ = [
+    "BATCH",
+    "Predicted",
+    "Progress",
+    "Row",
+    "Settings",
+    "draw",
+    "find",
+    "names",
+    "predict",
+    "rank",
+    "run",
+]

@@ -1,0 +1,204 @@
+"""Train one model under each strategy and compare the losses with one device, or predict a step's collectives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard import DeviceMesh, DTensor, Mesh, distribute_tensor, init_device_mesh, launch, parallelize, trace
+from dshard.comm import Event, listen
+from dshard.tools.demo.data import Digits, batches, check_installed, load
+from dshard.tools.demo.layouts import SINGLE, Strategy, find, names
+from dshard.tools.demo.vit import ViT, build
+
+BATCH = 128
+# Adam divides each gradient by its size: an epsilon well above rounding keeps rounding from becoming whole steps.
+RATE, EPSILON = 5e-3, 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a run; without `strategies`, all that are worth training on `ranks` ranks."""
+
+    strategies: tuple[str, ...] = ()
+    ranks: int = 4
+    steps: int = 100
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    device: str = "cpu"
+
+    def chosen(self) -> list[Strategy]:
+        """Return the strategies to train, each once, after the single device that they are compared with."""
+        requested = self.strategies or names(self.ranks)
+        return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in requested)])]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of a run: reported after each step."""
+
+    strategy: str
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run as one rank saw it: the losses of whole batches, and the rank's own collectives."""
+
+    losses: list[float]
+    test_accuracy: float
+    events: list[Event]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one strategy, with the loss of each step, and the collectives and received bytes of one rank."""
+
+    strategy: str
+    mesh: str
+    final_loss: float
+    max_loss_diff: float
+    test_accuracy: float
+    collectives_per_step: int
+    bytes_per_step: int
+    seconds: float
+    losses: tuple[float, ...] = ()
+
+
+Report = Callable[[Progress], None]
+
+
+def train_all(settings: Settings, report: Report) -> list[Row]:
+    """Train under each strategy in turn on all ranks; rank 0 also trains on a single device and returns the rows."""
+    runs: dict[str, Run] = {}
+    for strategy in settings.chosen():
+        if strategy is not SINGLE or dist.get_rank() == 0:
+            runs[strategy.name] = train(strategy, settings, report)
+    if dist.get_rank() != 0:
+        return []
+    return [_row(find(name), run, runs[SINGLE.name], dist.get_world_size()) for name, run in runs.items()]
+
+
+def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
+    """Train the model under `strategy`, on the same batches in the same order for every strategy."""
+    training, test = load(settings.dtype)
+    device, mesh = torch.device(settings.device), strategy.on(settings.ranks)
+    model, on = build(settings.seed, settings.dtype).to(device), None
+    if mesh is not None:
+        on = init_device_mesh(device.type, mesh.shape, mesh_dim_names=mesh.names)
+        parallelize(model, on, strategy.plan, example(settings.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
+    losses: list[float] = []
+    events: list[Event] = []
+    start = time.perf_counter()
+    with listen(events.append):
+        for batch in batches(training, BATCH, settings.steps, settings.seed):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch.images.to(device), batch.labels.to(device), on)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            report(Progress(strategy.name, len(losses), losses[-1]))
+    return Run(losses, _accuracy(model, test, device), events, time.perf_counter() - start)
+
+
+def example(dtype: torch.dtype, batch: int = BATCH) -> Tensor:
+    """A batch of images without data."""
+    return torch.empty(batch, 8, 8, device="meta", dtype=dtype)
+
+
+def loss_of(model: ViT, images: Tensor, labels: Tensor, mesh: DeviceMesh | Mesh | None) -> Tensor:
+    """Return the loss of a batch of plain tensors that are equal on all ranks; `mesh` is None on one device."""
+    return F.cross_entropy(
+        model(images), labels if mesh is None else distribute_tensor(labels, mesh, src_data_rank=None)
+    )
+
+
+@torch.no_grad()
+def _accuracy(model: ViT, test: Digits, device: torch.device) -> float:
+    """Return the share of the test images that the model classifies correctly."""
+    logits = model(test.images.to(device))
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    right = logits.argmax(-1).cpu() == test.labels
+    return float(right.double().mean())
+
+
+def _warm_up_and_decay(steps: int) -> Callable[[int], float]:
+    """Return factors of the learning rate: linear growth over a tenth of the steps, then cosine decay."""
+    return lambda step: min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
+    steps = len(run.losses)
+    return Row(
+        strategy=strategy.name,
+        mesh=str(strategy.on(ranks) or "1 device"),
+        final_loss=run.losses[-1],
+        max_loss_diff=max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)),
+        test_accuracy=run.test_accuracy,
+        collectives_per_step=round(len(run.events) / steps),
+        bytes_per_step=round(sum(event.nbytes for event in run.events) / steps),
+        seconds=run.seconds,
+        losses=tuple(run.losses),
+    )
+
+
+Work: TypeAlias = Callable[[Settings, Report], list[Row]]
+
+
+def run(settings: Settings, report: Report, work: Work = train_all) -> list[Row]:
+    """Train under each strategy, on ranks started here or by a launcher; the reporting process returns the rows.
+
+    `report` is called after each step there.
+
+    Raises:
+        RankError: a rank failed; the message names it.
+        MissingExtra: scikit-learn is not installed.
+    """
+    check_installed()
+    return launch.run(partial(work, settings), report, ranks=settings.ranks, device=settings.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A predicted training step: number of collectives, received bytes of the busiest ranks, and seconds."""
+
+    strategy: str
+    collectives: int
+    nbytes: int
+    seconds: float
+
+
+def predict(
+    strategy: Strategy, ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Predicted:
+    """Predict a training step of `strategy`, which has a mesh, on meta tensors and without processes."""
+    mesh = strategy.on(ranks)
+    assert mesh is not None
+    mesh = replace(mesh, device_type=device)
+    model, images = build(0, dtype).to("meta"), example(dtype, batch)
+    parallelize(model, mesh, strategy.plan, images)
+    with trace() as sent:
+        loss_of(model, images, torch.empty(batch, dtype=torch.long, device="meta"), mesh).backward()
+        torch.optim.AdamW(model.parameters()).step()
+    return Predicted(strategy.name, len(sent.events), sent.nbytes, sum(event.seconds for event in sent.events))
+
+
+def rank(ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Predicted]:
+    """Predict all strategies worth training on `ranks` ranks, the least communication time first."""
+    predictions = [predict(find(name), ranks, batch, device, dtype) for name in names(ranks) if name != SINGLE.name]
+    return sorted(predictions, key=lambda predicted: predicted.seconds)

@@ -1,0 +1,220 @@
+"""The communicator of a process group under the contract: how it is made, and how operations on it begin.
+
+NCCL makes a communicator in a call of all its ranks, for which the host of each waits. torch makes it with the first
+operation of the group; or with the group itself, where the default group has a device. Then it is split from the
+communicator of the default group, and all ranks of that make the call, also those outside of the new group.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from dshard.comm.user_code import user_line
+from dshard.tools.nccl_contract.communicator_stream import Channel
+from dshard.tools.nccl_contract.contract_rules import refuse
+from dshard.tools.nccl_contract.launch_order import Communicator, Ranks, messages_between
+from dshard.tools.nccl_contract.operation import Call, Operation, Part
+from dshard.tools.nccl_contract.process_state import CURRENT, ProcessState
+
+_NO_LIMIT = timedelta(0)
+
+
+class ContractWork(dist.Work):
+    """The handle of an operation in flight; a wait is one of the stream rather than the host.
+
+    It is the host's for a barrier, and with a time limit (ProcessGroupNCCL.hpp, WorkNCCL::wait).
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation, self._outputs = operation, [x for part in operation.parts for x in part.outputs]
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Make the results visible; the host waits too, for a barrier or under a time limit."""
+        usage, limited = CURRENT.state.usage, timeout > _NO_LIMIT
+        if limited or self._operation.stops_host:
+            usage.host_waits += 1
+        else:
+            usage.stream_waits += 1
+        CURRENT.state.end(self._operation, timeout.total_seconds() if limited else None)
+        return True
+
+    def synchronize(self) -> None:
+        """Make the results visible, as `wait` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the results visible, as `wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Ask on the host whether the operation has run; if so, its results become visible."""
+        CURRENT.state.usage.host_waits += 1
+        if self._operation.done.is_set() and self._operation.error is None:
+            CURRENT.state.end(self._operation)
+        return self._operation.done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the operation has run without an error."""
+        return self._operation.done.is_set() and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of the operation, or None."""
+        return self._operation.error
+
+    def result(self) -> list[Tensor]:
+        """The outputs."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a future of the outputs, whose callbacks see the results."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def __del__(self) -> None:
+        operation = getattr(self, "_operation", None)
+        if operation is not None:
+            operation.dropped = True
+
+
+class GroupedWork(dist.Work):
+    """The handle of a call within a group, which cannot be waited for; ending the group returns the usable one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Refuse to wait for one call of a group."""
+        refuse("coalescing", f"a wait for {self._what} by itself, within a group")
+
+
+_SPLIT_NAMES_A_BACKEND = len(signature(distributed_c10d._get_split_source).parameters) > 1
+"""Whether torch asks of which backend the new group is to be, as from 2.15 on."""
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs name other arguments than torch calls it with
+
+
+class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group with one communicator for its operations, and one per pair of ranks for single messages."""
+
+    supports_splitting = True  # torch's name
+
+    def __init__(self, store: Any, rank: int, ranks: Ranks, name: str, timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        if not dist.is_initialized():  # the first group of a world
+            CURRENT.state = ProcessState()
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        # collectives in compiled graphs come from C++, which does not ask the methods below
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # which torch 2.15 asks for when it records calls
+        self._ranks, self._begun = ranks, 0
+        self._communicator = f"group {name!r} of ranks {', '.join(map(str, ranks))}"
+        self._channels: dict[int | None, Channel] = {}
+        self._group: list[Part] | None = None
+        self._is_made = False
+
+    def getBackendName(self) -> str:  # torch's name
+        """The name of the backend."""
+        return "nccl_contract"
+
+    def _get_backend_name(self) -> str:
+        return "nccl_contract"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cuda" else super()._get_backend(device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        CURRENT.state.check()
+        return self._begun
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._begun = 0
+
+    def shutdown(self) -> None:
+        """End the threads of all communicators."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def abort(self) -> None:
+        """End the threads of all communicators."""
+        self.shutdown()
+
+    # -- how the communicator is made
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Make the communicator now, by itself or split from that of the default group."""
+        world = dist.group.WORLD
+        backend = [self.getBackendName()] if _SPLIT_NAMES_A_BACKEND else []
+        parent = None if world is None else distributed_c10d._get_split_source(world, *backend)
+        self.bound_device_id = device
+        if isinstance(parent, CommunicatorGroup):
+            parent.perform_nocolor_split(device)
+            self._is_made = True
+        else:
+            self._make(f"connection at {user_line()}")
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part in a split of this communicator, as all its ranks must, members of the new group or not."""
+        part = Part(Call(("split",)), [], [], lambda read: [])
+        self._begin("split of a group from this one", [part], stops_host=True, rule="split").wait()
+
+    def _make(self, what: str, kind: str = "collective") -> None:
+        """Make the group's communicator, waiting until all ranks begin their first operation with the same kind."""
+        self._is_made = True
+        part = Part(Call(("first", kind)), [], [], lambda read: [])
+        before = CURRENT.state.launches.before()
+        operation = Operation(what, self._communicator, self._ranks, 1, [part], before, rule="first_call")
+        self._channel(None).submit(operation)
+        CURRENT.state.wait_for(operation)
+
+    # -- the begin of operations
+
+    def _begin(
+        self, what: str, parts: list[Part], *, peer: int | None = None, stops_host: bool = False, rule: str = "one_call"
+    ) -> dist.Work:
+        """Begin an operation on the group's communicator, or that of this rank and `peer`; within a group, defer it."""
+        if self._group is not None:
+            CURRENT.state.check()
+            self._group += parts
+            return GroupedWork(what)
+        state, communicator, ranks = CURRENT.state, self._communicator, self._ranks
+        what, peers = f"{what} at {user_line()}", {part.message.peer for part in parts if part.message is not None}
+        if peer is not None:
+            communicator = self._between(peer, alone=True)
+            ranks = tuple(sorted((self._ranks[self.rank()], self._ranks[peer])))
+        elif not self._is_made:
+            state.check()
+            self._make(what, "group of messages" if peers else "collective")
+        before = state.launches.before()
+        number = 1 + (before[communicator].count if communicator in before else 0)
+        operation = Operation(what, communicator, ranks, number, parts, before, stops_host, rule)
+        state.begin(operation)
+        self._begun += 1
+        for each in (part.message.peer for part in parts if part.message is not None):
+            name = self._between(each, alone=peer is not None)
+            state.launches.add(name, tuple(sorted((self._ranks[self.rank()], self._ranks[each]))), operation.what)
+        if not peers:
+            state.launches.add(communicator, self._ranks, operation.what)
+        self._channel(peer).submit(operation)
+        return ContractWork(operation)
+
+    def _between(self, peer: int, *, alone: bool) -> Communicator:
+        return messages_between(self._communicator, self._ranks[self.rank()], self._ranks[peer], alone=alone)
+
+    def _channel(self, peer: int | None) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            channel = self._channels[peer] = Channel(
+                self._communicator, self._gloo, self.rank(), self._ranks, alone=peer is not None
+            )
+        return channel
