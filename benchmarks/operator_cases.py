@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.trees import leaves, replace_leaves
 
 PROFILE = settings.get_current_profile_name()
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402  # loads a profile of its own

@@ -38,6 +38,7 @@ from dshard.errors import (
 from dshard.foreign_names import line_for as _line_for
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.notebook import RENDERERS as _RENDERERS
 from dshard.placements import Placement
 from dshard.placements import types as _placements
 from dshard.rules.matmul_loops import Schedule
@@ -226,6 +227,7 @@ def _measure(mesh: object, **options: object) -> Topology:
 
 
 _MEASURERS.append(_measure)
+_RENDERERS.append(_late_function("dshard.tools.report.notebook_html.html"))
 
 
 def __dir__() -> list[str]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from dshard.comm import DeviceMesh, as_mesh, warn_user
 from dshard.core.call import Call, Operator
 from dshard.core.local_checks import gathered_shape
-from dshard.core.moves import leaves
 from dshard.core.plain_tensors import refusing_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
+from dshard.core.trees import leaves
 from dshard.dispatch.registry import register
 from dshard.errors import ArgumentError, LayoutError, ShapeError
 from dshard.layout import Layout, Shape, format_of, layout_of, placements_on, replicated

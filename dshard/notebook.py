@@ -1,8 +1,14 @@
-"""Base classes of values that a notebook draws, by reports that are imported lazily."""
+"""Base classes of values that a notebook draws."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
+
+RENDERERS: list[Callable[[object], str]] = []
+"""Functions that draw a value as HTML; the last is used.
+
+A value imports nothing that draws: `dshard` registers the function of `dshard.tools.report` here.
+"""
 
 
 class Drawn:
@@ -11,8 +17,7 @@ class Drawn:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        html: str = import_module("dshard.tools.report.notebook_html").html(self)
-        return html
+        return RENDERERS[-1](self)
 
 
 class Tabled(Drawn):

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ from dshard.dispatch.torch_calls import QUERIES, by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
 from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
+from dshard.notebook import Drawn
 from dshard.ops.foreach import support
 from dshard.ops.optimiser_states import support_states
 from dshard.ops.optimiser_steps import support_local_steps
@@ -320,9 +320,7 @@ class DTensor(Wrapper):
             local = f"local of shape {tuple(self._local_tensor.shape)}"
         return f"DTensor({tuple(self.shape)}, {self.dtype}, {where}, {local}{grad}{leaf})"
 
-    def _repr_html_(self) -> str:
-        html: str = import_module("dshard.tools.report.notebook_html").html(self)
-        return html
+    _repr_html_ = Drawn._repr_html_
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)

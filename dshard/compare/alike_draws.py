@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.signature import Args
 from dshard.core.spec import spec_of
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import replicated
 from dshard.mesh import Mesh

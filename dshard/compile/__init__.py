@@ -6,3 +6,10 @@ modes.py             blocks that a graph can contain, as the calls that they cha
 graph.py             calls and guards written into the graph; imported only while torch traces
 graph_runs.py        runs of compiled graphs, whose errors reach waiting ranks
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FUNCTIONS: dict[str, Callable[..., object]] = {}
+"""Functions that stand in a graph as one call, by name."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.compiler import allow_in_graph
 
-from dshard.compile.graph_functions import FUNCTIONS
+from dshard.compile import FUNCTIONS
 from dshard.core import context
 from dshard.ops.matmul import options
 

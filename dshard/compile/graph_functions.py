@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import ParamSpec
 
+from dshard.compile import FUNCTIONS
 from dshard.placements import Partial, Replicate, Shard
 from dshard.placements.types import TORCH_TWINS
 from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque_type, set_code_exec_strategy
@@ -18,10 +19,6 @@ from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., object])
-FUNCTIONS: dict[str, Callable[..., object]] = {}
-"""Functions that stand in a graph as one call, by name."""
-
-
 _NAMES: dict[tuple[Callable[..., object], tuple[object, ...]], str] = {}
 
 

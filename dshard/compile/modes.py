@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from dshard.compile.graph_functions import call_in_graph
-from dshard.core.moves import leaves, replace_leaves
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.trees import leaves, replace_leaves
 from dshard.core.wrapper import Wrapper
 
 

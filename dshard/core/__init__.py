@@ -6,6 +6,7 @@ call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
 executable.py       what a call runs as: redistribute, run the local operator, wrap
 call_key.py         the key under which a call is cached
+trees.py            leaves of nested tuples, lists and dicts
 moves.py            redistribution of local tensors, local operators on every rank
 joined_moves.py     redistribution of several local tensors by one collective
 local_checks.py     checks of local and global tensors that become distributed, and their exchange between the ranks

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dshard.comm import plain
 from dshard.core.call import Check, arguments_by_name, writes_first
-from dshard.core.moves import replace_leaves
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes
 from dshard.core.torch_function import binding_of
+from dshard.core.trees import replace_leaves
 from dshard.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -29,8 +29,8 @@ from dshard.comm import (
     simulated_ranks,
     traced,
 )
-from dshard.core.moves import tensors_in
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh

@@ -17,18 +17,12 @@ from torch import Tensor
 from dshard.comm import LocalTensor, compare_calls, comparing, is_outside, own_coordinate, run, runner, runtime_of
 from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.moves import (
-    leaves,
-    local_redistribution,
-    on_all_ranks,
-    replace_leaves,
-    replace_tensors,
-    run_on_ranks,
-)
+from dshard.core.moves import local_redistribution, on_all_ranks, run_on_ranks
 from dshard.core.observe import NEEDED, Decision
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
+from dshard.core.trees import leaves, replace_leaves, replace_tensors
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate

@@ -33,6 +33,7 @@ from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.transforms import is_below_autograd, is_wrapped
+from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
 from dshard.layout import Layout, interned
@@ -317,37 +318,3 @@ def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, 
 
 def _of_rank(rank: int, leaf: object) -> object:
     return unstack(leaf)[rank] if type(leaf) is LocalTensor else leaf
-
-
-def leaves(tree: object) -> list[Any]:
-    """The leaves of nested tuples, lists and dicts, in order."""
-    if not isinstance(tree, list | tuple | dict):
-        return [tree]
-    out: list[Any] = []
-    for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, list | tuple | dict):
-            out += leaves(item)
-        else:
-            out.append(item)
-    return out
-
-
-def replace_leaves(tree: object, change: Callable[[Any], object]) -> Any:
-    """`tree`, nested tuples, lists and dicts, with `change` applied to each leaf, in order."""
-    if isinstance(tree, list):
-        return [replace_leaves(item, change) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(replace_leaves(item, change) for item in tree)
-    if isinstance(tree, dict):
-        return {name: replace_leaves(item, change) for name, item in tree.items()}
-    return change(tree)
-
-
-def tensors_in(tree: object) -> list[Tensor]:
-    """The tensors among the leaves of nested tuples, lists and dicts, in order."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def replace_tensors(tree: object, change: Callable[[Tensor], object]) -> Any:
-    """`tree`, nested tuples, lists and dicts, with `change` applied to each tensor, in order."""
-    return replace_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)

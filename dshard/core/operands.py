@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dshard.comm import of_first_rank, ranks_of_root
 from dshard.core.context import planning_context
-from dshard.core.moves import redistribute_local, replace_leaves, tensors_in
+from dshard.core.moves import redistribute_local
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.subclasses import refuse_own_rules
+from dshard.core.trees import replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.errors import MeshError
 from dshard.layout import Layout, replicated

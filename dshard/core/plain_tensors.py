@@ -41,11 +41,12 @@ from dshard.comm import (
     user_frame,
 )
 from dshard.core.comparisons import Comparisons, comparisons_on
-from dshard.core.moves import leaves, on_all_ranks, replace_leaves, tensors_in, wrap_counting
+from dshard.core.moves import on_all_ranks, wrap_counting
 from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
+from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
 from dshard.layout import Layout, replicated

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import plain, traced
-from dshard.core.moves import replace_leaves
 from dshard.core.saved_files import torch_save_caller
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError
 from dshard.torch_private import increment_version, no_torch_function

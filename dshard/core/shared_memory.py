@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dshard.comm import LocalTensor, unstack
 from dshard.core.call import arguments_by_name, writes_first
-from dshard.core.moves import leaves, replace_leaves
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import for_shapes
+from dshard.core.trees import leaves, replace_leaves
 from dshard.core.view_sync import COMPUTED
 from dshard.core.wrapper import Wrapper
 from dshard.layout import replicated

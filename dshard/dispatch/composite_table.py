@@ -22,12 +22,13 @@ from dshard.autograd.gradients import (
 )
 from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, ranks_of_group
 from dshard.core.comparisons import with_comparisons
-from dshard.core.moves import on_all_ranks, redistribute_local, replace_leaves, tensors_in
+from dshard.core.moves import on_all_ranks, redistribute_local
 from dshard.core.plain_tensors import calling_module, plain_mode, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
 from dshard.core.torch_wrappers import refuse_collective
+from dshard.core.trees import replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated

@@ -13,12 +13,13 @@ from dshard.core.call import views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, Values, positions_of
-from dshard.core.moves import redistribute_local, replace_tensors, replica_broadcasts, sending, tensors_in, write_local
+from dshard.core.moves import redistribute_local, replica_broadcasts, sending, write_local
 from dshard.core.observe import OBSERVERS, Decision, observed
 from dshard.core.operands import common_mesh, operand_of, plan_to, spec_like
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_wrappers import refuse_collective, refuse_shared_ranks
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.core.view_sync import CopiedView, register_view
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError

@@ -31,22 +31,14 @@ from dshard.core.executable import (
     result_specs,
     wrap_as,
 )
-from dshard.core.moves import (
-    count_write,
-    leaves,
-    redistribute_local,
-    replace_leaves,
-    replace_tensors,
-    sharing_version,
-    tensors_in,
-    write_local,
-)
+from dshard.core.moves import count_write, redistribute_local, sharing_version, write_local
 from dshard.core.observe import ASKED, OBSERVERS, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.subclasses import refuse_own_rules
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.view_sync import (
     COMPUTED,
     RESHAPED_VIEWS,

@@ -12,7 +12,6 @@ from torch.compiler import is_compiling, is_exporting
 
 from dshard.autograd.crossing import NUMBER, redistribute
 from dshard.comm import of_first_rank, publish_failure, same_memory
-from dshard.core.moves import leaves, tensors_in
 from dshard.core.plain_tensors import (
     PLAIN_RESULTS,
     is_within_forward,
@@ -25,6 +24,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.subclasses import is_causal_bias, refuse_own_rules
 from dshard.core.torch_function import bind_arguments
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
+from dshard.core.trees import leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
 from dshard.ops.custom import wrapped

@@ -13,11 +13,12 @@ from dshard.caches import Cache
 from dshard.comm import device_of_result, is_outside, of_first_rank, plain, read_number, run_number
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
-from dshard.core.moves import leaves, local_redistribution, replace_leaves
+from dshard.core.moves import local_redistribution
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes, spec_of
 from dshard.core.transforms import refuse_batched
+from dshard.core.trees import leaves, replace_leaves
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated

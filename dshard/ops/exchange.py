@@ -20,8 +20,9 @@ from dshard.comm import swap
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.checks import infer
 from dshard.core.context import planning_context
-from dshard.core.moves import leaves, run_on_ranks
+from dshard.core.moves import run_on_ranks
 from dshard.core.spec import spec_of
+from dshard.core.trees import leaves
 from dshard.core.view_sync import part_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import PlannedCollective, planned_collective

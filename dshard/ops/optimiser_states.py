@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dshard.autograd.crossing import redistribute
-from dshard.core.moves import replace_leaves
 from dshard.core.operands import plain_value
 from dshard.core.plain_tensors import from_torch, is_torchs
 from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
+from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import DISTRIBUTED, Wrapper
 from dshard.layout import replicated
 from dshard.torch_private import state_like_parameter

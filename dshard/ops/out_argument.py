@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.core.call import arguments_by_name
-from dshard.core.moves import leaves
 from dshard.core.shared_memory import APART, refuse_shared
 from dshard.core.signature import Args, Kwargs
+from dshard.core.trees import leaves
 from dshard.errors import LayoutError, ShapeError
 from dshard.ops.custom import check
 from dshard.ops.pointwise import is_pointwise

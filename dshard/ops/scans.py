@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
-from dshard.core.moves import leaves, local_redistribution, run_on_ranks
+from dshard.core.moves import local_redistribution, run_on_ranks
 from dshard.core.operands import plan_to
 from dshard.core.spec import Spec, contiguous_spec, spec_of
+from dshard.core.trees import leaves
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate

@@ -16,9 +16,10 @@ from torch import Tensor
 from dshard.comm import HALF, sum_dtype
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.moves import local_redistribution, replace_leaves, run_on_ranks
+from dshard.core.moves import local_redistribution, run_on_ranks
 from dshard.core.signature import Function
 from dshard.core.spec import spec_of
+from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.custom import wrapped

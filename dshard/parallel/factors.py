@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from dshard.comm import plain
 from dshard.core.call import Call
 from dshard.core.checks import with_meta_form
-from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError

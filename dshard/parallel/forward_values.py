@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.crossing import redistribute
-from dshard.core.moves import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import REWRITTEN
 from dshard.errors import LayoutError

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dshard.comm import Event, listen, plain, planning
 from dshard.core.context import planning_context
 from dshard.core.local_work import LocalCall, host_seconds
-from dshard.core.moves import tensors_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import Spec, is_for_shapes
+from dshard.core.trees import tensors_in
 from dshard.cost import StepClock
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError

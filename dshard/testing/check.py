@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.core.call import AlternativePlan, Call, Operator
-from dshard.core.moves import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.dispatch.operator import alternatives_of, call_of
 from dshard.dispatch.registry import known
 from dshard.errors import ArgumentError, LayoutError, NotationError, RuleError

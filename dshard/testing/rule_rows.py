@@ -10,9 +10,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from dshard.core.call import Call, Operator
-from dshard.core.moves import replace_tensors, tensors_in
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.errors import RuleError

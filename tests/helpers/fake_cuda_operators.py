@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dshard import DTensor, Layout, Partial, Placement, Replicate, Shard, Topology, init_device_mesh, use_topology
 from dshard.comm import DeviceMesh, bind
-from dshard.core.moves import replace_tensors, tensors_in
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.dispatch.registry import known
 from dshard.errors import DShardError
 from dshard.testing.check import _Call, recorded_calls

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,6 @@ MAY_IMPORT_LATE = frozenset(
         "dshard/comm/graph_split.py: split_graph",  # torch.distributed.pipelining takes seconds to import
         "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
         "dshard/compile/graph_functions.py: call_in_graph",  # torch._dynamo takes long, and is there already
-        "dshard/compile/graph_functions.py: front",  # while it traces
     }
 )
 
@@ -130,6 +130,65 @@ def test_every_way_to_torch_distributed_is_seen(code: str) -> None:
 @pytest.mark.parametrize("code", ["import torch", "from torch import nn", "from dshard.comm import DeviceMesh"])
 def test_other_imports_are_not_mistaken_for_it(code: str) -> None:
     assert not imports(ast.parse(code), "torch.distributed")
+
+
+# -- circles, however an import is written
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("dshard", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+CONTRACT = (PACKAGE.parent / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
+LAYERS = re.findall(r'"([\w |:]+)"', CONTRACT)
+HEIGHT = {room: -i for i, rooms in enumerate(LAYERS) for room in re.findall(r"\w+", rooms)}
+"""The height of each layer of the import contract."""
+
+
+def needed(tree: ast.AST) -> set[str]:
+    """The modules of dshard that the code imports: at its top, late, for types alone, or by a name in a string."""
+    names = {*imported(tree)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if text in MODULES:
+                names.add(text)
+            case ast.Call(
+                func=ast.Name(id=function) | ast.Attribute(attr=function), args=[ast.Constant(value=str(text))]
+            ):
+                names |= {text} if re.search("import|late", function) else set()
+    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return (found & MODULES.keys()) - {"dshard"}
+
+
+def test_no_circle_of_imports_and_none_upwards() -> None:
+    """However they are written; dshard's own `__init__`, above all, hands up what lower files call of higher ones."""
+    graph = {name: needed(parsed(path)) - {name} for name, path in MODULES.items() if name != "dshard"}
+
+    assert [*TopologicalSorter(graph).static_order()]  # raises of a circle, with its files
+    upwards = {
+        f"{name} -> {other}"
+        for name, others in graph.items()
+        for other in others
+        if HEIGHT[name.split(".")[1]] < HEIGHT[other.split(".")[1]]
+    }
+    assert upwards == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dshard import tensor",
+        "from dshard.tensor import DTensor",
+        "def f():\n    import dshard.tensor",
+        "if TYPE_CHECKING:\n    from dshard.tensor import DTensor",
+        "import_module('dshard.tensor')",
+        "LATE = {'DTensor': 'dshard.tensor'}",
+        "late('dshard.tensor.DTensor')",
+    ],
+)
+def test_every_way_to_a_file_of_dshard_is_seen(code: str) -> None:
+    assert needed(ast.parse(code)) == {"dshard.tensor"}
 
 
 def test_a_late_import_is_seen() -> None:

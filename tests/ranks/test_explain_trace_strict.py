@@ -30,7 +30,7 @@ from dshard import (
     use_topology,
 )
 from dshard.comm import bind, init_device_mesh
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.trees import leaves, replace_leaves
 from dshard.dispatch.registry import TABLES
 from dshard.explain import Explanation
 from dshard.pipeline import Pipeline

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from dshard.comm import bind, plain
-from dshard.core.moves import leaves, replace_leaves
+from dshard.core.trees import leaves, replace_leaves
 from dshard.placements import Placement
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.testing.choices import has_gradient, layouts_of

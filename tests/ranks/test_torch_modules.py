@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.testing._internal.common_modules import module_db
 
 from dshard import DTensor, Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
-from dshard.core.moves import replace_tensors, tensors_in
+from dshard.core.trees import replace_tensors, tensors_in
 from dshard.testing import RankPool
 
 MESHES = {(4,): ("a",), (2, 2): ("a", "b")}
