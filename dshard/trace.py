@@ -18,12 +18,11 @@ from torch.nn.modules.module import Module, register_module_forward_hook, regist
 
 from dshard.chrome import Slice, to_chrome
 from dshard.comm import Event, collectives_of, listen, runtime_of, user_line
-from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
 from dshard.core.plain_tensors import refusing_plain
-from dshard.cost import predicted_seconds
 from dshard.errors import LayoutError
 from dshard.notebook import Tabled
+from dshard.step_timeline import event_seconds
 from dshard.tables import human_bytes, short_line, text_table
 from dshard.torch_private import current_autograd_node, sequence_number
 from dshard.validate import check_one_of
@@ -271,14 +270,6 @@ def _common_path(paths: Sequence[str]) -> str:
     """
     together = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, together))
-
-
-def event_seconds(event: Event) -> float:
-    """Seconds of a collective that ran, as the plan of a move between meshes, or the topology in use, predicts."""
-    if event.predicted is not None:
-        return event.predicted
-    topology, axes = planning_context().topology_of(event.mesh), tuple(event.axis.split(","))
-    return predicted_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from dshard.redistribute import axes_of
 from dshard.redistribute.price import step_seconds as seconds_of
 from dshard.simulate import Event, Model, Setup, form_of, host_tiles
 from dshard.simulate.block import BlockCosts
-from dshard.simulate.queues import Phase
 from dshard.simulate.training_step import parts_of
+from dshard.step_timeline import Phase
 from dshard.topology import Device, Layer, Topology
 
 DATA = Path(__file__).parent / "data"

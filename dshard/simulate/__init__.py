@@ -2,13 +2,13 @@
 
 from dshard.simulate.arrange import host_tiles
 from dshard.simulate.memory import Memory
-from dshard.simulate.queues import Event, Slot
 from dshard.simulate.recording import Recorded, record
 from dshard.simulate.setup import Setup
 from dshard.simulate.setup_search import SearchResult, search
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, simulate_step, timeline
 from dshard.simulate.transformer import Model
+from dshard.step_timeline import Event, Slot
 
 __all__ = [
     "FORMS",

@@ -19,10 +19,10 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, axes_of, plan
 from dshard.simulate.block_program import operators_of_phases
-from dshard.simulate.queues import PHASES, Event, Phase
 from dshard.simulate.setup import Setup
 from dshard.simulate.tensor_forms import Placements
 from dshard.simulate.transformer import Linear, Model
+from dshard.step_timeline import PHASES, Event, Phase
 from dshard.topology import Topology
 
 

@@ -12,9 +12,9 @@ from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.simulate.block import BlockCosts, Matmul, block_events, matmuls, worked_layouts
 from dshard.simulate.memory import Memory, memory_of
-from dshard.simulate.queues import Event, Phase, Slot, makespan, place_events
 from dshard.simulate.setup import STAGES, Setup
 from dshard.simulate.transformer import Linear, Model
+from dshard.step_timeline import Event, Phase, Slot, makespan, place_events
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dshard.simulate import Model, SearchResult, Slot, Step
-from dshard.simulate.queues import Event
+from dshard.step_timeline import Event
 from dshard.tables import human_bytes
 from dshard.tools.report.console import count, table, title
 from dshard.tools.selftest import Result, SelfTest

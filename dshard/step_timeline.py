@@ -1,0 +1,215 @@
+"""The timeline of a step: its local work on one queue and its collectives on another, and the memory that it holds.
+
+`StepTimeline` records it of any step that runs: on tensors without data and a mesh without processes, of any number of
+ranks, or on the ranks of a process group. Local work is priced by the roofline from torch's own counts of operations,
+collectives by the planner, joined ones overlapping with work until its first wait, and each distributed operator by the
+topology's host time. Memory is the storages alive after each operator. Prices of plans and recorded steps are both read
+from it, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dshard.chrome import Slice, to_chrome
+from dshard.comm import Event as Sent
+from dshard.comm import listen
+from dshard.core.context import planning_context
+from dshard.core.local_work import LocalCall, host_seconds
+from dshard.core.observe import Allocations, Decision, OperatorMode, observing
+from dshard.core.spec import is_for_shapes
+from dshard.core.trees import tensors_in
+from dshard.cost import StepClock, predicted_seconds
+from dshard.mesh import Mesh
+from dshard.topology import Topology
+
+Phase: TypeAlias = Literal["forward", "backward", "step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Queue: TypeAlias = Literal["compute", "network"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Local work, or a redistribution: its seconds, operations, and bytes that the busiest rank receives.
+
+    `waits`: whether the next event needs it; a gradient's reduction, for example, may run behind the rest of the
+    backward pass. `collectives` is their number, `axes` their mesh axes. `needs` is a collective for which the
+    following events wait: an event with `needs` takes no time.
+    """
+
+    name: str
+    phase: Phase
+    queue: Queue
+    seconds: float
+    flops: float = 0.0
+    nbytes: int = 0
+    collectives: int = 0
+    axes: tuple[str, ...] = ()
+    waits: bool = True
+    needs: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An event and when it begins, in seconds from the first."""
+
+    event: Event
+    begin: float
+
+    @property
+    def end(self) -> float:
+        """Seconds at which the event ends."""
+        return self.begin + self.event.seconds
+
+
+def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
+    """Place events in the order of the program, each as early as its queue allows.
+
+    Work and collectives wait for each other; with `overlap`, collectives without `waits` do not delay following work.
+
+    >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
+    >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=True)]
+    ([0.0, 2.0], [0.0, 0.0])
+    """
+    clock, ends, slots = StepClock(), dict[int, float](), list[Slot]()
+    for event in events:
+        if event.needs is not None:
+            clock.wait(ends.get(id(event.needs), 0.0))
+            continue
+        if event.queue == "compute":
+            begin = clock.work(event.seconds)
+        else:
+            begin = clock.send(event.seconds, waits=event.waits or not overlap)
+        slots.append(Slot(event, begin))
+        ends[id(event)] = slots[-1].end
+    return tuple(slots)
+
+
+def makespan(slots: Sequence[Slot]) -> float:
+    """Seconds until the last event ends."""
+    return max((slot.end for slot in slots), default=0.0)
+
+
+def chrome_trace(slots: Sequence[Slot], rank: int = 0) -> str:
+    """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
+    queues: tuple[Queue, ...] = ("compute", "network")
+    return to_chrome((_slice(slot, rank) for slot in slots), [(rank, queue) for queue in queues])
+
+
+def _slice(slot: Slot, rank: int) -> Slice:
+    event = slot.event
+    shown = {"bytes": event.nbytes, "flops": event.flops, "axes": " ".join(event.axes)}
+    return Slice(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)
+
+
+_MOMENT, _AGREED = 2e-3, 5
+"""Seconds between two counts of bytes alive, and how many equal counts in a row end the wait."""
+
+
+class StepTimeline:
+    """Records every local operator, also those of distributed operators, and every collective, on a topology.
+
+    Without one, on the topology in use for each mesh. In a step with data, operators on tensors without data only infer
+    shapes, and are not recorded. Numbers on the host, such as Adam's count of steps, are no data, and with `for_shapes`
+    no tensors that the step makes are. Storages of tensors in `known` existed before, and do not count.
+    """
+
+    def __init__(
+        self, topology: Topology | None = None, known: Iterable[Tensor] = (), *, for_shapes: bool = False
+    ) -> None:
+        self.topology, self.memory, self.for_shapes = topology, Allocations(known), for_shapes
+        self.real = self.sends = False
+        self.events: list[Event] = []
+        self.running: list[Decision] = []
+        self.joined: dict[int, tuple[Event, Decision]] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record what runs within the block."""
+        observed = observing(self._dispatched, self._waited)
+        with listen(self._sent), observed as self.running, OperatorMode(self._run):
+            yield
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The events with their begins, joined collectives beside the work up to their first wait."""
+        return place_events(self.events, overlap=True)
+
+    def seconds(self, queue: Queue) -> float:
+        """Seconds of all local work, or of all collectives."""
+        return sum(event.seconds for event in self.events if event.queue == queue)
+
+    def stable_bytes(self, above: int = -1) -> int:
+        """Wait until the bytes alive no longer fall, or are at most `above`, and return them.
+
+        A thread of the backend releases the tensors that it sent a moment after the collective has ended.
+        """
+        nbytes, agreed = self.memory.alive(), 0 if self.real and self.sends else _AGREED
+        while nbytes > above and agreed < _AGREED:
+            time.sleep(_MOMENT)
+            before, nbytes = nbytes, self.memory.alive()
+            agreed = 0 if nbytes < before else agreed + 1
+        return nbytes
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if is_for_shapes():  # nothing is kept of what is asked for shapes alone
+            return func(*args, **kwargs)
+        operands = tensors_in((args, kwargs))
+        before = {StorageWeakRef(tensor.untyped_storage()) for tensor in operands}
+        out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        if not (self.real or self.for_shapes) and any(not x.is_meta and x.dim() for x in outputs):
+            self.real = True
+            self.memory.clear()
+            self.events = [event for event in self.events if event.queue != "compute"]
+        if self.real and all(tensor.is_meta for tensor in outputs):
+            return out
+        self.memory.existed(before)
+        if self.memory.add(outputs):
+            self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
+        fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]
+        call = LocalCall(func, args, kwargs, out, operands, fresh)
+        if call.works:
+            flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
+            seconds = call.seconds(flops, topology)
+            self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
+        return out
+
+    def _dispatched(self, decision: Decision) -> None:
+        """Record the host's time of a distributed operator, before the work within it."""
+        seconds = host_seconds(decision.op, self.topology or decision.topology)
+        if seconds:
+            self.events.append(Event(decision.op, "step", "compute", seconds))
+
+    def _sent(self, event: Sent) -> None:
+        self.sends = True
+        seconds = event_seconds(event, self.topology)
+        decision = self.running[-1] if self.running and self.running[-1].members else None
+        axes, waits = tuple(event.axis.split(",")), decision is None
+        collective = Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes, waits)
+        self.events.append(collective)
+        if decision is not None:  # kept, so that no other has its id
+            self.joined[id(decision)] = collective, decision
+
+    def _waited(self, decision: Decision) -> None:
+        """Record that the following events wait for a joined collective."""
+        if id(decision) in self.joined:
+            self.events.append(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
+
+
+def event_seconds(event: Sent, topology: Topology | None = None) -> float:
+    """Seconds of a collective that ran, as the plan of a move between meshes, or the topology, predicts.
+
+    Without `topology`, the one in use for its mesh.
+    """
+    if event.predicted is not None:
+        return event.predicted
+    topology, axes = topology or planning_context().topology_of(event.mesh), tuple(event.axis.split(","))
+    return predicted_seconds(event.collective, event.nbytes, event.mesh, axes, topology)
