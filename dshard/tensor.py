@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from functools import partial
@@ -16,6 +15,7 @@ from dshard import comm
 from dshard.autograd.crossing import ToLocal, in_layout, redistribute, redistribute_in_dtypes
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.autograd.local_tensors import AnyPlacement, Emptied, compare_gradients, from_local
+from dshard.callers import asked_by
 from dshard.comm import DeviceMesh, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
@@ -93,8 +93,7 @@ class DTensor(Wrapper):
         """Mesh, placements and order of the mesh axes."""
         # torch has the name for the format of memory: its own functions compare it with torch.sparse_csr, and pass it
         # to factories. So the answer depends on who asks; a library other than torch gets the Layout.
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker.startswith("torch."):
+        if asked_by("torch"):
             return torch.strided  # type: ignore[return-value]
         return self._spec.layout
 
@@ -106,7 +105,7 @@ class DTensor(Wrapper):
     @property
     def device_mesh(self) -> DeviceMesh | Mesh:  # type: ignore[override]  # torch has no pure mesh
         """torch's mesh of the tensor, or the pure mesh if there are no processes."""
-        if sys._getframe(1).f_globals.get("__name__") == "peft.tuners.tuners_utils":
+        if asked_by("peft.tuners.tuners_utils"):
             return UNNAMED  # type: ignore[return-value]  # by names it tells whether layers compute with local weights
         return comm.device_mesh_of(self._spec.layout.mesh)
 

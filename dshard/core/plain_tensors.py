@@ -8,14 +8,12 @@ within `implicit_replication`. Elsewhere a user's are refused, torch's own are n
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import local
-from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
@@ -28,6 +26,7 @@ from torch.nn.init import sparse_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from dshard.callers import asked_by, callers
 from dshard.comm import (
     LocalTensor,
     checksum,
@@ -451,7 +450,8 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
 
 def _is_harmless(func: Function) -> bool:
     """Whether plain tensors in a call are alike on all ranks by what it is, or by where it is made."""
-    is_torchs = calling_module().startswith("torch.masked.")
+    # Functions of torch.masked count elements in plain tensors of their own, known by their module alone
+    is_torchs = asked_by("torch.masked", through=("dshard",))
     return getattr(func, "__name__", "") in _HARMLESS or is_torchs or graph_task_id() != -1
 
 
@@ -514,22 +514,8 @@ def _is_in_step() -> bool:
     A closure that the step calls records gradients, and is the user's. The stack tells, so that a step that raised
     leaves nothing behind, and steps without plain state do not pay.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _STEPS:
-        frame = frame.f_back
+    frame = next((frame for frame in callers() if frame.f_code in _STEPS), None)
     if frame is None or not is_grad_enabled():
         return frame is not None
     args, kwargs = frame.f_locals.get("args", ())[1:], frame.f_locals.get("kwargs", {})
     return not any(map(callable, (*args, *kwargs.values())))
-
-
-def calling_module() -> str:
-    """The name of the innermost module outside dshard on the call stack.
-
-    Functions of `torch.masked` count elements in plain tensors of their own, known by their module alone. If torch
-    renames that module, they are refused like a user's.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("dshard."):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")

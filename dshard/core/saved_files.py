@@ -5,12 +5,12 @@ Everything else that pickles or copies tensors, such as queues and `all_gather_o
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
+from dshard.callers import callers
 from dshard.comm import group_rank, is_outside, runtime_of, simulated_ranks, traced, warn_here
 from dshard.core.spec import Spec
 from dshard.errors import CheckpointError
@@ -25,15 +25,13 @@ _WARNED: set[tuple[str, int]] = set()
 
 def torch_save_caller() -> FrameType | None:
     """The frame of the program that called `torch.save`, if that is who pickles; None in pickles of other kinds."""
-    frame: FrameType | None = sys._getframe(1)
     is_saving = False
-    while frame is not None:
+    for frame in callers():
         name = frame.f_globals.get("__name__", "")
         if name == "torch.serialization":
             is_saving = True
         elif is_saving or name.partition(".")[0] not in _PICKLERS:
             return frame if is_saving and not name.startswith(_NOT_THE_USERS) else None
-        frame = frame.f_back
     return None
 
 

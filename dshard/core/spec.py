@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -10,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from dshard.callers import callers
 from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, plain
 from dshard.core.context import settings_in_force
 from dshard.core.torch_placements import torch_placements
@@ -49,7 +49,7 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
     @property
     def mesh(self) -> DeviceMesh | Mesh:
         """torch's mesh, or the pure mesh if there are no processes."""
-        refuse_fully_shard(sys._getframe(1), self.layout.mesh)
+        refuse_fully_shard(next(callers()), self.layout.mesh)
         return device_mesh_of(self.layout.mesh)
 
     @cached_property

@@ -5,11 +5,12 @@ torch has no hook for them. Before they send anything, each reads an attribute o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from itertools import islice
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from dshard.callers import callers
 from dshard.comm import ranks_in
 from dshard.errors import MeshError
 from dshard.layout import Layout
@@ -74,10 +75,9 @@ class FlattenedByFSDP:
     """
 
     def __get__(self, parameter: Any, owner: type) -> bool:
-        asker = sys._getframe(1).f_back
-        asker = asker if asker is None else asker.f_back
-        if parameter is not None and asker is not None and asker.f_code.co_name == "_init_param_handle_from_module":
-            refuse_fully_sharded(asker.f_locals["state"], parameter._spec.layout.mesh)
+        for asker in islice(callers(), 3) if parameter is not None else ():
+            if asker.f_code.co_name == "_init_param_handle_from_module":
+                refuse_fully_sharded(asker.f_locals["state"], parameter._spec.layout.mesh)
         return False
 
 

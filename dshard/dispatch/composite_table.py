@@ -20,10 +20,11 @@ from dshard.autograd.gradients import (
     retain_grad,
     set_data,
 )
+from dshard.callers import asked_by
 from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, ranks_of_group
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import on_all_ranks, redistribute_local
-from dshard.core.plain_tensors import calling_module, plain_mode, wrap_or_refuse_plain
+from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
@@ -218,7 +219,7 @@ def data_ptr(func: Function, args: Args, kwargs: Kwargs) -> Any:
     Raises:
         LayoutError: with the way out.
     """
-    if calling_module().partition(".")[0] in _COMPARE_POINTERS:
+    if asked_by(*_COMPARE_POINTERS, through=("dshard",)):
         return NotImplemented
     raise LayoutError(
         f"data_ptr() of a tensor laid out [{args[0]._spec.layout}], which is in no one's memory as a whole: "

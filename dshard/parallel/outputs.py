@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from copy import copy
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from dshard.callers import asked_by
 from dshard.errors import LayoutError
 from dshard.layout import layout_of
 from dshard.parallel.batch_rows import Rows
@@ -81,7 +81,7 @@ def _for_caller(out: Any, rows: Rows | None) -> Any:
     Such code indexes and concatenates them with plain tensors, as `generate` does. In a training step with a loss it
     uses only the loss, so the rest is not gathered.
     """
-    if is_dynamo_compiling() or not _is_model_output(out) or not _is_for_library():
+    if is_dynamo_compiling() or not _is_model_output(out) or not asked_by(*LIBRARIES, through=_PASSED):
         return out
     loss = out.get("loss")
     if torch.is_grad_enabled() and isinstance(loss, DTensor) and loss.requires_grad:
@@ -93,14 +93,3 @@ def _for_caller(out: Any, rows: Rows | None) -> Any:
 
 def _is_model_output(out: object) -> bool:
     return any(c.__name__ == "ModelOutput" and c.__module__.startswith("transformers.") for c in type(out).__mro__)
-
-
-def _is_for_library() -> bool:
-    """Whether the innermost caller that does not merely pass on the outputs is of one of `LIBRARIES`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        library = frame.f_globals.get("__name__", "").partition(".")[0]
-        if library not in _PASSED:
-            return library in LIBRARIES
-        frame = frame.f_back
-    return False

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from dshard.callers import asked_by
 from dshard.comm import Event, is_first_rank, listen, tell_waits
 from dshard.core.signature import Args, Kwargs
 from dshard.placements import Placement
@@ -56,17 +55,10 @@ class _Sent(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         packet = func.overloadpacket
-        if func.namespace in ("c10d", *_FUNCTIONAL) and packet.__name__ not in _NO_COLLECTIVES and not _by_dshard():
+        is_collective = func.namespace in ("c10d", *_FUNCTIONAL) and packet.__name__ not in _NO_COLLECTIVES
+        if is_collective and not asked_by("dshard", through=("torch",)):
             self.counts[packet if func.namespace == "c10d" else getattr(_OPS, packet.__name__)] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _by_dshard() -> bool:
-    """Whether dshard is the caller: the innermost function on the stack below this module that is not torch's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("dshard.")
 
 
 class CommDebugMode:

@@ -1,0 +1,31 @@
+"""Who asks: code of several libraries asks a distributed tensor or a model under one name, and means different things.
+
+All that depends on the caller is decided by these functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+
+def asked_by(*packages: str, through: tuple[str, ...] = ()) -> bool:
+    """Whether the caller of the function that asks is of one of `packages`; code of `through` merely passes on."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_of(frame, through):
+        frame = frame.f_back
+    return frame is not None and _is_of(frame, packages)
+
+
+def _is_of(frame: FrameType, packages: tuple[str, ...]) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames of the stack, the innermost first, from the caller of the function that iterates."""
+    frame = sys._getframe(1).f_back  # frame 1 is of the function that iterates
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
