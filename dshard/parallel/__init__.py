@@ -5,14 +5,22 @@ from dshard.parallel.auto import Auto
 from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
-from dshard.parallel.load_pretrained import from_pretrained
+from dshard.parallel.integrations.huggingface import adopt
+from dshard.parallel.integrations.pretrained import from_pretrained
+from dshard.parallel.integrations.torch_styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from dshard.parallel.loss import loss_parallel
-from dshard.parallel.model_plan import parallelize, plan_model
+from dshard.parallel.model_plan import AFTER_PARALLELIZE, parallelize, plan_model
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.precision import Precision
-from dshard.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-from dshard.parallel.style_apply import parallelize_module
-from dshard.parallel.style_io import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 
 __all__ = [
     "Auto",
@@ -42,3 +50,5 @@ __all__ = [
     "plan_model",
     "rank_meshes",
 ]
+
+AFTER_PARALLELIZE.append(adopt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -25,7 +25,6 @@ from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.build_plan import lay_out
 from dshard.parallel.factors import trace_factors
-from dshard.parallel.huggingface import adopt
 from dshard.parallel.input_modes import Mode, input_modes
 from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.plan_files import strategy_of
@@ -42,6 +41,8 @@ AUTO = "auto"
 Checked: TypeAlias = StrategyName | str | Auto | Mapping[str, Sequence[Placement]] | Plan
 PlanArgument: TypeAlias = Checked | Path
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+AFTER_PARALLELIZE: list[Callable[[nn.Module, Boundary], None]] = []
+"""What makes models of other libraries fit these once they are laid out; `dshard.parallel.integrations` has it."""
 
 
 def plan_model(
@@ -131,7 +132,8 @@ def parallelize(
     set_boundary(model, boundary)
     apply_plan(model, chosen)
     end_boundary(model, boundary)
-    adopt(model, boundary)
+    for adopt in AFTER_PARALLELIZE:
+        adopt(model, boundary)
     return model
 
 

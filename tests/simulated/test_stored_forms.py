@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dshard import DTensor, Layout, Mesh, Placement, Replicate, Shard, distribute_tensor
-from dshard.parallel.load_pretrained import StoredForm, as_planned, form_of
+from dshard.parallel.integrations.pretrained import StoredForm, as_planned, form_of
 from dshard.testing import simulated
 
 GRID = Mesh((2, 2), ("a", "b"))

@@ -20,7 +20,7 @@ from dshard.errors import ArgumentError, MeshError
 from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import replace_parameters
-from dshard.parallel.huggingface import ParallelizedModel, newly_derived
+from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
 from dshard.parallel.plan_options import plan_options
 from dshard.parallel.plan_values import Plan
