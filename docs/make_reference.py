@@ -33,8 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
-        "dshard.parallel": "Auto Plan Cost Memory Moves Move Precision checkpoint from_pretrained loss_parallel "
-        "rank_meshes MeshChoice Transformer",
+        "dshard.parallel": "Auto Plan Cost Memory Moves Precision checkpoint from_pretrained loss_parallel",
     },
     "Styles of torch": {
         "dshard.parallel": "parallelize_module ParallelStyle ColwiseParallel RowwiseParallel SequenceParallel "

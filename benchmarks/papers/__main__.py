@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.papers import memory
+from benchmarks.papers.atp import Transformer, rank_meshes
 from benchmarks.papers.layers import layers
 from benchmarks.papers.scaling import (
     TABLES,
@@ -29,7 +30,6 @@ from benchmarks.papers.scaling import (
     unflagged,
 )
 from benchmarks.section import markdown_table, write_section
-from dshard.parallel import Transformer, rank_meshes
 from dshard.topology import Topology
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "papers.md"

@@ -1,6 +1,5 @@
-"""Layouts of whole models: by named strategies, the cheapest plan, or parameter names; torch's styles; mesh search."""
+"""Layouts of whole models: by named strategies, the cheapest plan, or parameter names; torch's styles."""
 
-from dshard.parallel.atp_search import MeshChoice, Move, Transformer, rank_meshes
 from dshard.parallel.auto import Auto
 from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
@@ -27,8 +26,6 @@ __all__ = [
     "ColwiseParallel",
     "Cost",
     "Memory",
-    "MeshChoice",
-    "Move",
     "Moves",
     "ParallelStyle",
     "Plan",
@@ -38,7 +35,6 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
-    "Transformer",
     "batches",
     "checkpoint",
     "data_ranks",
@@ -48,7 +44,6 @@ __all__ = [
     "parallelize",
     "parallelize_module",
     "plan_model",
-    "rank_meshes",
 ]
 
 AFTER_PARALLELIZE.append(adopt)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.atp import Transformer, rank_meshes
 from dshard import Layout, Mesh, Partial, Replicate, Schedule, Shard
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.parallel import Transformer, rank_meshes
 from dshard.placements import Placement
 from dshard.redistribute import plan
 from dshard.rules.communication_bounds import matmul_lower_bound
@@ -202,7 +202,7 @@ def cheapest(tokens: int, h: int, ranks: int) -> str:
     """The system that receives the fewest elements, each with the best form for each product."""
     found: dict[str, float] = {}
     transformer = Transformer(h, tokens, itemsize=ITEMSIZE)
-    for choice in rank_meshes(ranks, Topology.flat(1.0, ranks=ranks).bytes_only(), transformer, form="reduce_scatter"):
+    for choice in rank_meshes(ranks, Topology.flat(1.0, ranks=ranks).bytes_only(), transformer, scatters=True):
         name = "1D" if choice.mesh.shape[1] == 1 else f"ATP{choice.mesh.shape}"
         found[name] = choice.nbytes / ITEMSIZE
     summa, abt = STRATEGIES["summa"].schedule, STRATEGIES["summa-abt"].schedule

@@ -25,7 +25,6 @@ STARTS = ("demo", "selftest", "topology measure")
 CALLS = {
     "plan redistribute": ["--mesh", "4", *ENDS],
     "plan reshard": ["--mesh", "2", "--to-mesh", "3", *ENDS],
-    "plan mesh": ["--devices", "8", "--hidden", "64", "--tokens", "128"],
     "plan matmul": ["--m", "64", "--k", "64", "--n", "64", "--mesh", "2x2"],
     "plan model": ["--devices", "4", "--model", "MODEL", "--batch", "8"],
     "explain": ["x.sum()", "--mesh", "4", "--tensor", "x: 8x8 S(0)"],

@@ -74,7 +74,6 @@ EMPTY = planned(0, 4, placements=[Shard(0), Replicate()])
 WHOLE = Layout(LINE, (Replicate(),))
 DGX = Topology.preset("dgx-a100")
 COSTS = pipeline.uniform(2, chain(2), StageCost())
-SIZES = parallel.Transformer(8, 8)
 EXAMPLE = torch.empty(8, 8, device="meta")
 
 
@@ -461,15 +460,6 @@ MODELS: list[Row] = [
     (lambda: dshard.plan_model(Net(), LINE, "data", EXAMPLE).placements("fc.weigth"), LayoutError, "did you mean"),
     (lambda: parallel.Auto(-5), StrategyError, "memory: -5 is not a number above 0"),
     (lambda: parallel.Auto("80GB"), StrategyError, "memory: '80GB' is not a number"),
-    (lambda: parallel.Transformer("8", 1), ShapeError, "hidden: '8' is not a whole number"),
-    (lambda: parallel.Transformer(8.5, 1), ShapeError, "hidden: 8.5 is not a whole number"),
-    (lambda: parallel.rank_meshes(0, DGX, SIZES), ShapeError, "devices: 0 is not a whole number above 0"),
-    (lambda: parallel.rank_meshes("4", DGX, SIZES), ShapeError, "devices: '4'"),
-    (lambda: parallel.rank_meshes(4, "cpu", SIZES), TopologyError, "is the name of a preset"),
-    (lambda: parallel.rank_meshes(8, DGX, 8), ArgumentError, "transformer: 8 is an int"),
-    (lambda: parallel.rank_meshes(8, DGX, SIZES, form="allreduce"), StrategyError, "did you mean 'all_reduce'"),
-    (lambda: parallel.rank_meshes(8, DGX, SIZES, meshes=[(2, 2, 2)]), ShapeError, "has 3 axes: give two sizes"),
-    (lambda: parallel.rank_meshes(8, DGX, SIZES, meshes=[MESH]), ShapeError, "give its two sizes"),
     (lambda: parallel.ColwiseParallel(input_layouts="S(0)"), LayoutError, "input_layouts: 'S.0.' is a str"),
     (lambda: parallel.ColwiseParallel(output_layouts=Shard), LayoutError, "the class Shard, not one of its values"),
     (lambda: parallel.ColwiseParallel(input_layouts=(Shard(0),)), LayoutError, "give one placement"),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from dshard.core.context import use_topology
 from dshard.errors import MeshError
 from dshard.explain import LEGEND, Report, describe_tensor, explain_matmul, explain_source, parse_dtype, read_layout
-from dshard.parallel.atp_search import Transformer, rank_meshes
 from dshard.redistribute import plan
 from dshard.reshard import plan_reshard
 from dshard.reshard.plan_rows import data_of
@@ -22,7 +21,6 @@ from dshard.tools.cli.arguments import (
     add_dtype,
     add_files,
     add_group,
-    parse_devices,
     parse_mesh,
     parse_positive,
     parse_shape,
@@ -41,13 +39,6 @@ def add_plan(commands: Commands) -> None:
     _add_ends(parser, _plan_redistribute)
     _add_reshard(kinds)
 
-    parser = add_command(kinds, "mesh", "meshes of two axes for the layers of a transformer, the cheapest first")
-    parser.add_argument("--devices", type=parse_devices, required=True, metavar="N", help="how many")
-    parser.add_argument("--hidden", type=parse_positive, required=True, metavar="N", help="width of the model")
-    parser.add_argument("--tokens", type=parse_positive, required=True, metavar="N", help="tokens in a batch")
-    parser.add_argument("--layers", type=parse_positive, default=1, metavar="N", help="default: %(default)s")
-    add_common(parser, _plan_mesh)
-    add_files(parser)
     _add_matmul(kinds)
     add_plan_model(kinds)
 
@@ -120,17 +111,6 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
         resharding = plan_reshard(src, dst, arguments.shape, arguments.itemsize, topology)
     value = data_of(resharding, topology) | topology_data(topology, why)
     return print_result(arguments, value, report.reshard_table(resharding, topology, why))
-
-
-def _plan_mesh(arguments: argparse.Namespace) -> int:
-    topology, why = planned_on(arguments, arguments.devices)
-    transformer = Transformer(arguments.hidden, arguments.tokens, arguments.layers, itemsize=arguments.itemsize)
-    with report.waiting("planning"):
-        choices = rank_meshes(arguments.devices, topology, transformer)
-    rows = [{"mesh": list(c.mesh.shape), "name": c.name, "seconds": c.seconds, "nbytes": c.nbytes} for c in choices]
-    return print_result(
-        arguments, topology_data(topology, why) | {"rows": rows}, report.meshes_table(choices, topology, why)
-    )
 
 
 def _plan_matmul(arguments: argparse.Namespace) -> int:

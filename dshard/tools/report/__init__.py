@@ -19,7 +19,6 @@ from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
-from dshard.parallel.atp_search import MeshChoice
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.pipeline import Choice, Timeline
 from dshard.redistribute import Plan, plan
@@ -213,18 +212,6 @@ def reshard_table(resharding: ReshardPlan, topology: Topology, why: str) -> Grou
         title(f"{src} -> {dst}  of {resharding.shape}\ntopology {topology}; {why}"),
         table((">start us", ">busy us", ">bytes", ">chunks", "form", "slice", "ranks"), rows),
         Text("\n".join([*more, *summary_lines(resharding, topology)])),
-    )
-
-
-def meshes_table(choices: Sequence[MeshChoice], topology: Topology, why: str) -> Group:
-    """Meshes for a transformer, the cheapest first."""
-    rows = []
-    for choice in choices:
-        seconds = (choice.seconds, choice.seconds_on("d1"), choice.seconds_on("d2"))
-        rows.append([str(choice.mesh), choice.name, *(f"{s * 1e3:.3f}" for s in seconds), human_bytes(choice.nbytes)])
-    return Group(
-        title(f"Meshes for one training step, communication alone\ntopology {topology}; {why}"),
-        table(("mesh", "name", ">ms", ">ms on d1", ">ms on d2", ">received"), rows),
     )
 
 
