@@ -12,7 +12,7 @@ Track: TypeAlias = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Bar:
     """A span of time on a track: `begin` and `seconds` in seconds, and further values to show."""
 
     name: str
@@ -23,7 +23,7 @@ class Slice:
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
-def to_chrome(slices: Iterable[Slice], tracks: Sequence[Track], processes: Mapping[int, str] | None = None) -> str:
+def to_chrome(slices: Iterable[Bar], tracks: Sequence[Track], processes: Mapping[int, str] | None = None) -> str:
     """A trace with tracks in this order; processes may have names.
 
     >>> text = to_chrome([Slice("gemm", "forward", (0, "compute"), 1.0, 0.5)], [(0, "compute")])
@@ -42,7 +42,7 @@ def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(span: Slice, thread: int) -> dict[str, Any]:
+def _event(span: Bar, thread: int) -> dict[str, Any]:
     """A complete event; the format counts in microseconds."""
     return {
         "name": span.name,

@@ -26,7 +26,7 @@ from dshard.tensor import DTensor, as_dtensor
 from dshard.validate import as_int, as_shape, is_symbolic, shown, suggestion
 
 
-class Options(TypedDict, total=False):
+class FactoryOptions(TypedDict, total=False):
     """Options of factories: those of torch, the mesh (by default the current one), and placements (all replicated)."""
 
     device_mesh: DeviceMesh | Mesh | None
@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     generator: torch.Generator | None
 
 
-class SizedOptions(Options, total=False):
+class SizedOptions(FactoryOptions, total=False):
     """Options of factories whose sizes, and bounds, may have names."""
 
     size: Sequence[int]
@@ -63,7 +63,7 @@ def empty(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
 
 
 @traceable
-def full(size: Sequence[int], fill_value: float, **options: Unpack[Options]) -> DTensor:
+def full(size: Sequence[int], fill_value: float, **options: Unpack[FactoryOptions]) -> DTensor:
     """A DTensor of which every element is `fill_value`; `dtype` and `requires_grad` as in `torch.full`."""
     return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), options)
 
@@ -100,7 +100,7 @@ def randint(*args: object, **options: Unpack[SizedOptions]) -> DTensor:
 
 
 @traceable
-def randperm(n: int, **options: Unpack[Options]) -> DTensor:
+def randperm(n: int, **options: Unpack[FactoryOptions]) -> DTensor:
     """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all and keeps its own.
 
     The same order on every mesh and layout under `manual_seed`.
@@ -122,7 +122,7 @@ def randperm(n: int, **options: Unpack[Options]) -> DTensor:
 
 
 @traceable
-def linspace(start: complex | Tensor, end: complex | Tensor, steps: int, **options: Unpack[Options]) -> DTensor:
+def linspace(start: complex | Tensor, end: complex | Tensor, steps: int, **options: Unpack[FactoryOptions]) -> DTensor:
     """`steps` numbers evenly spaced from `start` to `end`, to the bit those of `torch.linspace`.
 
     `start` and `end` may be DTensors without dims. Each rank makes all numbers and keeps its own.
@@ -136,7 +136,7 @@ def logspace(
     end: complex | Tensor,
     steps: int,
     base: float = 10.0,
-    **options: Unpack[Options],
+    **options: Unpack[FactoryOptions],
 ) -> DTensor:
     """`steps` powers of `base` whose exponents are evenly spaced from `start` to `end`: those of `torch.logspace`.
 
@@ -149,7 +149,7 @@ def _spaced(
     make: Callable[..., Tensor],
     ends: tuple[complex | Tensor, complex | Tensor],
     steps: int,
-    options: Options,
+    options: FactoryOptions,
 ) -> DTensor:
     _check_options("linspace", options, {"dtype", "requires_grad"})
     shape, layout = _shape_and_layout((as_int(steps, "steps", ShapeError, least=0),), options)
@@ -166,7 +166,7 @@ def _spaced(
 def _new(
     make: Callable[..., Tensor],
     size: tuple[Any, ...],
-    options: Options,
+    options: FactoryOptions,
 ) -> DTensor:
     """A DTensor whose local tensor each rank makes by `make`."""
     size = _size_of(size, options)
@@ -188,7 +188,7 @@ def _random(
     make: Callable[..., Tensor],
     distribution: Callable[[torch.dtype], random.Distribution],
     size: tuple[Any, ...],
-    options: Options,
+    options: FactoryOptions,
 ) -> DTensor:
     """A DTensor whose local tensor each rank draws itself, once torch has accepted the arguments."""
     size = _size_of(size, options)
@@ -203,7 +203,7 @@ def _random(
     return _wrap_local(drawn._local_tensor, layout, shape, options)
 
 
-def _shape_and_layout(size: tuple[object, ...], options: Options) -> tuple[tuple[int, ...], Layout]:
+def _shape_and_layout(size: tuple[object, ...], options: FactoryOptions) -> tuple[tuple[int, ...], Layout]:
     only = size[0] if len(size) == 1 else size
     shape = as_shape((only,) if _is_number(only) else only, "size", ShapeError)
     mesh, placements = as_mesh(options.get("device_mesh")), options.get("placements")
@@ -265,7 +265,7 @@ def _check_holds(n: int, dtype: torch.dtype) -> None:
         raise DtypeError(f"randperm of {n} as {dtype}, which does not hold all numbers below that: use torch.int64")
 
 
-def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], options: Options) -> DTensor:
+def _wrap_local(local: Tensor, layout: Layout, shape: tuple[int, ...], options: FactoryOptions) -> DTensor:
     """Wrap local tensors in `layout`; on partial axes the value is the first rank's term."""
     device = comm.device_of_result(local, layout.mesh)
     wrapped = wrap(local, contiguous_spec(layout.cotangent(), shape, local.dtype, device))

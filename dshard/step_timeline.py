@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dshard.chrome import Slice, to_chrome
-from dshard.comm import Event as Sent
+from dshard.chrome import Bar, to_chrome
+from dshard.comm import CommEvent as Sent
 from dshard.comm import listen
 from dshard.core.context import planning_context
 from dshard.core.local_work import LocalCall, host_seconds
@@ -57,7 +57,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PlacedEvent:
     """An event and when it begins, in seconds from the first."""
 
     event: Event
@@ -69,7 +69,7 @@ class Slot:
         return self.begin + self.event.seconds
 
 
-def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slot, ...]:
+def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[PlacedEvent, ...]:
     """Place events in the order of the program, each as early as its queue allows.
 
     Work and collectives wait for each other; with `overlap`, collectives without `waits` do not delay following work.
@@ -78,7 +78,7 @@ def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slo
     >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=True)]
     ([0.0, 2.0], [0.0, 0.0])
     """
-    clock, ends, slots = StepClock(), dict[int, float](), list[Slot]()
+    clock, ends, slots = StepClock(), dict[int, float](), list[PlacedEvent]()
     for event in events:
         if event.needs is not None:
             clock.wait(ends.get(id(event.needs), 0.0))
@@ -87,26 +87,26 @@ def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[Slo
             begin = clock.work(event.seconds)
         else:
             begin = clock.send(event.seconds, waits=event.waits or not overlap)
-        slots.append(Slot(event, begin))
+        slots.append(PlacedEvent(event, begin))
         ends[id(event)] = slots[-1].end
     return tuple(slots)
 
 
-def makespan(slots: Sequence[Slot]) -> float:
+def makespan(slots: Sequence[PlacedEvent]) -> float:
     """Seconds until the last event ends."""
     return max((slot.end for slot in slots), default=0.0)
 
 
-def chrome_trace(slots: Sequence[Slot], rank: int = 0) -> str:
+def chrome_trace(slots: Sequence[PlacedEvent], rank: int = 0) -> str:
     """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
     queues: tuple[Queue, ...] = ("compute", "network")
     return to_chrome((_slice(slot, rank) for slot in slots), [(rank, queue) for queue in queues])
 
 
-def _slice(slot: Slot, rank: int) -> Slice:
+def _slice(slot: PlacedEvent, rank: int) -> Bar:
     event = slot.event
     shown = {"bytes": event.nbytes, "flops": event.flops, "axes": " ".join(event.axes)}
-    return Slice(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)
+    return Bar(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)
 
 
 _MOMENT, _AGREED = 2e-3, 5
@@ -138,7 +138,7 @@ class StepTimeline:
             yield
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[PlacedEvent, ...]:
         """The events with their begins, joined collectives beside the work up to their first wait."""
         return place_events(self.events, overlap=True)
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import Module, register_module_forward_hook, register_module_forward_pre_hook
 
-from dshard.chrome import Slice, to_chrome
-from dshard.comm import Event, collectives_of, listen, runtime_of, user_line
+from dshard.chrome import Bar, to_chrome
+from dshard.comm import CommEvent, collectives_of, listen, runtime_of, user_line
 from dshard.core.observe import Decision, observing
 from dshard.core.plain_tensors import refusing_plain
 from dshard.errors import LayoutError
@@ -191,10 +191,10 @@ class Trace(Tabled):
         tracks = [(self.rank, f"axis {axis}") for axis in axes]
         return to_chrome(map(self._slice, self.events), tracks, {self.rank: f"rank {self.rank}"})
 
-    def _slice(self, event: Traced) -> Slice:
+    def _slice(self, event: Traced) -> Bar:
         measured = {} if event.measured is None else {"measured us": event.measured * 1e6}
         shown = {"bytes": event.nbytes, "predicted us": event.seconds * 1e6, **measured}
-        return Slice(
+        return Bar(
             f"{event.collective} ({event.op})",
             event.collective,
             (self.rank, f"axis {event.axis}"),
@@ -237,7 +237,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
         if len(running) == 1:
             recorded.operators.append(decision.op)
 
-    def on_event(event: Event) -> None:
+    def on_event(event: CommEvent) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
         runtime = runtime_of(event.mesh)
         members = modules.shares(running[-1].members, event.nbytes) if running else ()

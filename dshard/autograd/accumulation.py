@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dshard.autograd.joined_gradients import Leaf, join
+from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.comm import Scoped, outside_graphs
 from dshard.core.moves import local_redistribution, redistributed
 from dshard.core.wrapper import Wrapper
@@ -43,7 +43,7 @@ def accumulating() -> bool:
     return bool(_BLOCKS.anywhere) and _BLOCKS.value()
 
 
-def stays_partial(leaf: Leaf) -> bool:
+def stays_partial(leaf: GradientLeaf) -> bool:
     """Whether a gradient of the leaf that arises now is accumulated partial, to be reduced later."""
     if not leaf.accumulates:
         return False
@@ -65,7 +65,7 @@ class _ReduceOnce:
 
     handle: RemovableHandle
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: GradientLeaf) -> None:
         self.leaf = leaf
 
     def __call__(self, x: Tensor) -> None:

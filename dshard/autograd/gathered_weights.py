@@ -163,7 +163,7 @@ def _storage(x: Tensor) -> int:
     return int(local.untyped_storage()._cdata)
 
 
-class Saved(NamedTuple):
+class SavedWeight(NamedTuple):
     """A gathered weight, or a view of one, as autograd saves it: its index, and its place in that memory.
 
     `spec` is that of a distributed tensor, None for a local one; `version` that of the stored weight, which a write to
@@ -286,14 +286,14 @@ class GatheredUse:
             local = x._local_tensor if isinstance(x, Wrapper) else x
             spec = x._spec if isinstance(x, Wrapper) else None
             version = _version(self.stored[i])[:3] if self.outer is None else None
-            return Saved(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec, version)
+            return SavedWeight(self, i, tuple(local.shape), local.stride(), int(local.storage_offset()), spec, version)
         if self.outer is not None:
             return Outer(self.outer[0](x))
         kept = x.detach()  # an operator that saves its result would hold its own node, which nothing would free
         with no_torch_function():
             return Kept(kept, _count_of(kept))
 
-    def unpack(self, packed: Tensor | Saved | Outer | Kept) -> Tensor:
+    def unpack(self, packed: Tensor | SavedWeight | Outer | Kept) -> Tensor:
         """The tensor that autograd saved: a weight is gathered again, and gathering for the use before it begins."""
         if isinstance(packed, Outer):
             unpacked: Tensor = self.outer[1](packed.packed)
@@ -307,7 +307,7 @@ class GatheredUse:
                     f"tensor of shape {tuple(packed.x.shape)}; write to it after the backward pass, or to a copy"
                 )
             return packed.x
-        if not isinstance(packed, Saved):
+        if not isinstance(packed, SavedWeight):
             return packed
         x: Tensor = self.weight(packed.i, packed.version).as_strided(packed.size, packed.stride, packed.offset)
         return x if packed.spec is None else wrap(x, packed.spec)

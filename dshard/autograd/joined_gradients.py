@@ -44,7 +44,7 @@ _NUMBER, _OF, _MOVE, _KEY, _LOCAL = map(attrgetter, ("leaf.number", "leaf.of", "
 """The attributes that are read of each gradient in each pass, without a call of Python."""
 
 
-class Leaf:
+class GradientLeaf:
     """The state of a tensor whose gradients are redistributed to `layout` and may be reduced with others.
 
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
@@ -93,7 +93,7 @@ class Pending:
 
     __slots__ = ("_value", "dtype", "finish", "key", "leaf", "local", "move", "own", "stream")
 
-    def __init__(self, leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> None:
+    def __init__(self, leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool) -> None:
         self.leaf, self.move, self.own, self.dtype = leaf, move, own, local.dtype
         self.key: Key = leaf.number, move.same
         self.stream = comm.current_stream(move.spec.device, move.device_type)
@@ -252,7 +252,7 @@ _PASSES: dict[int, ref[BackwardPass]] = {}
 """The backward passes that run, by torch's number; torch holds each until its end."""
 
 
-def join(leaf: Leaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wrapper | None:
+def join(leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wrapper | None:
     """Redistribute the gradient of a leaf by `move` together with others; None if it is to be redistributed alone.
 
     `local` is its local tensor.
@@ -275,7 +275,7 @@ def _running(number: int) -> BackwardPass:
     return running
 
 
-def bucket_of(leaf: Leaf) -> object:
+def bucket_of(leaf: GradientLeaf) -> object:
     """The bucket in which the leaf's gradient is reduced with others; None: it is not known yet."""
     if leaf.joined is None:
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dshard.autograd.accumulation import ACCUMULATING, stays_partial
 from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
-from dshard.autograd.joined_gradients import Leaf, join
+from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
 from dshard.comm import RECORDERS, record_leaf
 from dshard.core.moves import local_redistribution
@@ -22,7 +22,7 @@ def keep_gradient_layout(x: Wrapper) -> None:
     """Redistribute each gradient of the leaf `x` to the layout of `x` before it is accumulated."""
     if x._gradient_leaf is not None:
         return
-    leaf, cls = Leaf(x), Wrapper.public
+    leaf, cls = GradientLeaf(x), Wrapper.public
     x._gradient_leaf = leaf
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
@@ -44,7 +44,7 @@ def keep_gradient_layout(x: Wrapper) -> None:
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 
-def gradient_in_layout(grad: Tensor, leaf: Leaf, references: int) -> Wrapper:
+def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wrapper:
     """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
 
     That of a leaf is joined with others. `references` are those to `grad` in the hook that was called with it.

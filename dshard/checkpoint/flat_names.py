@@ -14,7 +14,7 @@ from dshard.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class StateLeaf:
     """A value of the state, by its container and key."""
 
     name: str
@@ -27,7 +27,7 @@ class Leaf:
         return self.container[self.key]
 
 
-def leaves(state: Mapping[str, object]) -> dict[str, Leaf]:
+def leaves(state: Mapping[str, object]) -> dict[str, StateLeaf]:
     """The leaves of a state by name: of dicts, and of lists that hold tensors or dicts.
 
     >>> list(leaves({"model": {"w": 1}, "groups": [{"lr": 0.1, "params": [0, 1]}]}))
@@ -36,7 +36,7 @@ def leaves(state: Mapping[str, object]) -> dict[str, Leaf]:
     Raises:
         CheckpointError: two leaves of one name, or a distributed tensor where it cannot be found again.
     """
-    by_name: dict[str, Leaf] = {}
+    by_name: dict[str, StateLeaf] = {}
     for leaf in _leaves("", state):
         if leaf.name in by_name:
             raise CheckpointError(f"two values of the state are called {leaf.name!r}: rename one of them")
@@ -44,7 +44,7 @@ def leaves(state: Mapping[str, object]) -> dict[str, Leaf]:
     return by_name
 
 
-def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:
+def _leaves(prefix: str, container: Any) -> Iterator[StateLeaf]:
     pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in list(pairs):
         name = f"{prefix}{key}"
@@ -59,7 +59,7 @@ def _leaves(prefix: str, container: Any) -> Iterator[Leaf]:
             raise CheckpointError(
                 f"{name!r} is a {type(value).__name__} inside the state: put it at the top, or give its state_dict()"
             )
-        yield Leaf(name, container, key)
+        yield StateLeaf(name, container, key)
 
 
 def _is_inner(value: object) -> bool:

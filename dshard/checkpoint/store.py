@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import LBFGS, Optimizer
 
 from dshard import comm
-from dshard.checkpoint.flat_names import Leaf, leaves
+from dshard.checkpoint.flat_names import StateLeaf, leaves
 from dshard.checkpoint.metadata_file import version
 from dshard.checkpoint.planners import LoadPlanner, Report, SavePlanner
 from dshard.checkpoint.storage import Reader, Writer
@@ -132,7 +132,7 @@ def load(
 
 
 def _load_one_version(
-    by_name: dict[str, Leaf], optional: Sequence[str], path: Path, progress: Report | None, group: Group
+    by_name: dict[str, StateLeaf], optional: Sequence[str], path: Path, progress: Report | None, group: Group
 ) -> dict[str, Any]:
     """Read the leaves from the same version of the checkpoint on all ranks, despite concurrent saves.
 
@@ -240,7 +240,9 @@ def absent_prefixes(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
     return [prefix for prefix in prefixes if prefix not in present]
 
 
-def _problems(reader: Reader, by_name: dict[str, Leaf], optional: Sequence[str]) -> tuple[list[str], Mapping[str, Any]]:
+def _problems(
+    reader: Reader, by_name: dict[str, StateLeaf], optional: Sequence[str]
+) -> tuple[list[str], Mapping[str, Any]]:
     """Messages about leaves that do not match the checkpoint, and its entries by name."""
     try:
         saved = reader.read_metadata().state_dict_metadata

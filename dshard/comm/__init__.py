@@ -47,7 +47,7 @@ from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, k
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
-from dshard.comm.events import Event, listen
+from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import JoinedStart, Lane, begin_joined, joined_received, joined_start, lane_of
@@ -97,7 +97,7 @@ from dshard.comm.runtime import (
     simulated_ranks,
 )
 from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
-from dshard.comm.scoped import Changes, Scoped, State
+from dshard.comm.scoped import Changes, Scoped, ScopedState
 from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured

@@ -30,7 +30,7 @@ MOVES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CollectiveReport:
     """The report of a collective for listeners: its name, its mesh, and the elements that this rank receives."""
 
     collective: str
@@ -55,7 +55,7 @@ class Collective:
     recv: tuple[int, ...]
     op: ReduceOp | None = None
     root: int = 0
-    report: Report | None = None
+    report: CollectiveReport | None = None
 
     def in_bytes(self, itemsize: int) -> Collective:
         """This collective on bytes in place of elements of `itemsize` bytes."""

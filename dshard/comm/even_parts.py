@@ -21,7 +21,7 @@ import torch
 from dshard.comm import store_messages
 from dshard.comm.events import before_next_collective
 from dshard.comm.peer_failure import leave_word, waits_ahead
-from dshard.comm.process_groups import Part, this_world
+from dshard.comm.process_groups import LocalShape, this_world
 from dshard.comm.runtime import runtime_of
 from dshard.comm.user_code import user_line
 from dshard.errors import DtypeError, ShapeError
@@ -36,7 +36,7 @@ class _Taken:
     """The `number`th local shape and dtype that this rank assumes on all ranks under a layout, and its line."""
 
     layout: Layout
-    part: Part
+    part: LocalShape
     number: int
     rank: int
     line: str
@@ -60,7 +60,7 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
         taken = world.even_parts[layout] = {}
     elif (shape, dtype) in taken:
         return
-    part = Part(shape, dtype)
+    part = LocalShape(shape, dtype)
     taken[part] = len(taken)
     runtime = runtime_of(layout.mesh)
     if runtime is None or runtime.coordinate is None or not runtime.group(layout.mesh.names).backend.carries_data:

@@ -12,7 +12,7 @@ from dshard.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class CommEvent:
     """One collective that ran.
 
     `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from
@@ -29,7 +29,7 @@ class Event:
     predicted: float | None = None
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[CommEvent], None]
 _LISTENERS: Scoped[tuple[Listener, bool] | None, tuple[tuple[Listener, bool], ...]] = Scoped("listeners", since_none)
 LISTENERS: Sequence[object] = _LISTENERS.anywhere
 """The listeners of all threads, for a quick look whether there are any; `tell` calls those of its own thread alone."""
@@ -69,7 +69,7 @@ class _Once:
         self.function = function
         self.block = _LISTENERS.enter((self, False))
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: CommEvent) -> None:
         if self.block in _LISTENERS.anywhere:
             _LISTENERS.leave(self.block)
             self.function()
@@ -92,10 +92,10 @@ def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measur
     """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:
         ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
-        tell(Event(collective, ",".join(axes), ranks, nbytes, mesh, measured))
+        tell(CommEvent(collective, ",".join(axes), ranks, nbytes, mesh, measured))
 
 
-def tell(event: Event) -> None:
+def tell(event: CommEvent) -> None:
     """Call the listeners of this thread with an event."""
     for listener, _ in _LISTENERS.value():
         listener(event)

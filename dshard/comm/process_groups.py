@@ -69,7 +69,7 @@ def hosts_of(ranks: Sequence[int], local: str) -> int:
     return len({rank // int(local) for rank in ranks}) if local.isdecimal() and int(local) else 1
 
 
-class Part(NamedTuple):
+class LocalShape(NamedTuple):
     """The shape and dtype of a rank's local tensor."""
 
     shape: Shape
@@ -97,7 +97,7 @@ class Worlds:
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
     strayed: str | None = None
-    even_parts: dict[Layout, dict[Part, int]] = field(default_factory=dict)
+    even_parts: dict[Layout, dict[LocalShape, int]] = field(default_factory=dict)
 
     def of(self, world: object) -> Worlds:
         """Return the state for `world`, reset if it is another world than before."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm.backends import Backend
-from dshard.comm.collective import Collective, Kind, Report, collectives_for, reduce
+from dshard.comm.collective import Collective, CollectiveReport, Kind, collectives_for, reduce
 from dshard.comm.pieces import Local, Pieces
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
@@ -96,7 +96,7 @@ def send_receive(mesh: Mesh, axis: int, at: Coordinate, to: int, source: int, si
     names, n = (mesh.names[axis],), mesh.shape[axis]
     send = tuple(size if i == to else 0 for i in range(n))
     recv = tuple(prod(shape) if i == source else 0 for i in range(n))
-    report = Report("permute", mesh, 0 if source == at[axis] else prod(shape))
+    report = CollectiveReport("permute", mesh, 0 if source == at[axis] else prod(shape))
     collective = Collective("all_to_all", names, mesh.group(names, at), at[axis], send, recv, report=report)
     return Transfer(collective, None, None, shape)
 
@@ -111,7 +111,7 @@ def flat_exchange(
 ) -> Transfer:
     """Exchange flat pieces of these sizes with each rank of the group along `axes`; listeners see it as `name`."""
     ranks, index = _group(mesh, axes, at)
-    report = Report(name, mesh, sum(recv) - recv[index])
+    report = CollectiveReport(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
 
 
@@ -232,7 +232,7 @@ def _collective(step: Step, regions: Messages, mesh: Mesh, at: Coordinate, recei
     assert kind is not None
     send, recv = (tuple(map(numel, pieces)) for pieces in (regions.send, regions.recv))
     op = step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
-    report = Report(kind, mesh, received)
+    report = CollectiveReport(kind, mesh, received)
     return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, op, report=report)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm import rank_checks
-from dshard.comm.events import LISTENERS, Event, measuring, tell
+from dshard.comm.events import LISTENERS, CommEvent, measuring, tell
 from dshard.comm.reshard_buffers import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
@@ -265,13 +265,13 @@ def _emit(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> None
             tell(event)
 
 
-def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> Event | None:
+def crossing_event(plan: ReshardPlan, nbytes: int, measured: float | None = None) -> CommEvent | None:
     """The event of a plan's chains, in which a rank receives `nbytes`; None for a plan without chains."""
     if not plan.chains:
         return None
     forms = ",".join(sorted({chain.form for chain in plan.chains}))
     axis = " -> ".join(",".join(mesh.names) for mesh in (plan.src.mesh, plan.dst.mesh))
-    return Event(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds)
+    return CommEvent(f"reshard {forms}", axis, len(plan.ranks), nbytes, plan.src.mesh, measured, plan.chains_seconds)
 
 
 def _measure(plan: ReshardPlan, x: Tensor) -> Tensor | None:

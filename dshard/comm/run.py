@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import rank_checks, simulated
 from dshard.comm.backends import SIMULATED
-from dshard.comm.collective import Report
+from dshard.comm.collective import CollectiveReport
 from dshard.comm.collectives import Wait
 from dshard.comm.drive import Make, Program, Request, Results, advance, redistributed
 from dshard.comm.events import LISTENERS, emit
@@ -206,7 +206,7 @@ def run_number(plan: Plan, x: Tensor) -> Tensor:
     group = runtime.group(step.axes)
     if not group.backend.waits_on_host or not 1 < len(group.ranks) <= _FEW_RANKS:
         return run(plan, x)
-    what = Report("all_reduce", plan.src.mesh, plan.received(runtime.coordinate))
+    what = CollectiveReport("all_reduce", plan.src.mesh, plan.received(runtime.coordinate))
     with torch.no_grad():
         return report(what, group, partial(reduce_number, step.op, group), x)()
 

@@ -41,7 +41,7 @@ class _Block(Generic[E]):
         self.change, self.is_first = change, is_first
 
 
-class State(Generic[E, T]):
+class ScopedState(Generic[E, T]):
     """The blocks around a call, outermost first, and the value folded from their changes."""
 
     __slots__ = ("blocks", "value")
@@ -63,8 +63,8 @@ class Scoped(Generic[E, T]):
 
     def __init__(self, name: str, fold: Callable[[list[E]], T]) -> None:
         self._fold, self._key = fold, f"dshard.{name}"
-        self._var: ContextVar[State[E, T] | None] = ContextVar(name, default=None)
-        self._none: State[E, T] = State((), fold([]))
+        self._var: ContextVar[ScopedState[E, T] | None] = ContextVar(name, default=None)
+        self._none: ScopedState[E, T] = ScopedState((), fold([]))
         self.here = self._var.get
         self.anywhere: list[_Block[E]] = []
 
@@ -72,7 +72,7 @@ class Scoped(Generic[E, T]):
         """The value in the context of the call."""
         return self.state().value
 
-    def outer(self) -> State[E, T]:
+    def outer(self) -> ScopedState[E, T]:
         """The state of a context that entered no block; on autograd's threads, that of the caller of backward."""
         return (self._backward_caller_state() if self.anywhere else None) or self._none
 
@@ -101,7 +101,7 @@ class Scoped(Generic[E, T]):
         self._set(None if outside else self._state(remaining))
 
     @contextmanager
-    def restored(self, state: State[E, T]) -> Iterator[None]:
+    def restored(self, state: ScopedState[E, T]) -> Iterator[None]:
         """Within the block, the value is that of a `state` of before."""
         here = self.here()
         self.anywhere.extend(state.blocks)
@@ -113,20 +113,20 @@ class Scoped(Generic[E, T]):
                 self.anywhere.remove(block)
             self._set(here)
 
-    def state(self) -> State[E, T]:
+    def state(self) -> ScopedState[E, T]:
         """The state in the context of the call."""
         return self.here() or self.outer()
 
-    def _state(self, blocks: tuple[_Block[E], ...]) -> State[E, T]:
-        return State(blocks, self._fold([block.change for block in blocks])) if blocks else self._none
+    def _state(self, blocks: tuple[_Block[E], ...]) -> ScopedState[E, T]:
+        return ScopedState(blocks, self._fold([block.change for block in blocks])) if blocks else self._none
 
-    def _set(self, state: State[E, T] | None) -> None:
+    def _set(self, state: ScopedState[E, T] | None) -> None:
         Changes.count += 1
         self._var.set(state)
         if self._backward_caller_state() is None:
             _stash(self._key, (get_ident(), state))
 
-    def _backward_caller_state(self) -> State[E, T] | None:
+    def _backward_caller_state(self) -> ScopedState[E, T] | None:
         """The state of the thread that called the backward pass which runs on this one, or None."""
         if not is_in_tls(self._key):
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import collectives
-from dshard.comm.collective import MOVES, Collective, Kind, Report, by_slot, collectives_for, reduce
+from dshard.comm.collective import MOVES, Collective, CollectiveReport, Kind, by_slot, collectives_for, reduce
 from dshard.comm.collectives import Begin, Factor, Wait
 from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
@@ -46,7 +46,7 @@ def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None, fa
     return begin(x, out) if c.report is None or not LISTENERS else report(c.report, group, begin, x, out)
 
 
-def report(what: Report, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:
+def report(what: CollectiveReport, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:
     """Begin a collective of the group, and tell listeners: before it, or with its seconds after its end."""
     if traced(x):
         return begin(x, out)
@@ -232,7 +232,7 @@ def permute(x: Tensor, target: int, source: int, size: int, group: Group) -> Ten
 def _collective(
     kind: Kind, send: Sequence[int], recv: Sequence[int], group: Group, mesh: Mesh | None = None, received: int = 0
 ) -> Collective:
-    report = None if mesh is None else Report(kind, mesh, received)
+    report = None if mesh is None else CollectiveReport(kind, mesh, received)
     return Collective(kind, group.axes, group.ranks, group.index, tuple(send), tuple(recv), report=report)
 
 

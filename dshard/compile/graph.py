@@ -22,5 +22,5 @@ def guard() -> None:
 
     These are the ones that some thread entered last; the metadata of a graph's operands has those of its own thread.
     """
-    id(context.Guarded.settings)
-    id(options.Guarded.options)
+    id(context.GuardedContext.settings)
+    id(options.GuardedOptions.options)

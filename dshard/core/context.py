@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dshard.caches import Cache, clear_records
-from dshard.comm import FORGET, DeviceMesh, Scoped, State, bind, outside_graphs, ranks_per_host, same_topology
+from dshard.comm import FORGET, DeviceMesh, Scoped, ScopedState, bind, outside_graphs, ranks_per_host, same_topology
 from dshard.mesh import Mesh
 from dshard.topology import Topology, default_topology
 from dshard.topology.network import check_topology
@@ -48,7 +48,7 @@ _SETTINGS: Scoped[PlanningContext, PlanningContext] = Scoped(
 _here, _ANYWHERE = _SETTINGS.here, _SETTINGS.anywhere
 
 
-class Guarded:
+class GuardedContext:
     """The planning context of the last block that was entered or left: a compiled graph cannot read a ContextVar."""
 
     settings = _DEFAULT
@@ -84,7 +84,7 @@ def settings_in_force() -> list[object]:
 
 
 @contextmanager
-def settings_restored(states: Sequence[State[Any, Any]]) -> Iterator[None]:
+def settings_restored(states: Sequence[ScopedState[Any, Any]]) -> Iterator[None]:
     """Within the block, the settings are those of `settings_states()` of before."""
     with ExitStack() as stack:
         for setting, state in zip(_ALL_SETTINGS, states, strict=True):
@@ -92,7 +92,7 @@ def settings_restored(states: Sequence[State[Any, Any]]) -> Iterator[None]:
         yield
 
 
-def settings_states() -> list[State[Any, Any]]:
+def settings_states() -> list[ScopedState[Any, Any]]:
     """The states of the settings in this thread and asynchronous task."""
     return [each.state() for each in _ALL_SETTINGS]
 
@@ -123,10 +123,10 @@ def use_topology(topology: Topology, *, mesh: DeviceMesh | Mesh | None = None) -
         topology = same_topology(topology, mesh if isinstance(mesh, Mesh) else bind(mesh))
     try:
         with _SETTINGS.entered(planning_context_of(topology)):
-            Guarded.settings = planning_context()
+            GuardedContext.settings = planning_context()
             yield
     finally:
-        Guarded.settings = planning_context()
+        GuardedContext.settings = planning_context()
 
 
 FORGET.append(clear_records)

@@ -34,7 +34,7 @@ from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type
 
 
-class Matmul(NamedTuple):
+class MatmulCase(NamedTuple):
     """A matmul to explain: the sizes of `m x k @ k x n`, the mesh, dtype and topology."""
 
     m: int
@@ -107,7 +107,7 @@ def explain_matmul(
     if min(m, k, n) < 1:
         raise ShapeError(f"a product of {m} x {k} by {k} x {n}: all sizes must be above zero")
     why = planning_context().why_topology(mesh) if topology is None else "as given"
-    matmul = Matmul(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
+    matmul = MatmulCase(m, k, n, mesh, dtype, planning_context().topology_of(mesh) if topology is None else topology)
     if a is None and b is None:
         if mesh.ndim > MOST_AXES:
             raise MeshError(
@@ -131,7 +131,12 @@ def _check_layout(layout: Layout, shape: tuple[int, int], mesh: Mesh) -> None:
 
 
 def _explanation(
-    matmul: Matmul, why: str, operands: tuple[str, str], candidates: list[Candidate], chosen: Candidate, plans: Plans
+    matmul: MatmulCase,
+    why: str,
+    operands: tuple[str, str],
+    candidates: list[Candidate],
+    chosen: Candidate,
+    plans: Plans,
 ) -> Explanation:
     dtype, topology = matmul.dtype, matmul.topology
     described = tuple(
@@ -148,7 +153,7 @@ def _explanation(
     )
 
 
-def _candidates_of(matmul: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
+def _candidates_of(matmul: MatmulCase, a: Layout, b: Layout) -> tuple[list[Candidate], Candidate, Plans]:
     """The candidates for operands of layouts `a` and `b`, the chosen one, and its plans."""
     itemsize, (shape_a, shape_b, shape) = matmul.dtype.itemsize, matmul.shapes
     operands, outputs = (Operand(a, shape_a, itemsize), Operand(b, shape_b, itemsize)), ((shape, itemsize),)
@@ -162,7 +167,7 @@ def _candidates_of(matmul: Matmul, a: Layout, b: Layout) -> tuple[list[Candidate
     return list(candidates.values()), candidates[chosen], (first, second, end)
 
 
-def _schedule_candidates(matmul: Matmul) -> Iterator[tuple[Candidate, Plans]]:
+def _schedule_candidates(matmul: MatmulCase) -> Iterator[tuple[Candidate, Plans]]:
     """A candidate for every schedule of the mesh, with its operand layouts and the plans of A, B and C."""
     bound = matmul_lower_bound(matmul.m, matmul.k, matmul.n, matmul.mesh.size) * matmul.dtype.itemsize
     known_plans: tuple[dict[ScheduleKey, TensorPlan], ...] = ({}, {}, {})
@@ -195,7 +200,7 @@ def _schedule_key(schedule: Schedule, tensor: int) -> ScheduleKey:
     return tuple([(loop, stored if loop == moving else "") for loop, stored in pairs])
 
 
-def _tensor_plan(matmul: Matmul, schedule: Schedule, tensor: int) -> TensorPlan:
+def _tensor_plan(matmul: MatmulCase, schedule: Schedule, tensor: int) -> TensorPlan:
     """The redistribution of A, B or C between its stored layout and the one in which the ranks multiply."""
     mesh, loops = matmul.mesh, schedule.loops
     stored = stored_layout(mesh, loops, schedule.stored, tensor)
@@ -239,7 +244,7 @@ def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     return names
 
 
-def _compute(matmul: Matmul, schedule: Schedule, a: MoveCost, b: MoveCost, c: MoveCost) -> float:
+def _compute(matmul: MatmulCase, schedule: Schedule, a: MoveCost, b: MoveCost, c: MoveCost) -> float:
     """Seconds of the local matmul."""
     sizes = tuple(zip(matmul.mesh.shape, schedule.loops, strict=True))
     ranks = {counted: prod(n for n, loop in sizes if loop == counted) for counted in _MOVING}

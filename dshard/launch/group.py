@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 
 from dshard.errors import MeshError, RankError
-from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, raised, request, send, share_cores
+from dshard.launch.processes import (
+    Failure,
+    FailureKind,
+    Processes,
+    ReturnValue,
+    failures_of,
+    raised,
+    request,
+    send,
+    share_cores,
+)
 
 T = TypeVar("T")
 Send: TypeAlias = Callable[[Any], None]
@@ -40,7 +50,7 @@ def run_ranks(job: Job[T], n: int, on_message: Callable[[Any], object] = print, 
     failures = failures_of(outcomes)
     if failures:
         raise RankError(_cause(failures, patience))
-    return [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
+    return [outcome.value for outcome in outcomes if isinstance(outcome, ReturnValue)]
 
 
 def _run(job: Job[T], rank: int, meet: str) -> T:
@@ -53,11 +63,11 @@ def _cause(failures: dict[int, Failure], patience: float) -> str:
     rank = min(failures, key=lambda rank: (failures[rank].kind, failures[rank].when))
     first = failures[rank]
     match first.kind:
-        case Kind.EXITED:
+        case FailureKind.EXITED:
             return f"rank {rank} failed: its process ended with exit {first.what.removeprefix('exited with ')}"
-        case Kind.RAISED:
+        case FailureKind.RAISED:
             return f"rank {rank} failed: {screenful(first)}"
-        case Kind.WAITING:
+        case FailureKind.WAITING:
             ranks = ", ".join(map(str, failures))
             return f"ranks {ranks} said nothing for {patience:.0f} s and were stopped: they wait for one another"
 

@@ -36,7 +36,7 @@ import torch
 from dshard.errors import RankError
 
 
-class Kind(IntEnum):
+class FailureKind(IntEnum):
     """Kinds of failure of a rank, the likelier cause first: the others often follow from it."""
 
     EXITED = 0
@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReturnValue:
     """The value that the function returned on a rank."""
 
     value: Any
@@ -58,13 +58,13 @@ class Failure:
     `where` is a traceback or a stack, or "" if unknown.
     """
 
-    kind: Kind
+    kind: FailureKind
     what: str
     where: str
     when: float
 
 
-Outcome: TypeAlias = Answer | Failure
+Outcome: TypeAlias = ReturnValue | Failure
 
 
 def failures_of(outcomes: Sequence[Outcome]) -> dict[int, Failure]:
@@ -77,7 +77,7 @@ def raised(error: BaseException) -> Failure:
     what = "".join(traceback.format_exception_only(error)).strip()
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     where = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(Kind.RAISED, f"raised {what}", where, time.time())
+    return Failure(FailureKind.RAISED, f"raised {what}", where, time.time())
 
 
 class _Pickler(pickle.Pickler):
@@ -121,7 +121,7 @@ def send(message: object) -> None:
 def _answer(call: bytes) -> bytes:
     try:
         fn, args = pickle.loads(call)
-        return _dumps(Answer(fn(*args)))
+        return _dumps(ReturnValue(fn(*args)))
     except BaseException as error:
         return _dumps(raised(error))
 
@@ -171,14 +171,17 @@ class _Rank:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(timeout=1.0)
-            return Failure(Kind.EXITED, f"exited with {_code(self.process.exitcode)}", self.where(), time.time())
+            return Failure(FailureKind.EXITED, f"exited with {_code(self.process.exitcode)}", self.where(), time.time())
 
     def where(self) -> str:
         """The stack that the rank has dumped, without dshard's frames below the function."""
         return self.stack.read_text().partition(f'  File "{_serve.__code__.co_filename}"')[0]
 
 
-_GRACE = {Kind.EXITED: 0.5, Kind.RAISED: 2.0}  # seconds, at least, for the other ranks once one has failed
+_GRACE = {
+    FailureKind.EXITED: 0.5,
+    FailureKind.RAISED: 2.0,
+}  # seconds, at least, for the other ranks once one has failed
 
 
 class Processes:
@@ -228,7 +231,7 @@ class Processes:
             for pipe in [pipe for pipe in numbers if pipe in ready]:
                 received, now = self._ranks[numbers[pipe]].receive(), time.monotonic()
                 match received:
-                    case Answer():
+                    case ReturnValue():
                         outcomes[numbers.pop(pipe)] = received
                     case Failure(kind):
                         outcomes[numbers.pop(pipe)] = received
@@ -239,7 +242,7 @@ class Processes:
                         deadline = max(deadline, now + limit)
         what = f"had not answered after {time.monotonic() - start:.1f} s"
         for number, stack in zip(numbers.values(), self._stacks(numbers.values()), strict=True):
-            outcomes[number] = Failure(Kind.WAITING, what, stack, time.time())
+            outcomes[number] = Failure(FailureKind.WAITING, what, stack, time.time())
         return [outcomes[number] for number in range(len(self._ranks))]
 
     def _stacks(self, numbers: Iterable[int]) -> list[str]:

@@ -111,7 +111,7 @@ def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
             results = [_wrapped(x, out) for x, out in zip(local, computed, strict=True)]
         results = [_moved_to(x, out.layout) for x, out in zip(results, executable.specs, strict=True)]
         if isinstance(executable, SavingExecutable):
-            results = [Saved.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
+            results = [SavedOperands.apply(x, *tensors) for x in results]  # type: ignore[no-untyped-call]
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -142,7 +142,7 @@ class SavingExecutable(Executable):
     __slots__ = ()
 
 
-class Saved(torch.autograd.Function):
+class SavedOperands(torch.autograd.Function):
     """The result of a composite operator, with its operands saved, so that backward refuses a write to any of them."""
 
     @staticmethod

@@ -35,7 +35,7 @@ from dshard.rules.strategy import completed_layout
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class IndexRun:
     """A run of indices `src` of operand number `operand`, which become the output's indices from `at` on."""
 
     operand: int
@@ -51,7 +51,7 @@ class Move:
         return range(first, last) if held and needed and first < last else range(0)
 
 
-Moves: TypeAlias = tuple[Move, ...]
+Moves: TypeAlias = tuple[IndexRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class IndexExchange:
         """The indices of an operand that the rank at `at` holds."""
         return self.layout.dim_range(self.dim, self.shapes[operand][self.dim], at)
 
-    def pieces(self, source: Coordinate, target: Coordinate) -> list[tuple[Move, range]]:
+    def pieces(self, source: Coordinate, target: Coordinate) -> list[tuple[IndexRun, range]]:
         """The positions that one rank sends to another, move by move."""
         needed = self.needed(target)
         placed = [(move, move.within(self.held(move.operand, source), needed)) for move in self.moves]
@@ -207,7 +207,7 @@ def cut(call: Call) -> AlternativePlan | None:
         return None
     start, end, step = (call.argument(name) for name in ("start", "end", "step"))
     needed = range(*slice(start, end, step).indices(spec.shape[dim]))
-    exchanged = _one_exchange(call, spec.layout, dim, (Move(0, needed, 0),))
+    exchanged = _one_exchange(call, spec.layout, dim, (IndexRun(0, needed, 0),))
 
     def run(x: Any, *_: object, **__: object) -> Any:
         view = exchanged.run(x)
@@ -224,7 +224,7 @@ def cut_backward(call: Call) -> AlternativePlan | None:
     if call.argument("step") != 1 or not split_axes(spec.layout, (dim,)) or spec.shape[dim] == sizes[dim]:
         return None
     first = range(*slice(call.argument("start"), call.argument("end")).indices(sizes[dim])).start
-    return _one_exchange(call, spec.layout, dim, (Move(0, range(spec.shape[dim]), first),))
+    return _one_exchange(call, spec.layout, dim, (IndexRun(0, range(spec.shape[dim]), first),))
 
 
 def cut_scatter(call: Call) -> AlternativePlan | None:
@@ -236,7 +236,7 @@ def cut_scatter(call: Call) -> AlternativePlan | None:
     if call.argument("step") != 1 or not split_axes(x.layout, (dim,)) or not fits:
         return None
     before, after = range(put.start), range(put.stop, n)
-    moves = (Move(0, before, 0), Move(1, range(len(put)), put.start), Move(0, after, put.stop))
+    moves = (IndexRun(0, before, 0), IndexRun(1, range(len(put)), put.start), IndexRun(0, after, put.stop))
     return _one_exchange(call, completed_layout(x.layout), dim, tuple(move for move in moves if move.src))
 
 
@@ -246,7 +246,7 @@ def concatenate(call: Call) -> list[AlternativePlan]:
     dim = call.dim(ndim=out.dim())
     joined = [spec for spec in call.specs if len(spec.shape) == out.dim()]
     ends = list(accumulate((spec.shape[dim] for spec in joined), initial=0))
-    moves = tuple(Move(i, range(spec.shape[dim]), ends[i]) for i, spec in enumerate(joined))
+    moves = tuple(IndexRun(i, range(spec.shape[dim]), ends[i]) for i, spec in enumerate(joined))
     layouts = [completed_layout(spec.layout) for spec in joined if 0 not in spec.shape]
     sharded = dict.fromkeys(layout for layout in layouts if split_axes(layout, (dim,)))
     return [_one_exchange(call, layout, dim, moves) for layout in sharded]
@@ -256,7 +256,7 @@ def concatenate(call: Call) -> list[AlternativePlan]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ExchangeStep:
     """An exchange along one dim, whose size becomes `size`; `alone` are the operator's arguments for this dim only."""
 
     dim: int
@@ -266,7 +266,7 @@ class Step:
 
 
 def _dim_by_dim(
-    call: Call, steps: Sequence[Step], rest: tuple[object, ...] | None, fill: float = 0
+    call: Call, steps: Sequence[ExchangeStep], rest: tuple[object, ...] | None, fill: float = 0
 ) -> AlternativePlan | None:
     """An exchange for each of `steps`, which are along sharded dims; then the operator with the arguments `rest`."""
     if not steps:
@@ -303,8 +303,8 @@ def pad(call: Call) -> AlternativePlan | None:
             continue
         if not kept:
             return None
-        moves, size = (Move(0, kept, max(0, low)),), spec.shape[dim] + low + high
-        steps.append(Step(dim, moves, size, ([0, 0] * i + [low, high], value)))
+        moves, size = (IndexRun(0, kept, max(0, low)),), spec.shape[dim] + low + high
+        steps.append(ExchangeStep(dim, moves, size, ([0, 0] * i + [low, high], value)))
         local[2 * i : 2 * i + 2] = [0, 0]
     return _dim_by_dim(call, steps, (local, value) if any(local) else None, value)
 
@@ -319,8 +319,8 @@ def repeat(call: Call) -> AlternativePlan | None:
     for dim, n in enumerate(spec.shape):
         again = times[new + dim]
         if again > 1 and split_axes(spec.layout, (dim,)):
-            moves = tuple(Move(0, range(n), i * n) for i in range(again))
-            steps.append(Step(dim, moves, n * again, ([again if d == dim else 1 for d in range(ndim)],)))
+            moves = tuple(IndexRun(0, range(n), i * n) for i in range(again))
+            steps.append(ExchangeStep(dim, moves, n * again, ([again if d == dim else 1 for d in range(ndim)],)))
             times[new + dim] = 1
     return _dim_by_dim(call, steps, (times,) if new or max(times) > 1 else None)
 
@@ -329,7 +329,7 @@ def flip(call: Call) -> AlternativePlan | None:
     """Dims in reverse order, one by one."""
     spec, dims = call.specs[0], _named_dims(call)
     split = [dim for dim in dims if split_axes(spec.layout, (dim,))]
-    steps = [Step(d, (Move(0, range(spec.shape[d] - 1, -1, -1), 0),), spec.shape[d], ([d],)) for d in split]
+    steps = [ExchangeStep(d, (IndexRun(0, range(spec.shape[d] - 1, -1, -1), 0),), spec.shape[d], ([d],)) for d in split]
     others = [dim for dim in dims if dim not in split]
     return _dim_by_dim(call, steps, (others,) if others else None)
 
@@ -343,8 +343,8 @@ def roll(call: Call) -> AlternativePlan | None:
             others.append((by, dim))
             continue
         n = spec.shape[dim]
-        moves = (Move(0, range(n - by % n, n), 0), Move(0, range(n - by % n), by % n))
-        steps.append(Step(dim, moves, n, ([by], [dim])))
+        moves = (IndexRun(0, range(n - by % n, n), 0), IndexRun(0, range(n - by % n), by % n))
+        steps.append(ExchangeStep(dim, moves, n, ([by], [dim])))
     return _dim_by_dim(call, steps, tuple(map(list, zip(*others, strict=True))) if others else None)
 
 

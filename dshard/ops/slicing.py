@@ -21,7 +21,7 @@ from dshard.core.spec import spec_of
 from dshard.core.view_sync import part_of
 from dshard.ops.exchange import (
     IndexExchange,
-    Move,
+    IndexRun,
     Moves,
     cut,
     cut_backward,
@@ -48,7 +48,9 @@ def _pieces(call: Call) -> AlternativePlan | None:
     ends = list(accumulate(sizes, initial=0))
     even = not any(size % ranks for size in sizes)
     moves = (
-        [_dealt(sizes, ends, ranks)] if even else [(Move(0, range(*ends[i : i + 2]), 0),) for i in range(len(sizes))]
+        [_dealt(sizes, ends, ranks)]
+        if even
+        else [(IndexRun(0, range(*ends[i : i + 2]), 0),) for i in range(len(sizes))]
     )
     lengths = [n] if even else sizes
     exchanges = [
@@ -81,7 +83,7 @@ def _dealt(sizes: Sequence[int], starts: Sequence[int], ranks: int) -> Moves:
     for rank in range(ranks):
         for start, size in zip(starts, sizes, strict=False):
             n = size // ranks
-            moves.append(Move(0, range(start + rank * n, start + (rank + 1) * n), at))
+            moves.append(IndexRun(0, range(start + rank * n, start + (rank + 1) * n), at))
             at += n
     return tuple(moves)
 

@@ -18,7 +18,7 @@ from enum import Enum
 from dshard.parallel.factors import Nodes, TracedForward, Use
 
 
-class Kind(Enum):
+class FeatureKind(Enum):
     """The kind of features that a dim has."""
 
     RESIDUAL = "residual"
@@ -31,7 +31,7 @@ class Kind(Enum):
 class Role:
     """The role of one dim of a parameter: its kind, whether a matmul contracts it, its size and number of heads."""
 
-    kind: Kind
+    kind: FeatureKind
     summed: bool
     size: int
     units: int
@@ -76,9 +76,9 @@ def roles_of(traced: TracedForward) -> Roles:
     width = sys.maxsize if residual is None else _size(traced, residual)
     inner = _inner(traced, residual, width)
     latent = _latent(traced, inner, width)
-    kinds = dict.fromkeys(inner, Kind.INNER) | dict.fromkeys(latent, Kind.LATENT)
+    kinds = dict.fromkeys(inner, FeatureKind.INNER) | dict.fromkeys(latent, FeatureKind.LATENT)
     if residual is not None:
-        kinds[residual] = Kind.RESIDUAL
+        kinds[residual] = FeatureKind.RESIDUAL
     units = _units(traced)
     summed = {(use.parameter, dim) for use in _main_uses(traced).values() for dim in use.summed}
 
@@ -86,8 +86,8 @@ def roles_of(traced: TracedForward) -> Roles:
         c = traced.class_of(nodes)
         size = traced.classes.size[nodes[0]] if nodes else 1
         if c is None:
-            return Role(Kind.OTHER, (name, i) in summed, size, 1)
-        return Role(kinds.get(c, Kind.OTHER), (name, i) in summed, size, min(size, units.get(c, size)))
+            return Role(FeatureKind.OTHER, (name, i) in summed, size, 1)
+        return Role(kinds.get(c, FeatureKind.OTHER), (name, i) in summed, size, min(size, units.get(c, size)))
 
     parameters = {
         name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in traced.parameters.items()

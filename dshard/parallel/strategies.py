@@ -11,7 +11,7 @@ from dshard.errors import StrategyError
 from dshard.foreign_names import line_for
 from dshard.mesh import Mesh
 from dshard.parallel.factors import Use
-from dshard.parallel.roles import Kind, Output, Role, Roles
+from dshard.parallel.roles import FeatureKind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
 from dshard.rules.attention_loops import AttentionLoop
 from dshard.rules.matmul_loops import Loop, Stored
@@ -50,13 +50,13 @@ class Axis:
             case "first":
                 return role.size > 1
             case "inner":
-                return role.kind is Kind.INNER
+                return role.kind is FeatureKind.INNER
             case "residual":
-                return role.kind is Kind.RESIDUAL and not _twice(roles, role)
+                return role.kind is FeatureKind.RESIDUAL and not _twice(roles, role)
             case "summed":
-                return role.summed and role.kind is not Kind.OTHER
+                return role.summed and role.kind is not FeatureKind.OTHER
             case "made":
-                return not role.summed and role.kind is not Kind.OTHER
+                return not role.summed and role.kind is not FeatureKind.OTHER
 
     def loop(self, roles: tuple[Role, ...], use: Use) -> tuple[Loop, Stored] | None:
         """The loop of a matmul on this axis, and the placement of a sum; None if neither batch nor weight is sharded.
@@ -93,7 +93,7 @@ class Axis:
 
 def _twice(roles: tuple[Role, ...], role: Role) -> bool:
     """Whether the parameter has two dims of residual features and `role` is the one that is not contracted."""
-    return not role.summed and any(r.summed and r.kind is Kind.RESIDUAL for r in roles)
+    return not role.summed and any(r.summed and r.kind is FeatureKind.RESIDUAL for r in roles)
 
 
 DATA = Axis("data", batch=True)
@@ -181,11 +181,11 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
     for name, dims in roles.parameters.items():
         ranks = [_ranks_along(i, dims, axes, mesh) for i in range(len(dims))]
         fitting[name] = tuple(
-            replace(role, kind=Kind.OTHER) if _has_few_features(role, n) else role
+            replace(role, kind=FeatureKind.OTHER) if _has_few_features(role, n) else role
             for role, n in zip(dims, ranks, strict=True)
         )
         for i, (role, n) in enumerate(zip(fitting[name], ranks, strict=True)):
-            if role.kind is Kind.INNER and not role.summed and role.units < n:
+            if role.kind is FeatureKind.INNER and not role.summed and role.units < n:
                 units = "groups" if roles.heads is None else "heads"
                 raise StrategyError(
                     f"{name} has {role.units} {units} in dim {i}, split over {n} ranks of the mesh ({mesh}): "
@@ -202,7 +202,7 @@ def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh
 
 
 def _has_few_features(role: Role, ranks: int) -> bool:
-    return role.kind is Kind.INNER and role.units == role.size < ranks
+    return role.kind is FeatureKind.INNER and role.units == role.size < ranks
 
 
 def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:

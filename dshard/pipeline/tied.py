@@ -22,7 +22,7 @@ Names: TypeAlias = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TiedCopy:
     """One copy of a tied parameter, with its layout on the mesh of its stage."""
 
     stage: int
@@ -35,7 +35,7 @@ class Copy:
 class Tied:
     """The copies of one parameter, of which this rank may hold one; made and used by all ranks of their stages."""
 
-    def __init__(self, copies: Sequence[Copy], stage: Stage, number: int) -> None:
+    def __init__(self, copies: Sequence[TiedCopy], stage: Stage, number: int) -> None:
         self.copies = tuple(copies)
         mine = next((copy for copy in copies if copy.stage == number), None)
         self._number = number
@@ -77,7 +77,7 @@ class Tied:
         received = [self._move(value, first, copy) for copy in others]
         return next((x for copy, x in zip(others, received, strict=True) if copy.stage == self._number), None)
 
-    def _move(self, value: Any, src: Copy, dst: Copy) -> Any:
+    def _move(self, value: Any, src: TiedCopy, dst: TiedCopy) -> Any:
         """Reshard the value of copy `src` to the layout of `dst`; None on ranks of neither."""
         if self._number not in (src.stage, dst.stage):
             return None
@@ -131,21 +131,21 @@ def _parameter(stage: Stage, name: str) -> Any:
     return dict(stage.module.named_parameters())[name] if isinstance(stage.module, nn.Module) else None
 
 
-def _described(stage: Stage, number: int, name: str) -> Copy | str:
+def _described(stage: Stage, number: int, name: str) -> TiedCopy | str:
     """The copy, or the text of an error, as all ranks must know of it before any of them raises."""
     named = dict(stage.module.named_parameters()) if isinstance(stage.module, nn.Module) else {}
     if name not in named:
         return f"tied='{number}.{name}': stage {number} has no parameter {name}; it has {', '.join(named) or 'none'}"
     parameter: Any = named[name]  # the stage has been checked: a DTensor
     spec = parameter._spec
-    return Copy(number, name, spec.layout, spec.shape, spec.dtype)
+    return TiedCopy(number, name, spec.layout, spec.shape, spec.dtype)
 
 
-def _check(copies: Sequence[Copy | str]) -> None:
+def _check(copies: Sequence[TiedCopy | str]) -> None:
     for copy in copies:
         if isinstance(copy, str):
             raise ScheduleError(copy)
-    kinds = {(copy.shape, copy.dtype) for copy in copies if isinstance(copy, Copy)}
+    kinds = {(copy.shape, copy.dtype) for copy in copies if isinstance(copy, TiedCopy)}
     if len(kinds) > 1:
-        differing = "; ".join(f"{c.stage}.{c.name} {c.shape} {c.dtype}" for c in copies if isinstance(c, Copy))
+        differing = "; ".join(f"{c.stage}.{c.name} {c.shape} {c.dtype}" for c in copies if isinstance(c, TiedCopy))
         raise ScheduleError(f"tied copies of one parameter have one shape and dtype, not {differing}")

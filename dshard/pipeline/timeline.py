@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dshard.chrome import Slice, to_chrome
+from dshard.chrome import Bar, to_chrome
 from dshard.errors import ScheduleError
 from dshard.notebook import Drawn
 from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
@@ -139,11 +139,11 @@ def _consumed(crossing: Crossing, begins: dict[tuple[type, int], float]) -> floa
     return next(begins[kind, crossing.microbatch] for kind in kinds if (kind, crossing.microbatch) in begins)
 
 
-def _span(span: Span) -> Slice:
+def _span(span: Span) -> Bar:
     name, kind = str(span.compute), type(span.compute).__name__
-    return Slice(name, kind, (0, f"stage {span.stage}"), span.begin, span.end - span.begin)
+    return Bar(name, kind, (0, f"stage {span.stage}"), span.begin, span.end - span.begin)
 
 
-def _crossing(crossing: Crossing) -> Slice:
+def _crossing(crossing: Crossing) -> Bar:
     edge, took = crossing.edge, crossing.end - crossing.begin
-    return Slice(f"{edge} {crossing.microbatch}", "Crossing", (1, f"{edge.src} to {edge.dst}"), crossing.begin, took)
+    return Bar(f"{edge} {crossing.microbatch}", "Crossing", (1, f"{edge.src} to {edge.dst}"), crossing.begin, took)

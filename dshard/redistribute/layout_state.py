@@ -63,8 +63,8 @@ class State:
         self.wide = axes if 1 not in sizes else tuple([tuple([a for a in s if sizes[a] > 1]) for s in axes])
         self.local, self.numel, self.share = tuple(local), prod(local), 1 / parts
         self.even = all(self.exact)
-        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[Move, ...]] = {}
-        self.straight: dict[State, Move | None] = {}
+        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[LayoutEdge, ...]] = {}
+        self.straight: dict[State, LayoutEdge | None] = {}
         self.rest: dict[State, float] = {}
 
     def others(self, dim: int) -> int:
@@ -77,7 +77,7 @@ class State:
         return -(-self.shape[dim] // prod([self.sizes[axis] for axis in self.axes[dim][:-1]]))
 
 
-class Move(NamedTuple):
+class LayoutEdge(NamedTuple):
     """A step: its destination state, its kind, and its seconds, or a lower bound on them if not `exact`."""
 
     there: State

@@ -17,7 +17,7 @@ from dshard.topology import Collective, Topology
 REDUCTIONS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce")
 
 
-class Crossing(NamedTuple):
+class CrossingBound(NamedTuple):
     """The least seconds beyond those along any axis for elements that must be sent along one axis.
 
     For each byte, and to begin: `begin[i]` where the number of ranks whose elements a rank has received doubles `i`
@@ -40,7 +40,7 @@ class LeastTerms(NamedTuple):
     moves: tuple[float, ...]
     reductions: tuple[float, ...]
     all_reductions: tuple[float, ...]
-    slow: tuple[tuple[int, Crossing, Crossing], ...]
+    slow: tuple[tuple[int, CrossingBound, CrossingBound], ...]
 
 
 class _Way(NamedTuple):
@@ -131,7 +131,7 @@ def _least(begins: set[tuple[int, float]], seconds: Sequence[float], doublings: 
     return min([begin + seconds[max(0, doublings - many)] for many, begin in begins], default=0.0)
 
 
-def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> Crossing:
+def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
     """The least that collectives with `axis`, of `n` ranks, take beyond the fastest: one byte in some crosses the axis.
 
     An all_gather of m ranks receives m - 1 parts, of which n - 1 for each m / n ranks come from elsewhere on the axis;
@@ -139,7 +139,7 @@ def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> Crossing:
     """
     there = [way for way in ways.ways if axis in way.axes and way.share < inf]
     byte = min([(1 / way.rate - 1 / rate) * max(1.0, way.share / (n - 1)) for way in there], default=0.0)
-    return Crossing(byte, ways.along[axis])
+    return CrossingBound(byte, ways.along[axis])
 
 
 class LowerBound:

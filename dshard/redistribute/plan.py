@@ -13,7 +13,7 @@ from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Shape, interned
 from dshard.notebook import Tabled
-from dshard.redistribute.layout_state import Begins, Load, Move, ReachedState, State, changed_axes
+from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, changed_axes
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
 from dshard.redistribute.step import Step, after, describe, sizes_received
@@ -212,7 +212,7 @@ class _Queue:
             (0.0, 0, ReachedState(None, first, 0.0, None), True)
         ]
 
-    def push(self, here: ReachedState, move: Move) -> None:
+    def push(self, here: ReachedState, move: LayoutEdge) -> None:
         """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit."""
         there, kind, seconds, exact = move
         total = here.seconds + seconds

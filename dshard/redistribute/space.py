@@ -14,8 +14,8 @@ from dshard.redistribute.layout_state import (
     COUNTED,
     Axes,
     Begins,
+    LayoutEdge,
     Load,
-    Move,
     Partials,
     ReachedState,
     State,
@@ -63,7 +63,7 @@ class Space:
         self.by_layout: dict[Layout, State] = {}
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], ReachedState] = {}
-        self.exchanges: dict[tuple[State, State], Move] = {}
+        self.exchanges: dict[tuple[State, State], LayoutEdge] = {}
 
     def state(self, axes: Axes, partial: Partials) -> State:
         """The state that shards tensor dims over `axes` and has the partial reductions `partial`."""
@@ -167,7 +167,7 @@ class Space:
 
     # -- the steps from a state
 
-    def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[Move, ...]:
+    def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[LayoutEdge, ...]:
         """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only as `begins` says."""
         key = (dims, begins)
         moves = state.onward.get(key)
@@ -175,7 +175,7 @@ class Space:
             moves = state.onward[key] = tuple(self._onward(state, dims, dict(begins)))
         return moves
 
-    def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[Move]:
+    def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[LayoutEdge]:
         ops = list(dict.fromkeys([op for op in state.partial if op is not None]))
         for axis, op in enumerate(state.partial):
             if op is not None:
@@ -187,37 +187,39 @@ class Space:
             else:
                 for dim in dims:
                     there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.partial)
-                    yield Move(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
+                    yield LayoutEdge(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
                 if axis in begins and all(commute(each, begins[axis]) for each in ops):
                     there = self.state(state.axes, _with(state.partial, axis, begins[axis]))
-                    yield Move(there, MakePartial, self.seconds(MakePartial, (), slice_load(state, self.sizes[axis])))
+                    yield LayoutEdge(
+                        there, MakePartial, self.seconds(MakePartial, (), slice_load(state, self.sizes[axis]))
+                    )
         for op in ops:
             yield from self._all_reduces(state, op)
 
-    def _gather(self, state: State, axis: int, dims: tuple[int, ...]) -> Iterator[Move]:
+    def _gather(self, state: State, axis: int, dims: tuple[int, ...]) -> Iterator[LayoutEdge]:
         """Shard -> Replicate or Shard of another dim: the steps that undo the last sharding of a dim."""
         n, dim = self.sizes[axis], state.split[axis]
         axes = _with(state.axes, dim, state.axes[dim][:-1])
         seconds = self.seconds(AllGather, (axis,), all_gather_load(state, dim, n))
-        yield Move(self.state(axes, state.partial), AllGather, seconds)
+        yield LayoutEdge(self.state(axes, state.partial), AllGather, seconds)
         for other in dims:
             if other != dim:
                 there = self.state(_with(axes, other, (*axes[other], axis)), state.partial)
                 seconds = self.seconds(AllToAll, (axis,), all_to_all_load(state, dim, other, n))
-                yield Move(there, AllToAll, seconds)
+                yield LayoutEdge(there, AllToAll, seconds)
 
-    def _reduce_scatter(self, state: State, axis: int, dim: int) -> Move:
+    def _reduce_scatter(self, state: State, axis: int, dim: int) -> LayoutEdge:
         seconds = self.seconds(ReduceScatter, (axis,), reduce_scatter_load(state, dim, self.sizes[axis]))
         axes = _with(state.axes, dim, (*state.axes[dim], axis))
-        return Move(self.state(axes, _with(state.partial, axis, None)), ReduceScatter, seconds)
+        return LayoutEdge(self.state(axes, _with(state.partial, axis, None)), ReduceScatter, seconds)
 
-    def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[Move]:
+    def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[LayoutEdge]:
         held = [axis for axis, each in enumerate(state.partial) if each == op]
         for subset in range(1, 1 << len(held)):
             axes = tuple([axis for bit, axis in enumerate(held) if subset >> bit & 1])
             there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.partial)]))
             load = all_reduce_load(state, prod([self.sizes[axis] for axis in axes]))
-            yield Move(there, AllReduce, self.seconds(AllReduce, axes, load))
+            yield LayoutEdge(there, AllReduce, self.seconds(AllReduce, axes, load))
 
     def before_partial(self, src: State, dst: State) -> State:
         """`dst`, but replicated on the axes that are partial there and not in `src`."""
@@ -226,28 +228,28 @@ class Space:
 
     # -- steps straight to some state
 
-    def straight(self, state: State, target: State) -> Move | None:
+    def straight(self, state: State, target: State) -> LayoutEdge | None:
         """The single step from `state` to `target`, if there is one; an exchange has a lower bound on its seconds."""
         if target not in state.straight:
             find = self._exchange if state.partial == target.partial else self._reduce_exchange
             state.straight[target] = find(state, target)
         return state.straight[target]
 
-    def _exchange(self, state: State, target: State) -> Move | None:
+    def _exchange(self, state: State, target: State) -> LayoutEdge | None:
         """The exchange to `target`, which is partial on the same axes; a slice if it only cuts chunks."""
         if state is target:
             return None
         if nests(state.axes, target.axes):
             n = prod([self.sizes[axis] for axis in changed_axes(state, target)])
-            return Move(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
+            return LayoutEdge(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
         axes = reordered_axes(state, target)
         # where all is even, one rank that holds nothing lacks most, or all lack as much
         many = prod([self.sizes[axis] for axis in axes]) > COUNTED
         exact = state.even and target.even and (many or len(axes) == 1 or self.level)
         seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes, exact=False))
-        return Move(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
+        return LayoutEdge(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
 
-    def _reduce_exchange(self, state: State, target: State) -> Move | None:
+    def _reduce_exchange(self, state: State, target: State) -> LayoutEdge | None:
         """The reduction of one kind, on all axes where it ends, directly to chunks within those of `state`."""
         ends = [axis for axis, (a, b) in enumerate(zip(state.partial, target.partial, strict=True)) if a != b]
         ops = {state.partial[axis] for axis in ends}
@@ -255,9 +257,9 @@ class Space:
         if None in ops or len(ops) > 1 or not target.split.keys() >= set(ends) or not nested:
             return None
         load = reduce_exchange_load(target, prod([self.sizes[axis] for axis in ends]))
-        return Move(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
+        return LayoutEdge(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
 
-    def exact(self, state: State, target: State) -> Move:
+    def exact(self, state: State, target: State) -> LayoutEdge:
         """The exchange from `state` to `target` with its seconds, cached; `straight` only bounds them.
 
         It does not replace the bound: of plans of one price a search would find another one after other searches, and
@@ -267,7 +269,7 @@ class Space:
         if move is None:
             axes = reordered_axes(state, target)
             seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
-            move = self.exchanges[state, target] = Move(target, Exchange, seconds)
+            move = self.exchanges[state, target] = LayoutEdge(target, Exchange, seconds)
         return move
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dshard.core.view_sync import CopiedView, register_view, shown_of
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import MISS, Autocast, Call, Comparison, Ref, local_of, without_autocast
+from dshard.rehearsal.calls import MISS, Autocast, CallConditions, RecordedCall, Ref, local_of, without_autocast
 from dshard.rehearsal.code import Code
 from dshard.rehearsal.contents import Contents
 from dshard.rehearsal.lifetimes import Lifetimes
@@ -81,11 +81,11 @@ class _Writer:
         leaves = self.contents.leaves
         return self.code.constant(leaves[n], "p") if n in leaves else f"o[{n}]"
 
-    def function(self, i: int, call: Call) -> tuple[Callable[..., Any], str]:
+    def function(self, i: int, call: RecordedCall) -> tuple[Callable[..., Any], str]:
         """The function that answers a call, and its source."""
         code, contents, life = self.code, self.contents, self.lifetimes
         code.variables.clear()
-        same = Comparison(call, code, self.place)
+        same = CallConditions(call, code, self.place)
         lines = [f"if not ({' and '.join(same.conditions)}): return MISS"]
         for n, name in same.first_seen:
             lines.append(f"o[{n}] = {name}; v[{self.versions[n]}] = version({name})")

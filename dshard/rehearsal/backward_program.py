@@ -18,7 +18,7 @@ from dshard.rehearsal.record import Record
 from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, with_slots
 
 
-class Program(NamedTuple):
+class BackwardProgram(NamedTuple):
     """The backward pass of a pattern: `run(values, own, grads)` leaves local gradients in `grads`, part by part.
 
     Each part gives those of the operands in one of `parts`, of which `wraps` make gradients. It reads the forward
@@ -45,7 +45,7 @@ def program_of(
     grad_slots: Mapping[Slot, int],
     results: Mapping[int, Slot],
     wraps: Mapping[int, Callable[[Any], Any]],
-) -> Program:
+) -> BackwardProgram:
     """The program of a recorded backward pass, which gives the `results` by number, in the order of autograd.
 
     Raises:
@@ -79,7 +79,7 @@ def program_of(
             numbers.add(record.contents.sources[slot])
     values = read - fixed
     fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
-    return Program(
+    return BackwardProgram(
         run, [numbers for _, numbers in parts], wraps, tuple(fresh), frozenset(values), frozenset(numbers), source
     )
 

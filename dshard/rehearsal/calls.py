@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import State
+from dshard.comm import ScopedState
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.code import Code
 from dshard.rehearsal.local_recorder import Instruction
@@ -68,7 +68,7 @@ def without_autocast(run: Callable[..., Any], state: Autocast) -> Callable[..., 
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """A recorded call: its function, arguments and results, the state it ran in, and its local operators.
 
     `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
@@ -82,7 +82,7 @@ class Call:
     kwargs: Any
     grad: bool
     settings: list[object]
-    states: Sequence[State[Any, Any]]
+    states: Sequence[ScopedState[Any, Any]]
     within: bool
     autocast: Autocast = ()
     checkpoint: object = None
@@ -175,14 +175,14 @@ def _all_int(values: Sequence[object]) -> bool:
     return _INT.issuperset(map(type, values))
 
 
-class Comparison:
+class CallConditions:
     """The conditions, as code, under which the arguments of a call are those of a recorded one.
 
     `place` is the code of the object with a number. Lines in `late` keep operands that are seen first here; conditions
     in `after` hold once these are kept.
     """
 
-    def __init__(self, call: Call, code: Code, place: Callable[[int], str]) -> None:
+    def __init__(self, call: RecordedCall, code: Code, place: Callable[[int], str]) -> None:
         self.code, self.place, self.late, self.after = code, place, dict(call.late), list[str]()
         self.conditions, self.first_seen = list[str](), list[tuple[int, str]]()
         self._new = frozenset(call.late)

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from dshard.rehearsal.calls import Call, Kind, Ref, kind_of
+from dshard.rehearsal.calls import Kind, RecordedCall, Ref, kind_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.region_recording import (
-    Recording,
-    Result,
+    CallResult,
+    RegionRecording,
     Signature,
     Weight,
     instructions_of,
@@ -39,7 +39,7 @@ class Contents:
         reader: The slot of the function that gives one of these to a backward pass.
     """
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     why_not: str
     n_inputs: int
     n_tensors: int
@@ -48,7 +48,7 @@ class Contents:
     sources: dict[Slot, int]
     leaves: dict[int, Tensor]
     kinds: dict[int, Kind]
-    made: dict[int, Result]
+    made: dict[int, CallResult]
     trained: list[int]
     dropped: dict[int, int]
     ranks: tuple[int, ...]
@@ -121,7 +121,7 @@ class Contents:
         }
 
 
-def contents_of(recording: Recording) -> Contents:
+def contents_of(recording: RegionRecording) -> Contents:
     """The part of a recording that can be answered."""
     recorder = recording.recorder
     calls, why_not = _answerable(recording)
@@ -158,12 +158,12 @@ def _needs_grad(kind: Kind) -> bool:
     return bool(kind[4])
 
 
-def _answerable(recording: Recording) -> tuple[list[Call], str]:
+def _answerable(recording: RegionRecording) -> tuple[list[RecordedCall], str]:
     """The calls up to the first that reads what neither a call, an input nor the module has made, and why no more."""
     known = {*recording.sources, *recording.recorder.literals}
     views = {*map(Ref, recording.shown_twice())}
 
-    def before(i: int) -> list[Call]:
+    def before(i: int) -> list[RecordedCall]:
         return outside_of(recording.calls[i].checkpoint, recording.calls[:i])
 
     for i, call in enumerate(recording.calls):

@@ -22,7 +22,7 @@ from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import Call, Ref, is_ready, local_of
+from dshard.rehearsal.calls import RecordedCall, Ref, is_ready, local_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
 from dshard.rehearsal.region import Run
@@ -218,7 +218,7 @@ class Derivation(LocalRecorder):
         is_view = each.is_view and what in VIEWS_IF_POSSIBLE and each.function is aten.view.default
         return is_view and self._equals(each.args[0], args[0])
 
-    def begin_call(self, call: Call) -> None:
+    def begin_call(self, call: RecordedCall) -> None:
         """Run the operators of `call` from now on."""
         self.expected, self._of_call = [*call.instructions], []
 
@@ -477,7 +477,7 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
 
 
 @contextmanager
-def _as_before(call: Call) -> Iterator[None]:
+def _as_before(call: RecordedCall) -> Iterator[None]:
     """Within the block, the state of a call."""
     count_as_replicated(int(call.within), forward=call.within)
     try:

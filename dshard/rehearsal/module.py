@@ -25,7 +25,7 @@ from dshard.rehearsal.calls import autocast_now, is_own, is_ready, kind_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.region_backward import begun
-from dshard.rehearsal.region_recording import Recording
+from dshard.rehearsal.region_recording import RegionRecording
 from dshard.rehearsal.session import HERE, Entered
 from dshard.torch_private import graph_task_id, is_transforming, n_dispatch_modes, pytree, saved_tensor_hooks
 
@@ -128,7 +128,7 @@ class Rehearsal:
         failed = any(each.frame is caller for each in HERE.entered)
         HERE.leave((caller, caller.f_back), failed=failed)
 
-    def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Recording | Run | None, _Known | None]:
+    def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RegionRecording | Run | None, _Known | None]:
         flat, structure = args, None
         if kwargs or not {Tensor, Wrapper.public}.issuperset(map(type, args)):
             flat, structure = pytree.tree_flatten((args, kwargs))
@@ -180,7 +180,9 @@ class Rehearsal:
             return None, None
         return self._recording(module, inputs, use, known), known
 
-    def _recording(self, module: nn.Module, inputs: list[Tensor], use: GatheredUse | None, known: _Known) -> Recording:
+    def _recording(
+        self, module: nn.Module, inputs: list[Tensor], use: GatheredUse | None, known: _Known
+    ) -> RegionRecording:
         known.tries += 1
         if known.tries >= TRIES:
             known.pause = PAUSE * 4 ** (known.tries - TRIES)
@@ -195,11 +197,11 @@ class Rehearsal:
         record = known.record
         # with gradients a record ends at the first result of a call that it has not
         before = () if record is None or torch.is_grad_enabled() else record.contents.signatures(inputs)
-        return Recording(own, inputs, use, before)
+        return RegionRecording(own, inputs, use, before)
 
-    def _close(self, session: Recording | Run, known: _Known, failed: bool) -> None:
+    def _close(self, session: RegionRecording | Run, known: _Known, failed: bool) -> None:
         HERE.answer = None
-        if isinstance(session, Recording):
+        if isinstance(session, RegionRecording):
             self._keep(session, known, failed)
             return
         session.stop()
@@ -211,7 +213,7 @@ class Rehearsal:
         self.answered += session.is_whole
         self.why_not = "" if session.is_whole else session.why_not or "the module made fewer calls"
 
-    def _keep(self, recording: Recording, known: _Known, failed: bool) -> None:
+    def _keep(self, recording: RegionRecording, known: _Known, failed: bool) -> None:
         """Keep the record of a call that has ended, unless it failed: what is alive then is not what autograd saved."""
         if not failed:
             gc.collect()  # so that what is alive is what autograd has saved, on all ranks

@@ -14,7 +14,7 @@ from dshard.rehearsal.gradient_order import GradientOrder
 from dshard.rehearsal.lifetimes import lifetimes_of
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.own_tensors import OwnTensors
-from dshard.rehearsal.region_recording import Recording
+from dshard.rehearsal.region_recording import RegionRecording
 
 
 class Places(NamedTuple):
@@ -61,7 +61,7 @@ class Record:
         passes: How many backward passes were derived, and how many run by a program.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: RegionRecording) -> None:
         self.contents = contents = contents_of(recording)
         self.why_not = contents.why_not
         self.places = _places_in(contents)

@@ -26,10 +26,10 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.calls import MISS, Call, autocast_now, local_of, memory_of
+from dshard.rehearsal.calls import MISS, RecordedCall, autocast_now, local_of, memory_of
 from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, Result, is_checkpoint, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, CallResult, is_checkpoint, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
@@ -224,7 +224,7 @@ class Run:
                     sharing.append(n)
         return sharing
 
-    def answered(self) -> list[Call]:
+    def answered(self) -> list[RecordedCall]:
         """The calls that were answered."""
         calls = self.record.contents.calls[: self.n_answered]
         return [call for i, call in enumerate(calls) if i not in self.skipped] if self.skipped else calls
@@ -341,7 +341,7 @@ def _is_held(tensors: Sequence[Any], n: int) -> bool:
     return getrefcount(tensors[n]) != 2 or tensor_references(tensors[n]) != 1
 
 
-def _stand_in(result: Result) -> Wrapper:
+def _stand_in(result: CallResult) -> Wrapper:
     """A result without a local tensor."""
     _, spec, _, matmul, *_ = result.kind
     x = wrap(None, spec, result.offset or None)  # type: ignore[arg-type]

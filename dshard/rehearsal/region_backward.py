@@ -27,7 +27,7 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import OperatorMode, unobserved
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.backward_program import NoProgram, Program, program_of
+from dshard.rehearsal.backward_program import BackwardProgram, NoProgram, program_of
 from dshard.rehearsal.calls import local_of
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again
 from dshard.rehearsal.gradient_order import Parts
@@ -186,7 +186,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     return program.wraps, _parts(program, values, run.fixed.values, locals_)
 
 
-def _parts(program: Program, values: list[Any], own: list[Any], grads: list[Any]) -> Iterator[dict[int, Any]]:
+def _parts(program: BackwardProgram, values: list[Any], own: list[Any], grads: list[Any]) -> Iterator[dict[int, Any]]:
     """The gradients of each part of a program, which leaves them in the list that has given those that arrive."""
     running = program.run(values, own, grads)
     del values

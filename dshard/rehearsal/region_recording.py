@@ -26,7 +26,7 @@ from dshard.core.plain_tensors import is_within_forward
 from dshard.core.signature import Args, Kwargs
 from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import Call, Kind, Ref, autocast_now, is_own, is_ready, kind_of, local_of
+from dshard.rehearsal.calls import Kind, RecordedCall, Ref, autocast_now, is_own, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly
 from dshard.torch_private import (
@@ -127,7 +127,7 @@ class Copy(NamedTuple):
     origin: CopiedView | None
 
 
-class Result(NamedTuple):
+class CallResult(NamedTuple):
     """A result of a call: its kind, the slot of its local tensor, its place in storage, and what it is a copy of."""
 
     kind: Kind
@@ -157,7 +157,7 @@ class Gathering(NamedTuple):
     reader: Slot | None
 
 
-class Recording:
+class RegionRecording:
     """The calls of one run of a module on `inputs`, as a session; `ended` says why it did not last to the end.
 
     Of the inputs some may be the gathered weights of `use`.
@@ -175,9 +175,9 @@ class Recording:
         before: Iterable[Signature] = (),
     ) -> None:
         self.own, self.inputs, self.ended, self._before = own, inputs, "", [*before][::-1]
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.leaves: dict[int, Tensor] = {}
-        self.made: dict[int, Result] = {}
+        self.made: dict[int, CallResult] = {}
         self.dropped: dict[int, int] = {}
         self.sources: dict[Slot, int] = {}  # of slots that no instruction made: the number of the tensor
         self.recorder = RegionRecorder()
@@ -256,7 +256,7 @@ class Recording:
         return not equal(tuple([kind_of(x) if isinstance(x, Tensor) else x for x in flat]), self._before.pop()[1])
 
     @contextmanager
-    def _watching(self, call: Call) -> Iterator[None]:
+    def _watching(self, call: RecordedCall) -> Iterator[None]:
         """Within the block a call runs, of which it is noted whether autograd saves gathered weights."""
         if self.use is None:
             yield
@@ -289,7 +289,7 @@ class Recording:
             del self.calls[end.at :]
         self.calls = outside_of(frame, self.calls)
 
-    def _begin(self, func: Any, args: Args, kwargs: Kwargs) -> tuple[Call, list[Tensor]]:
+    def _begin(self, func: Any, args: Args, kwargs: Kwargs) -> tuple[RecordedCall, list[Tensor]]:
         """The record of a call that begins, and its operands.
 
         Raises:
@@ -303,7 +303,7 @@ class Recording:
             raise Ends("a mode or a transform of torch")
         if func == DATA:
             raise Ends("what is written to data does not count as written")
-        call = Call(
+        call = RecordedCall(
             func,
             None,
             None,
@@ -344,7 +344,7 @@ class Recording:
         numbers = {self._numbers.get(id(x)) for x in operands} & set(self.made)
         return next((i for i, call in enumerate(self.calls) if call.refs & numbers), None)
 
-    def _operand(self, x: Tensor, call: Call) -> Ref:
+    def _operand(self, x: Tensor, call: RecordedCall) -> Ref:
         number = self._numbers.get(id(x))
         if number is not None:
             if self._seen[number][:3] != state_of(x)[:3]:
@@ -368,7 +368,7 @@ class Recording:
         self._give(number, x)
         return Ref(number)
 
-    def _add(self, call: Call, operands: Sequence[Tensor], out: Any, start: int) -> None:
+    def _add(self, call: RecordedCall, operands: Sequence[Tensor], out: Any, start: int) -> None:
         """Add a call that has run.
 
         Raises:
@@ -448,7 +448,7 @@ class Recording:
             number = self._number(x)
             slot = self.recorder.slot_of(local_of(x))
             with no_torch_function():
-                self.made[number] = Result(kind_of(x), slot, int(x.storage_offset()), copy)
+                self.made[number] = CallResult(kind_of(x), slot, int(x.storage_offset()), copy)
         return Ref(number)
 
     def shown_twice(self) -> list[int]:
@@ -499,7 +499,7 @@ def state_of(x: Tensor) -> tuple[int, int, bool, int]:
         return -1 if node is None else node._sequence_nr(), x.output_nr, x.requires_grad, version
 
 
-def outside_of(frame: object, calls: list[Call]) -> list[Call]:
+def outside_of(frame: object, calls: list[RecordedCall]) -> list[RecordedCall]:
     """The calls without those at the end that ran in the checkpoint `frame`: torch runs it again as a whole, or not."""
     while frame is not None and calls and calls[-1].checkpoint is frame:
         calls = calls[:-1]
@@ -511,6 +511,6 @@ def is_checkpoint(hooks: Sequence[object]) -> bool:
     return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def instructions_of(calls: Sequence[Call]) -> list[Instruction]:
+def instructions_of(calls: Sequence[RecordedCall]) -> list[Instruction]:
     """The instructions of calls, in order."""
     return [each for call in calls for each in call.instructions]

@@ -27,7 +27,7 @@ from dshard.core.observe import OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.rehearsal.local_recorder import StepRecorder
 from dshard.replay.step_program import StepProgram
-from dshard.replay.step_recording import Call, CheckingRecorder, Recording, gradient_kind, matched, record
+from dshard.replay.step_recording import CheckingRecorder, StepCall, StepRecording, gradient_kind, matched, record
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 
@@ -95,11 +95,11 @@ class _Known:
     def __init__(self, key: object, due: int, calls_before: int) -> None:
         self.key, self.due, self.calls_before = key, due, calls_before
         self.tries = self.compared = 0
-        self.last: Recording | None = None
+        self.last: StepRecording | None = None
         self.program: StepProgram | None = None
         self.why_not = "the first call runs by Python"
 
-    def is_for(self, call: Call) -> bool:
+    def is_for(self, call: StepCall) -> bool:
         """Whether the leaves have gradients of the kinds that they had in the recording."""
         leaves = () if self.last is None else self.last.leaves
         return all(gradient_kind(leaf.source.in_call(call).grad) == leaf.before for leaf in leaves)
@@ -122,7 +122,7 @@ class _Known:
         """Leave the step to Python for many calls: it cannot be replayed as it is."""
         self.calls_before, self.tries, self.last, self.why_not = _PAUSE, 0, None, why
 
-    def add(self, recording: Recording, call: Call, number: int, *, in_graph: bool) -> str:
+    def add(self, recording: StepRecording, call: StepCall, number: int, *, in_graph: bool) -> str:
         """Take the recording of a call: a program, if it equals the last one. What differs, or empty."""
         last, self.last, self.compared, self.tries = self.last, recording, number, self.tries + 1
         why = recording.recorder.why_not
@@ -169,7 +169,7 @@ class Replay(Generic[P, R]):
             self.why_not = "the ranks are simulated, or the call is within a transform or a compiled region of torch"
             return self.step(*args, **kwargs)
         with nothing_compared():
-            out = self._step(Call(args, kwargs), looks := _why_looked_at())
+            out = self._step(StepCall(args, kwargs), looks := _why_looked_at())
         if self.calls >= _PATIENCE and not (looks or self._has_warned or self.replays or self._programs):
             self._has_warned = True
             warn_here(f"{self._name} was not replayed in {self.calls} calls: {self.why_not}")
@@ -177,7 +177,7 @@ class Replay(Generic[P, R]):
 
     __call__ = replayed_step  # whose name errors have, of ranks that wait in a replay
 
-    def _step(self, call: Call, looks: str) -> R:
+    def _step(self, call: StepCall, looks: str) -> R:
         unsuited = call.why_not()
         self.why_not = looks or unsuited
         numbers = self._rows.exchange(0 if self.why_not else self._number_of(call.key))
@@ -203,7 +203,7 @@ class Replay(Generic[P, R]):
         with noting_rows(self._rows):
             return self.step(*call.args, **call.kwargs)
 
-    def _recorded(self, known: _Known, call: Call) -> R:
+    def _recorded(self, known: _Known, call: StepCall) -> R:
         """Run the step by Python, and record it; where there is a program, it must do what that does.
 
         Raises:
@@ -246,7 +246,7 @@ class Replay(Generic[P, R]):
             self._keys = [*(self._keys if len(self._keys) < _MANY else ()), key]
         return 1 + self._keys.index(key)
 
-    def _of(self, call: Call, numbers: tuple[int, ...]) -> _Known:
+    def _of(self, call: StepCall, numbers: tuple[int, ...]) -> _Known:
         key = call.key, numbers
         same = [known for known in self._known if known.key == key]
         for known in same:

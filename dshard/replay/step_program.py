@@ -22,7 +22,7 @@ from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.simplified import parted, reads, simplified, written_by
 from dshard.replay.captured_program import CapturedProgram, why_not_captured
 from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
-from dshard.replay.step_recording import Call, Recording
+from dshard.replay.step_recording import StepCall, StepRecording
 from dshard.replay.step_state import alike
 from dshard.torch_private import increment_version, pytree
 
@@ -36,7 +36,7 @@ class StepProgram:
     With `in_graph` it runs in a CUDA graph, unless `why_not_captured` says why it cannot.
     """
 
-    def __init__(self, recording: Recording, call: Call, *, in_graph: bool = False) -> None:
+    def __init__(self, recording: StepRecording, call: StepCall, *, in_graph: bool = False) -> None:
         self.recording, sources = recording, recording.sources
         self._terms: dict[tuple[type, frozenset[Term]], Slot] = {}
         self._numbers: dict[Slot, float] = {}
@@ -101,7 +101,7 @@ class StepProgram:
             self._numbers[slot] = values.pop()
         return ""
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """Run the step: its result, with the gradients in place."""
         leaves: list[Tensor] = [leaf.source.in_call(call) for leaf in self.recording.leaves]
         inputs = [self._input(slot, call, leaves) for slot in self._inputs]
@@ -128,7 +128,7 @@ class StepProgram:
         results = [next(given) if isinstance(result, Slot) else result for result in self.recording.results]
         return pytree.tree_unflatten([*map(_wrapped, results, self.recording.specs)], self.recording.structure)
 
-    def _input(self, slot: Slot, call: Call, leaves: Sequence[Tensor]) -> Any:
+    def _input(self, slot: Slot, call: StepCall, leaves: Sequence[Tensor]) -> Any:
         source = self.recording.sources.get(slot)
         if source is None:
             return self._numbers[slot]

@@ -25,7 +25,7 @@ from dshard.torch_private import no_torch_function, pytree
 T = TypeVar("T")
 
 
-class Call:
+class StepCall:
     """The arguments of a call, the tensors among them, and the key of recordings that may hold for it."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -72,12 +72,12 @@ class Source(NamedTuple):
     kind: Literal["argument", "gradient", "tensor", "literal"]
     of: Any
 
-    def in_call(self, call: Call) -> Any:
+    def in_call(self, call: StepCall) -> Any:
         """The tensor in a call."""
         return call.tensors[self.of] if self.kind == "argument" else self.of
 
 
-class Leaf(NamedTuple):
+class StepLeaf(NamedTuple):
     """A tensor whose gradient, before of that kind, a step keeps, drops, or sets to the value of a slot, of a spec."""
 
     source: Source
@@ -87,7 +87,7 @@ class Leaf(NamedTuple):
     spec: Any = None
 
 
-class Recording(NamedTuple):
+class StepRecording(NamedTuple):
     """One run of a step.
 
     `results` are the slots of the tensors of its result, or values of Python; `specs` those of distributed tensors.
@@ -99,7 +99,7 @@ class Recording(NamedTuple):
     structure: Any
     results: list[Any]
     specs: list[Any]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StepLeaf, ...]
     sources: dict[Slot, Source]
     state: StepState
     options: Options
@@ -110,7 +110,7 @@ class Recording(NamedTuple):
 class CheckingRecorder(StepRecorder):
     """Records a step that must do as in an earlier recording: it begins no other collectives than that."""
 
-    def __init__(self, expected: Recording, error: Callable[[str], ReplayError]) -> None:
+    def __init__(self, expected: StepRecording, error: Callable[[str], ReplayError]) -> None:
         super().__init__()
         self._expected: Iterator[Any] = iter([each for each in expected.recorder.instructions if each.begins])
         self._error = error
@@ -129,7 +129,7 @@ class CheckingRecorder(StepRecorder):
         return super().call(key, function, *args)
 
 
-def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tuple[Any, Recording]:
+def record(step: Callable[..., Any], call: StepCall, recorder: StepRecorder) -> tuple[Any, StepRecording]:
     """Run a step by Python, and record it.
 
     Raises:
@@ -155,7 +155,7 @@ def record(step: Callable[..., Any], call: Call, recorder: StepRecorder) -> tupl
     specs = [out._spec if isinstance(out, Wrapper) else None for out in flat]
     state.keep(call.tensors)
     terms = terms_in(recorder.instructions, options)
-    return result, Recording(recorder, structure, results, specs, leaves, sources, state, options, terms)
+    return result, StepRecording(recorder, structure, results, specs, leaves, sources, state, options, terms)
 
 
 def _check_results(results: list[Any], recorder: StepRecorder) -> None:
@@ -167,15 +167,15 @@ def _check_results(results: list[Any], recorder: StepRecorder) -> None:
             recorder.refuse(f"the step returns a {type(out).__name__}, which is neither a tensor nor a number")
 
 
-def _leaves(call: Call, state: StepState, recorder: StepRecorder) -> tuple[Leaf, ...]:
+def _leaves(call: StepCall, state: StepState, recorder: StepRecorder) -> tuple[StepLeaf, ...]:
     """The leaves, and what the step has done to their gradients."""
     arguments = {id(x): Source("argument", i) for i, x in reversed([*enumerate(call.tensors)])}
-    leaves = list[Leaf]()
+    leaves = list[StepLeaf]()
     for i, before in state.grads.items():
         x, grad = state.tensors[i], state.tensors[i].grad
         if isinstance(x, Wrapper) and x._gradient_leaf is not None and x._gradient_leaf.has_partial_sum:
             recorder.refuse("the step leaves partial gradients: accumulate within one step")
-        leaf = Leaf(arguments.get(i, Source("tensor", x)), gradient_kind(before), "keeps")
+        leaf = StepLeaf(arguments.get(i, Source("tensor", x)), gradient_kind(before), "keeps")
         if grad is None and before is not None:
             leaf = leaf._replace(change="drops")
         elif grad is not None and grad is not before:
@@ -192,7 +192,7 @@ _UNKNOWN = (
 )
 
 
-def _sources(call: Call, state: StepState, recorder: StepRecorder) -> dict[Slot, Source]:
+def _sources(call: StepCall, state: StepState, recorder: StepRecorder) -> dict[Slot, Source]:
     """Where the external tensors of a recording come from."""
     known = {id(local_of(x)): Source("tensor", x) for x in state.tensors.values()}
     grads = enumerate(state.grads.values())
@@ -211,7 +211,7 @@ def _literal(x: Tensor) -> Source:
     return Source("literal", (x.dtype, tuple(x.shape), x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()))
 
 
-def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
+def matched(first: StepRecording, second: StepRecording) -> tuple[StepRecording, str]:
     """The second recording, and what differs in them; if nothing does, with what both say of options."""
     common = {place: terms & second.terms[place] for place, terms in first.terms.items() if place in second.terms}
     terms = {place: terms for place, terms in common.items() if terms}
@@ -223,7 +223,7 @@ def matched(first: Recording, second: Recording) -> tuple[Recording, str]:
     return second._replace(terms=terms, varied=first.varied | changed), ""
 
 
-def _difference(first: Recording, second: Recording, terms: Terms) -> str:
+def _difference(first: StepRecording, second: StepRecording, terms: Terms) -> str:
     one, two = first.recorder.instructions, second.recorder.instructions
     for i, (a, b) in enumerate(zip(one, two, strict=False)):
         if not a.same_as(b):

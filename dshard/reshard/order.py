@@ -39,7 +39,7 @@ EXACT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StartOrder:
     """A schedule: the choices in the order of their starts, and when the last has ended."""
 
     choices: tuple[Choice, ...]
@@ -65,7 +65,7 @@ def uses_of(drafts: Sequence[Draft], itemsize: int, network: HostNetwork) -> lis
     ]
 
 
-def in_order(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> Schedule:
+def in_order(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> StartOrder:
     """The schedule in which each chain starts as soon as all before it leave its cards free."""
     free: defaultdict[Resource, float] = defaultdict(float)
     starts, end = [], 0.0
@@ -74,7 +74,7 @@ def in_order(uses: Sequence[Sequence[Use]], choices: Sequence[Choice]) -> Schedu
         start = _start(use, free)
         end = max(end, _occupy(use, start, free))
         starts.append(start)
-    return Schedule(tuple(choices), tuple(starts), end)
+    return StartOrder(tuple(choices), tuple(starts), end)
 
 
 def balanced(uses: Sequence[Sequence[Use]], order: Sequence[int] | None = None) -> list[Choice]:
@@ -89,9 +89,9 @@ def balanced(uses: Sequence[Sequence[Use]], order: Sequence[int] | None = None) 
     return choices
 
 
-def best(uses: Sequence[Sequence[Use]], bound: float, seed: int) -> Schedule:
+def best(uses: Sequence[Sequence[Use]], bound: float, seed: int) -> StartOrder:
     """The best schedule: by size, by randomised greedy choice, then depth first; stops at the lower bound."""
-    schedule: Schedule | None = None
+    schedule: StartOrder | None = None
     for attempt in _attempts(uses, seed):
         if schedule is None or attempt.makespan < schedule.makespan * (1 - EXACT):
             schedule = attempt
@@ -101,7 +101,7 @@ def best(uses: Sequence[Sequence[Use]], bound: float, seed: int) -> Schedule:
     return in_depth(uses, schedule, bound) if len(uses) <= DEEP else schedule
 
 
-def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[Schedule]:
+def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[StartOrder]:
     """Schedules to try: in the order of the tasks, by size, then greedy ones."""
     yield in_order(uses, balanced(uses))
     sizes = [max(use[0].values(), default=0.0) for use in uses]
@@ -111,7 +111,7 @@ def _attempts(uses: Sequence[Sequence[Use]], seed: int) -> Iterator[Schedule]:
         yield greedy(uses, random, noise=0.0 if i == 0 else 0.5)
 
 
-def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Schedule:
+def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> StartOrder:
     """Greedy schedule: the job that can start first is next; of several, that of the busiest card, with noise."""
     free: defaultdict[Resource, float] = defaultdict(float)
     left: defaultdict[Resource, float] = defaultdict(float)
@@ -136,7 +136,7 @@ def greedy(uses: Sequence[Sequence[Use]], random: Random, noise: float) -> Sched
     return in_order(uses, choices)
 
 
-def in_depth(uses: Sequence[Sequence[Use]], best: Schedule, bound: float) -> Schedule:
+def in_depth(uses: Sequence[Sequence[Use]], best: StartOrder, bound: float) -> StartOrder:
     """Search depth first, with branch and bound, for a schedule better than `best`; return the best."""
     search = _Search(uses, best, bound)
     search.descend([], frozenset(range(len(uses))), {})
@@ -144,7 +144,7 @@ def in_depth(uses: Sequence[Sequence[Use]], best: Schedule, bound: float) -> Sch
 
 
 class _Search:
-    def __init__(self, uses: Sequence[Sequence[Use]], best: Schedule, bound: float) -> None:
+    def __init__(self, uses: Sequence[Sequence[Use]], best: StartOrder, bound: float) -> None:
         self.uses, self.best, self.bound, self.nodes = uses, best, bound, 0
         # what a job occupies whoever sends it
         self.certain = [{r: min(use[r] for use in heads) for r in set.intersection(*map(set, heads))} for heads in uses]

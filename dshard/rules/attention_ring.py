@@ -30,7 +30,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class RingMessages:
     """The sends and receives of one rank of a ring between steps: pairs of a peer's index and the panel's owner.
 
     `axis` is the position in the ring's axes of the only mesh axis along which all are sent; None for several.
@@ -68,14 +68,14 @@ class RingPlan:
         """The index of the rank that has the panel of `owner` in a step."""
         return self.holders[step][owner]
 
-    def panels(self, index: int, step: int) -> Messages:
+    def panels(self, index: int, step: int) -> RingMessages:
         """The panels that a rank sends and receives before `step`."""
         leaves, comes = self.owners[step - 1][index], self.owners[step][index]
         sent = ((self.holder(leaves, step), leaves),) if self.last[leaves] >= step else ()
         received = ((self.holder(comes, step - 1), comes),) if self.last[comes] >= step else ()
-        return Messages(_moving_axis(self.shape, step), sent, received)
+        return RingMessages(_moving_axis(self.shape, step), sent, received)
 
-    def gradients(self, index: int, step: int) -> Messages:
+    def gradients(self, index: int, step: int) -> RingMessages:
         """The gradients that a rank sends and receives after `step`: they follow their panel, then go to its owner."""
         held = self.owners[step][index]
         sent: tuple[tuple[int, int], ...] = ()
@@ -86,7 +86,7 @@ class RingPlan:
             received = ((self.holder(comes, step), comes),)
         if self.last[index] == step:
             received = (*received, (self.holder(index, step), index))
-        return Messages(self.moving_axis_of_gradients(step), sent, received)
+        return RingMessages(self.moving_axis_of_gradients(step), sent, received)
 
     def busiest_panel(self, step: int) -> int:
         """The most keys that a rank receives before `step`."""

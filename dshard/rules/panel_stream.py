@@ -47,7 +47,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class AutoPanels:
     """A number of panels chosen by price: the one in `PANELS` that takes the fewest seconds; one panel means in bulk.
 
     Symmetric memory is one more choice, on topologies that say that NVLink joins the ranks on one host. The choice is

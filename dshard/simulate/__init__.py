@@ -8,7 +8,7 @@ from dshard.simulate.setup_search import SearchResult, search
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, simulate_step, timeline
 from dshard.simulate.transformer import Model
-from dshard.step_timeline import Event, Slot
+from dshard.step_timeline import Event, PlacedEvent
 
 __all__ = [
     "FORMS",
@@ -16,10 +16,10 @@ __all__ = [
     "Form",
     "Memory",
     "Model",
+    "PlacedEvent",
     "Recorded",
     "SearchResult",
     "Setup",
-    "Slot",
     "Step",
     "form_of",
     "host_tiles",

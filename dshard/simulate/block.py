@@ -80,7 +80,7 @@ def move_event(name: str, phase: Phase, plan: Plan, itemsize: int, *, waits: boo
 
 
 @dataclass(frozen=True, slots=True)
-class Matmul:
+class BlockMatmul:
     """`y = x w` on a mesh: where the three are stored, and the loop of each mesh axis.
 
     Loop s is that of stages, which have matmuls of their own. `sums` is the layout of the weight's gradient after
@@ -168,16 +168,16 @@ def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     return first, second
 
 
-def matmuls(model: Model, setup: Setup, tokens: int) -> tuple[Matmul, ...]:
+def matmuls(model: Model, setup: Setup, tokens: int) -> tuple[BlockMatmul, ...]:
     """The four linear layers of a block, for `tokens` tokens on all replicas together."""
     form = setup.form
     qkv, out, up, down = model.linears
 
-    def matmul(linear: Linear, x: Placements, w: Placements, y: Placements, loops: str) -> Matmul:
+    def matmul(linear: Linear, x: Placements, w: Placements, y: Placements, loops: str) -> BlockMatmul:
         stored = setup.stored(w)
         sums = stored.cotangent() if setup.sharded == "all" else setup.weight(w).replace(1, Partial())
         places = setup.activation(x), stored, setup.activation(y), sums, setup.shared(w)
-        return Matmul(linear, tokens, *places, f"sm{loops}")
+        return BlockMatmul(linear, tokens, *places, f"sm{loops}")
 
     return (
         matmul(qkv, form.residual, form.first, form.inner, form.first_loops),

@@ -24,7 +24,7 @@ from dshard.torch_private import OpOverload
 BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward network, each applied to its normalised input and added to that input."""
 
     def __init__(self, width: int, *, causal: bool = False) -> None:
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 @dataclass(slots=True)
-class Program:
+class BlockProgram:
     """A training step of the block on replicated tensors, in phases; it runs no collective."""
 
     block: nn.Module
@@ -77,17 +77,17 @@ class Program:
         self.update()
 
 
-def program_on(mesh: Mesh, device: str = "cpu") -> Program:
+def program_on(mesh: Mesh, device: str = "cpu") -> BlockProgram:
     """Build the training step on `mesh`; with device "meta" the mesh needs no processes."""
     with torch.device("meta"):  # whose values are not drawn from anybody's generator
-        block = Block(WIDTH)
+        block = TransformerBlock(WIDTH)
     for module in block.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             zeros = torch.zeros(parameter.shape, device=device)
             module.register_parameter(name, nn.Parameter(_replicated(zeros, mesh)))
     x = _replicated(torch.zeros(BATCH, LENGTH, WIDTH, device=device), mesh)
     x.requires_grad_()
-    return Program(block, x, torch.optim.Adam(block.parameters(), foreach=False))
+    return BlockProgram(block, x, torch.optim.Adam(block.parameters(), foreach=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dshard.simulate.block import BlockCosts, Matmul, attention_moves, matmuls, worked_layouts
+from dshard.simulate.block import BlockCosts, BlockMatmul, attention_moves, matmuls, worked_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def memory_of(costs: BlockCosts, sequences: int) -> Memory:
     )
 
 
-def kept_by_block(costs: BlockCosts, linears: tuple[Matmul, ...], sequences: int) -> int:
+def kept_by_block(costs: BlockCosts, linears: tuple[BlockMatmul, ...], sequences: int) -> int:
     """Bytes that one block keeps for its backward pass.
 
     These are the inputs of both norms, of the four linear layers and of the activation function; queries, keys and
@@ -79,7 +79,7 @@ def _residual(costs: BlockCosts, sequences: int) -> int:
     return layout.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
 
 
-def _transient(costs: BlockCosts, matmul: Matmul) -> int:
+def _transient(costs: BlockCosts, matmul: BlockMatmul) -> int:
     """Bytes of operands gathered for one matmul, and of its result before it is redistributed.
 
     A kept gathered input counts in `kept_by_block`.

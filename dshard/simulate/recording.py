@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dshard.step_timeline import Slot, StepTimeline, makespan
+from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
 from dshard.topology import Topology
 from dshard.validate import check_callable
 
@@ -23,7 +23,7 @@ class Recorded:
         held: Of these, the bytes still alive at its end.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[PlacedEvent, ...]
     peak: int
     held: int
 

@@ -10,11 +10,11 @@ from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.simulate.block import BlockCosts, Matmul, block_events, matmuls, worked_layouts
+from dshard.simulate.block import BlockCosts, BlockMatmul, block_events, matmuls, worked_layouts
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.setup import STAGES, Setup
 from dshard.simulate.transformer import Linear, Model
-from dshard.step_timeline import Event, Phase, Slot, makespan, place_events
+from dshard.step_timeline import Event, Phase, PlacedEvent, makespan, place_events
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
 from dshard.validate import as_int, check_type
@@ -110,7 +110,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepEvents:
     """The events of a step: one microbatch through one block, forward and backward, and the end of the step."""
 
     forward: tuple[Event, ...]
@@ -174,7 +174,7 @@ def timeline(
     dtype: str = "bfloat16",
     itemsize: int = 2,
     overlap: bool = True,
-) -> tuple[Slot, ...]:
+) -> tuple[PlacedEvent, ...]:
     """One microbatch of a stage, block by block, and the end of the step, each event with its begin.
 
     Raises:
@@ -209,7 +209,7 @@ def dtype_name(dtype: object, topology: Topology) -> str:
     return name if name in dict(topology.device.flops) else str(parse_dtype(name)).removeprefix("torch.")
 
 
-def parts_of(costs: BlockCosts, sequences: int) -> Parts:
+def parts_of(costs: BlockCosts, sequences: int) -> StepEvents:
     """The events of a step on microbatches of `sequences` sequences, on all replicas together."""
     setup, model = costs.setup, costs.model
     own = vectors(costs)
@@ -225,13 +225,13 @@ def parts_of(costs: BlockCosts, sequences: int) -> Parts:
     nbytes = residual.local_numel(setup.shape(sequences * model.sequence, model.hidden)) * costs.itemsize
     hop = collective_seconds("permute", nbytes, setup.mesh, [STAGES], costs.topology) if setup.stages > 1 else 0.0
     sums = (*_sums(costs, linears), *(event for vector in own for event in vector.summed(costs)))
-    return Parts(forward, backward, _ends(costs, sequences), sums, update, hop)
+    return StepEvents(forward, backward, _ends(costs, sequences), sums, update, hop)
 
 
 _PASSES: tuple[Phase, Phase] = ("forward", "backward")
 
 
-def _sums(costs: BlockCosts, linears: Sequence[Matmul]) -> list[Event]:
+def _sums(costs: BlockCosts, linears: Sequence[BlockMatmul]) -> list[Event]:
     """The events that sum the gradients of a block's weights over the replicas, once a step."""
     events = []
     for matmul in linears:
@@ -253,7 +253,7 @@ def _ends(costs: BlockCosts, sequences: int) -> tuple[Event, ...]:
     sums = stored.cotangent() if setup.sharded == "all" else stored
     linear = Linear("head", model.hidden, model.vocabulary)
     x, y = setup.activation(form.residual), setup.activation(form.inner)
-    head = Matmul(linear, tokens, x, stored, y, sums, setup.shared(form.first), f"sm{form.first_loops}")
+    head = BlockMatmul(linear, tokens, x, stored, y, sums, setup.shared(form.first), f"sm{form.first_loops}")
     return (*head.forward(costs), *head.backward(costs))
 
 
@@ -261,13 +261,13 @@ _BARRIER = Event("gradients", "step", "network", 0.0)
 """The optimiser waits for the last of them."""
 
 
-def _microbatch(parts: Parts, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
+def _microbatch(parts: StepEvents, blocks: int, setup: Setup, sums: Sequence[Event] = ()) -> list[Event]:
     """One microbatch through one stage, forward and backward; `sums` follow the backward pass of each block."""
     again = parts.forward if setup.recompute else ()
     return [*parts.forward * blocks, *parts.ends, *[*again, *parts.backward, *sums] * blocks]
 
 
-def _totals(parts: Parts, blocks: int, setup: Setup) -> Totals:
+def _totals(parts: StepEvents, blocks: int, setup: Setup) -> Totals:
     again = parts.forward if setup.recompute else ()
     each = [*parts.forward, *again, *parts.backward]
     compute = network = flops = 0.0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dshard.errors import RuleError
 from dshard.testing.check import check_call, check_rule
-from dshard.testing.counter import Collective, Traffic, count_traffic
+from dshard.testing.counter import CountedCollective as Collective
+from dshard.testing.counter import Traffic, count_traffic
 from dshard.testing.cuda_kernels import cuda_contract
 from dshard.testing.host_sync import HostSyncError, no_host_sync
 from dshard.testing.pool import RankPool, rank_pool

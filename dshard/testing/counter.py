@@ -13,13 +13,13 @@ from torch import Tensor
 
 from dshard.core.call import arguments_by_name
 from dshard.core.observe import OperatorMode
-from dshard.tools.nccl_contract.operation import Operation, Part
+from dshard.tools.nccl_contract.operation import Entry, Operation
 from dshard.tools.nccl_contract.process_state import CURRENT
 from dshard.torch_private import resolve_process_group
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CountedCollective:
     """One collective that this rank ran: its name in torch, the size of its group, and what this rank received.
 
     `nbytes` and `messages` are received from peers; empty messages do not count. They follow the algorithms of
@@ -36,7 +36,7 @@ class Collective:
 class Traffic:
     """All collectives of a block, in order."""
 
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CountedCollective] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +88,15 @@ Count = Callable[[Arguments, int, int], tuple[Sequence[int], int]]
 this rank receives, and the bytes of an element."""
 
 
-def _collective(func: Any, bound: Arguments) -> Collective:
+def _collective(func: Any, bound: Arguments) -> CountedCollective:
     name = func._schema.name
     count = _COUNTS.get(func) or _FUSED.get(name)
     assert count is not None, f"{name} is a collective that count_traffic does not know"
     group = _group(bound)
     sizes, itemsize = count(bound, dist.get_rank(group), group.size())
-    return Collective(name.partition("::")[2], group.size(), sum(sizes) * itemsize, sum(size > 0 for size in sizes))
+    return CountedCollective(
+        name.partition("::")[2], group.size(), sum(sizes) * itemsize, sum(size > 0 for size in sizes)
+    )
 
 
 def _group(bound: Arguments) -> dist.ProcessGroup:
@@ -104,12 +106,12 @@ def _group(bound: Arguments) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(bound["process_group"])
 
 
-def _sends(part: Part) -> bool:
+def _sends(part: Entry) -> bool:
     return part.call is None or part.call.same[0] != "barrier"
 
 
-def _under_contract(part: Part, ranks: Sequence[int]) -> Collective:
-    """Return a collective or message of `nccl_contract` as a `Collective` with torch's name."""
+def _under_contract(part: Entry, ranks: Sequence[int]) -> CountedCollective:
+    """Return a collective or message of `nccl_contract` as a `CountedCollective` with torch's name."""
     rank, n, bound = ranks.index(dist.get_rank()), len(ranks), Arguments()
     count: Count
     if part.message is not None:
@@ -124,7 +126,7 @@ def _under_contract(part: Part, ranks: Sequence[int]) -> Collective:
     if count is _pairwise and part.call is not None:
         bound["input"], bound["output_split_sizes"] = x.flatten(), [size // x.itemsize for size in part.call.receive]
     sizes, itemsize = count(bound, rank, n)
-    return Collective(name, n, sum(sizes) * itemsize, sum(size > 0 for size in sizes))
+    return CountedCollective(name, n, sum(sizes) * itemsize, sum(size > 0 for size in sizes))
 
 
 def _ring_gather(bound: Arguments, rank: int, n: int) -> tuple[Sequence[int], int]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
-from dshard.launch.processes import Answer, Failure, Kind, Processes, failures_of, request, share_cores
+from dshard.launch.processes import Failure, FailureKind, Processes, ReturnValue, failures_of, request, share_cores
 from dshard.tools import nccl_contract
 from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of
@@ -78,7 +78,7 @@ class RankPool:
             raise
         if failures:
             raise RankError(_report(failures))
-        return [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
+        return [outcome.value for outcome in outcomes if isinstance(outcome, ReturnValue)]
 
     def close(self) -> None:
         """End the processes; the next call of `run` starts new ones."""
@@ -107,10 +107,10 @@ class RankPool:
 
     def _in_step(self, processes: Processes, failures: dict[int, Failure]) -> bool:
         """Whether all ranks are alive and have begun equally many collectives, so that the next ones will match."""
-        if any(failure.kind is not Kind.RAISED for failure in failures.values()):
+        if any(failure.kind is not FailureKind.RAISED for failure in failures.values()):
             return False
         outcomes = processes.call([request(collectives_begun)] * self.n_ranks, _PROBE_LIMIT)
-        counts = [outcome.value for outcome in outcomes if isinstance(outcome, Answer)]
+        counts = [outcome.value for outcome in outcomes if isinstance(outcome, ReturnValue)]
         begun = {pair for count in counts for pair in count.items()}
         return len(counts) == self.n_ranks and len(begun) == len({group for group, _ in begun})
 
@@ -171,7 +171,7 @@ def _report(failures: dict[int, Failure]) -> str:
     lines += [f"{_names(ranks)} {what}" for what, ranks in alike.items()]
     places: dict[str, list[int]] = {failures[first].where: [first]}
     for rank in others:
-        if failures[rank].kind is Kind.WAITING:
+        if failures[rank].kind is FailureKind.WAITING:
             places.setdefault(failures[rank].where, []).append(rank)
     lines += [f"\n--- {_names(ranks)} ---\n{where.rstrip()}" for where, ranks in places.items() if where]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dshard.callers import asked_by
-from dshard.comm import Event, is_first_rank, listen, tell_waits
+from dshard.comm import CommEvent, is_first_rank, listen, tell_waits
 from dshard.core.signature import Args, Kwargs
 from dshard.placements import Placement
 from dshard.tables import human_bytes, text_table
@@ -99,7 +99,7 @@ class CommDebugMode:
             self._paths |= {inner: path for path, inner in module.named_modules(prefix=type(module).__name__)}
         self._modules[self._paths[module]] = module
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: CommEvent) -> None:
         self._directions.append("forward" if graph_task_id() == -1 else "backward")
 
     @property

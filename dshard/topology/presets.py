@@ -20,7 +20,7 @@ from dshard.validate import as_int, suggestion
 Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
 
 
-class Parts(NamedTuple):
+class Preset(NamedTuple):
     """The fields of a topology except its name and measured figures."""
 
     layers: tuple[Layer, ...]
@@ -97,7 +97,7 @@ def torus_layers(shape: Sequence[int], bandwidth: float, latency: float) -> tupl
     return tuple(layers)
 
 
-def _cpu(nodes: int, ranks: int | None) -> Parts:
+def _cpu(nodes: int, ranks: int | None) -> Preset:
     """The preset cpu: hosts on 10 Gb/s Ethernet; a single host has any number of ranks."""
     source = (
         "in a host: round figures for gloo over loopback, not from a datasheet; between hosts: 10 Gb/s Ethernet "
@@ -105,12 +105,12 @@ def _cpu(nodes: int, ranks: int | None) -> Parts:
     )
     inside = Layer("rank", ranks, group_bandwidth=2e9, latency=100e-6)
     if nodes == 1:
-        return Parts((inside,), CPU, "gloo", source)
+        return Preset((inside,), CPU, "gloo", source)
     inside = Layer("rank", ranks or 8, inside.group_bandwidth, inside.latency)
-    return Parts((Layer("host", nodes, group_bandwidth=1.25e9, latency=200e-6), inside), CPU, "gloo", source)
+    return Preset((Layer("host", nodes, group_bandwidth=1.25e9, latency=200e-6), inside), CPU, "gloo", source)
 
 
-def _pcie(nodes: int, ranks: int | None) -> Parts:
+def _pcie(nodes: int, ranks: int | None) -> Preset:
     """The preset pcie: two sockets with half of the GPUs each, one NIC for all."""
     source = (
         "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s (PCI-SIG); three UPI links of 11.2 GT/s = 22.4 GB/s "
@@ -120,10 +120,10 @@ def _pcie(nodes: int, ranks: int | None) -> Parts:
         Layer("socket", 2, group_bandwidth=67.2e9, latency=2.5e-6, rank_bandwidth=31.5e9, hardware="pcie"),
         Layer("gpu", _half("pcie", ranks), group_bandwidth=31.5e9, latency=2.5e-6, hardware="pcie"),
     )
-    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
+    return Preset(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
 
 
-def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
+def _nvlink_pairs(nodes: int, ranks: int | None) -> Preset:
     """The preset nvlink-pairs: pairs of GPUs joined by NVLink bridges, the pairs by PCIe; one NIC for all."""
     source = (
         "NVLink bridges of the A100 PCIe: 600 GB/s in both directions; PCIe 4.0 x16: 31.5 GB/s for each GPU (PCI-SIG); "
@@ -140,25 +140,25 @@ def _nvlink_pairs(nodes: int, ranks: int | None) -> Parts:
         ),
         Layer("gpu", 2, group_bandwidth=300e9, latency=1.9e-6, hardware="nvlink"),
     )
-    return Parts(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
+    return Preset(_nodes(nodes, 25e9) + layers, A100_PCIE, "nccl", source, nccl_algorithms("ampere"))
 
 
-def _dgx_a100(nodes: int, ranks: int | None) -> Parts:
+def _dgx_a100(nodes: int, ranks: int | None) -> Preset:
     """The preset dgx-a100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX A100 datasheet: third-generation NVLink, 600 GB/s in both directions; 8 x 200 Gb/s HDR InfiniBand"
-    return Parts(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source, nccl_algorithms("ampere"))
+    return Preset(_switched(nodes, ranks or 8, nvlink=300e9, nic=25e9), A100, "nccl", source, nccl_algorithms("ampere"))
 
 
-def _dgx_h100(nodes: int, ranks: int | None) -> Parts:
+def _dgx_h100(nodes: int, ranks: int | None) -> Preset:
     """The preset dgx-h100: all GPUs on NVSwitch, a NIC for each."""
     source = "DGX H100 datasheet: fourth-generation NVLink, 900 GB/s in both directions; 8 x 400 Gb/s ConnectX-7"
-    return Parts(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source, nccl_algorithms("hopper"))
+    return Preset(_switched(nodes, ranks or 8, nvlink=450e9, nic=50e9), H100, "nccl", source, nccl_algorithms("hopper"))
 
 
-def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
+def _gb200_nvl72(nodes: int, ranks: int | None) -> Preset:
     """The preset gb200-nvl72: a node is a rack with all its GPUs on NVLink switches, a NIC for each."""
     source = "GB200 NVL72: fifth-generation NVLink, 1.8 TB/s in both directions for each GPU; 400 Gb/s ConnectX-7"
-    return Parts(
+    return Preset(
         _switched(nodes, ranks or 72, nvlink=900e9, nic=50e9, node="rack"),
         GB200,
         "nccl",
@@ -167,7 +167,7 @@ def _gb200_nvl72(nodes: int, ranks: int | None) -> Parts:
     )
 
 
-def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
+def _tpu_torus(nodes: int, ranks: int | None) -> Preset:
     """The preset tpu-torus: a node is a cube of 4 x 4 x 4 chips; cubes are stacked along the torus's first dim."""
     if ranks not in (None, 64):
         raise TopologyError(f"ranks: a node of tpu-torus is a cube of 64 chips, not {ranks}; use Topology.torus(...)")
@@ -175,7 +175,7 @@ def _tpu_torus(nodes: int, ranks: int | None) -> Parts:
         "TPU v4: a 3-D torus of six links for each chip (Jouppi et al., arXiv 2304.01433); 45 GB/s for each link and "
         "direction and about 1 us for each hop (How to Scale Your Model, jax-ml.github.io/scaling-book)"
     )
-    return Parts(torus_layers((4 * nodes, 4, 4), 45e9, 1e-6), TPU_V4, "xla", source)
+    return Preset(torus_layers((4 * nodes, 4, 4), 45e9, 1e-6), TPU_V4, "xla", source)
 
 
 def _switched(nodes: int, ranks: int, *, nvlink: float, nic: float, node: str = "node") -> tuple[Layer, ...]:
@@ -194,16 +194,16 @@ def _half(name: str, ranks: int | None) -> int:
     return (ranks or 8) // 2
 
 
-def _bytes(nodes: int, ranks: int | None) -> Parts:
+def _bytes(nodes: int, ranks: int | None) -> Preset:
     """The preset bytes: only bytes on the network take time, so the cheapest plan sends the fewest."""
     source = "a byte that a rank receives takes a second; messages, copies and local work take none"
     device = Device("none", flops=(("float32", 1e24),), memory_bandwidth=inf, launch=0.0)
-    return Parts(
+    return Preset(
         (Layer("rank", None if ranks is None else nodes * ranks, group_bandwidth=1.0),), device, "gloo", source
     )
 
 
-PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
+PRESETS: dict[str, Callable[[int, int | None], Preset]] = {
     "cpu": _cpu,
     "pcie": _pcie,
     "nvlink-pairs": _nvlink_pairs,
@@ -215,7 +215,7 @@ PRESETS: dict[str, Callable[[int, int | None], Parts]] = {
 }
 
 
-def parts_of(name: str, nodes: int, ranks: int | None) -> Parts:
+def parts_of(name: str, nodes: int, ranks: int | None) -> Preset:
     """Return the fields of the preset called `name`, for these numbers of nodes and of ranks on each node.
 
     Raises:

@@ -30,7 +30,7 @@ DIRECT: frozenset[Collective] = frozenset({"all_to_all", "exchange"})
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitShare:
     """The ranks of a group within one unit of the layer above: the units they are in, and how many are in each."""
 
     units: tuple[int, ...]
@@ -160,9 +160,9 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
 
 
 @cached("crossings", 1024)
-def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
+def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[UnitShare]:
     """Count the parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
-    crossing_parts: Counter[Part] = Counter()
+    crossing_parts: Counter[UnitShare] = Counter()
     for group in groups:
         if group[0] // inner == group[-1] // inner:  # ranks are in order: one unit has them all
             continue
@@ -173,7 +173,7 @@ def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[Part]:
                 parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append(unit)
             for units in parents.values():
                 if len(units) > 1:
-                    crossing_parts[Part(tuple(units), tuple(counts[unit] for unit in units))] += 1
+                    crossing_parts[UnitShare(tuple(units), tuple(counts[unit] for unit in units))] += 1
     return crossing_parts
 
 
@@ -186,7 +186,7 @@ def _ranks_below(layers: Sequence[Layer]) -> list[int]:
     return sizes[::-1]
 
 
-def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
+def _ring_bandwidth(layer: Layer, parts: Counter[UnitShare]) -> float:
     """Return one rank's bandwidth on a ring: each group enters and leaves each of its units once."""
     sharing: Counter[int] = Counter()
     for part, times in parts.items():
@@ -201,7 +201,7 @@ def _ring_bandwidth(layer: Layer, parts: Counter[Part]) -> float:
     )
 
 
-def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], float]:
+def _pair_rates(layer: Layer, parts: Counter[UnitShare]) -> dict[tuple[UnitShare, int], float]:
     """Return each group's bandwidth out of each of its units, over the links between pairs of units."""
     wiring = wiring_of(layer)
     if wiring is None:
@@ -212,7 +212,7 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
         for links in hops[part].values():
             for edge, share in links.items():
                 loads[edge] += times * share
-    rates: dict[tuple[Part, int], float] = defaultdict(float)
+    rates: dict[tuple[UnitShare, int], float] = defaultdict(float)
     for part, routes in hops.items():
         for pair, links in routes.items():
             rate = min(wiring.pair(edge) / loads[edge] for edge in links)
@@ -221,7 +221,7 @@ def _pair_rates(layer: Layer, parts: Counter[Part]) -> dict[tuple[Part, int], fl
     return rates
 
 
-def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> float:
+def _direct_bandwidth(layer: Layer, parts: Counter[UnitShare], peers: int | None) -> float:
     """Return one rank's bandwidth when every rank sends to every other, and a unit's ranks share its links.
 
     Each of `peers` peers gets as many bytes, and only some of these cross the layer; with None all bytes cross it.
@@ -239,7 +239,7 @@ def _direct_bandwidth(layer: Layer, parts: Counter[Part], peers: int | None) -> 
     return bandwidth if wiring is None else min(bandwidth, least_rate(wiring, wiring.spread(_demands(parts, peers))))
 
 
-def _demands(parts: Counter[Part], peers: int | None) -> dict[Edge, float]:
+def _demands(parts: Counter[UnitShare], peers: int | None) -> dict[Edge, float]:
     """Return the bytes from each unit to each other, per byte that a rank sends."""
     demands: dict[Edge, float] = defaultdict(float)
     for part, times in parts.items():

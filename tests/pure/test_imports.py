@@ -235,6 +235,20 @@ def test_no_two_files_share_a_name() -> None:
     assert {name for name, n in names.items() if n > 1} == set()
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    """But those of two packages that users name with their package, such as `redistribute.Plan` and `parallel.Plan`."""
+    homes: dict[str, list[Path]] = {}
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path.parent / "__init__.py")
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+    assert {
+        name for name, paths in shared.items() if not all(f'    "{name}",\n' in p.read_text() for p in paths)
+    } == set()
+
+
 @pytest.mark.parametrize("package", ["rules", "comm", "core", "autograd", "ops", "compile", "dispatch"])
 def test_a_package_names_its_files(package: str) -> None:
     """docs/design/0012-the-path-of-a-call.md sends its readers to these lists."""

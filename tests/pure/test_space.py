@@ -12,7 +12,7 @@ from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
 from dshard.redistribute import Exchange, Step, after, plan
-from dshard.redistribute.layout_state import Move, State
+from dshard.redistribute.layout_state import LayoutEdge, State
 from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
@@ -64,7 +64,7 @@ def test_a_step_straight_to_the_end_is_that_of_layouts(
         assert step_of(space, ends[0], found) == steps[0]
 
 
-def step_of(space: Space, here: State, move: Move) -> Step:
+def step_of(space: Space, here: State, move: LayoutEdge) -> Step:
     """The step of a move as a value, under the names that its mesh axes have."""
     return space.step(here, move.there, move.kind, range(space.mesh.ndim))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import dshard as ours
 from dshard import Layout, Mesh, Shard, matmul
 from dshard.autograd.crossing import redistribute
-from dshard.comm import DeviceMesh, Event, bind, collectives, init_device_mesh, listen, run, runtime_of
+from dshard.comm import CommEvent, DeviceMesh, bind, collectives, init_device_mesh, listen, run, runtime_of
 from dshard.core.context import planning_context
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, after, plan
@@ -100,7 +100,7 @@ def against_the_whole(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, at: tuple[int, ...]
 ) -> list[str]:
     """The plan as a redistribution runs it, and what its listeners are told."""
-    events: list[Event] = []
+    events: list[CommEvent] = []
     x = distribute(whole_numbers(shape, dtype), src)
     expected = plan(src, dst, shape, dtype.itemsize, planning_context().topology_of(src.mesh))
     with count_traffic() as traffic, listen(events.append):

@@ -31,7 +31,7 @@ from dshard import (
 from dshard.autograd import joined_gradients
 from dshard.autograd.joined_gradients import bucket_bytes
 from dshard.comm import Lane
-from dshard.comm.events import Event, listen
+from dshard.comm.events import CommEvent, listen
 from dshard.testing import RankPool, distribute, simulated, whole
 from dshard.topology import Topology
 from dshard.torch_private import no_torch_function
@@ -361,7 +361,7 @@ def table_alone() -> list[tuple[list[str], list[str]]]:
     x = distribute_tensor(torch.randn(64, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
     passes = []
     for _ in range(3):
-        events, h = list[Event](), x * 2
+        events, h = list[CommEvent](), x * 2
         h.register_hook(lambda grad, events=events: passes.append([event.collective for event in events]))
         with listen(events.append):
             (h @ table.T).sum().backward()

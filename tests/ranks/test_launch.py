@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dshard.errors import MeshError, RankError
 from dshard.launch import choose_device, choose_ranks
 from dshard.launch.group import _cause, run_ranks
-from dshard.launch.processes import Failure, Kind
+from dshard.launch.processes import Failure, FailureKind
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
 
@@ -39,8 +39,8 @@ def fail(how: str, rank: int, meet: str, send: Callable[[object], None]) -> None
 
 def test_a_silent_death_is_the_cause_of_later_errors() -> None:
     failures = {
-        0: Failure(Kind.RAISED, "raised RuntimeError: Connection closed by peer", "", 5.0),
-        2: Failure(Kind.EXITED, "exited with code -9", "", 6.0),
+        0: Failure(FailureKind.RAISED, "raised RuntimeError: Connection closed by peer", "", 5.0),
+        2: Failure(FailureKind.EXITED, "exited with code -9", "", 6.0),
     }
 
     assert _cause(failures, 1.0) == "rank 2 failed: its process ended with exit code -9"
@@ -48,9 +48,9 @@ def test_a_silent_death_is_the_cause_of_later_errors() -> None:
 
 def test_the_first_error_is_the_cause_of_later_errors() -> None:
     failures = {
-        0: Failure(Kind.RAISED, "raised RuntimeError: Connection closed by peer", "", 5.0),
-        1: Failure(Kind.WAITING, "had not answered after 1.0 s", "", 6.0),
-        2: Failure(Kind.RAISED, "raised ValueError", "", 4.0),
+        0: Failure(FailureKind.RAISED, "raised RuntimeError: Connection closed by peer", "", 5.0),
+        1: Failure(FailureKind.WAITING, "had not answered after 1.0 s", "", 6.0),
+        2: Failure(FailureKind.RAISED, "raised ValueError", "", 4.0),
     }
 
     assert _cause(failures, 1.0) == "rank 2 failed: ValueError\n"

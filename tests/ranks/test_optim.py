@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
 from dshard import DTensor, Layout, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.comm import Event, listen
+from dshard.comm import CommEvent, listen
 from dshard.core import wrapper
 from dshard.ops import foreach
 from dshard.testing import RankPool, distribute, parts, simulated, whole
@@ -103,7 +103,7 @@ def test_centred_rmsprop_steps_as_on_one_device(way: str) -> None:
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_a_step_of_lists_sends_nothing(name: str) -> None:
-    events: list[Event] = []
+    events: list[CommEvent] = []
     with simulated(LINE):
         params = parameters(LAYOUTS["rows"])
         loss(params).backward()
@@ -138,7 +138,7 @@ def test_gradients_are_clipped_as_on_one_device(kind: float, foreach: bool) -> N
 
 @pytest.mark.parametrize("kind", [2.0, inf])
 def test_the_norm_of_all_gradients_is_one_reduction(kind: float) -> None:
-    events: list[Event] = []
+    events: list[CommEvent] = []
     with simulated(LINE):
         params = parameters(LAYOUTS["rows"])
         loss(params).backward()
@@ -151,7 +151,7 @@ def test_the_norm_of_all_gradients_is_one_reduction(kind: float) -> None:
 @pytest.mark.parametrize("kind", [1.0, 2.0, inf])
 def test_the_norm_of_gradients_in_several_layouts_is_reduced_once(kind: float) -> None:
     layouts = [LAYOUTS["blocks"], LAYOUTS["rows and whole"], Layout(SQUARE, (Replicate(), Replicate()))]
-    plain, events = parameters(), list[Event]()
+    plain, events = parameters(), list[CommEvent]()
     loss(plain).backward()
     expected = clip_grad_norm_(plain, 1.0, kind)
     with simulated(SQUARE):
@@ -276,7 +276,7 @@ def test_lists_of_scalars_among_tensors() -> None:
 
 
 def test_a_partial_sum_passes_through_a_list_only_where_that_is_linear() -> None:
-    events: list[Event] = []
+    events: list[CommEvent] = []
     partial = Layout(LINE, (Partial(),))
     with simulated(LINE), listen(events.append):
         xs = [distribute(rows(4), partial), distribute(rows(2, 3), partial)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from dshard.autograd.crossing import redistribute
-from dshard.comm import DeviceMesh, Event, bind, listen
+from dshard.comm import CommEvent, DeviceMesh, bind, listen
 from dshard.core.context import planning_context
 from dshard.layout import Shape, parse_layout
 from dshard.placements import REDUCE_OPS
@@ -115,7 +115,7 @@ def test_what_moved_shares_no_memory(case: Case) -> None:
 @given(redistributions())
 def test_the_busiest_ranks_bytes_are_told(case: Redistribution) -> None:
     src, dst, shape = case
-    events: list[Event] = []
+    events: list[CommEvent] = []
     with simulated(src.mesh), listen(events.append):
         redistribute(distribute(whole_numbers(shape), src), dst)
 
@@ -196,7 +196,7 @@ def move_one(case: Case, at: tuple[int, ...]) -> tuple[str, str]:
     value, incoming = (whole_numbers(shape, dtype, seed) for seed in (0, 1))
     with_grad = dtype.is_floating_point or dtype.is_complex
     expected = planned(src, dst, shape, dtype.itemsize)
-    events: list[Event] = []
+    events: list[CommEvent] = []
     x = distribute(value, src).requires_grad_(with_grad)
     with listen(events.append):
         moved = redistribute(x, dst)

@@ -16,7 +16,7 @@ from helpers.single_device import Case, Function, as_tuple, assert_same_as_singl
 from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dshard.comm import Event, listen
+from dshard.comm import CommEvent, listen
 from dshard.placements import ReduceOp
 from dshard.testing import RankPool, distribute, simulated, whole
 
@@ -254,7 +254,7 @@ def test_a_partial_operand_stays_partial_where_it_may(function: Function, reduct
 
 
 def test_a_reduction_sends_nothing_until_it_is_needed() -> None:
-    events: list[Event] = []
+    events: list[CommEvent] = []
     with simulated(SQUARE), listen(events.append):
         x = distribute(rows(501, 301), Layout(SQUARE, (Shard(0), Shard(1))))
         squares = x.square().sum((0, 1), keepdim=True)
@@ -267,7 +267,7 @@ def test_a_reduction_sends_nothing_until_it_is_needed() -> None:
 
 
 def test_a_split_contraction_adds_the_bias_once_and_sends_nothing() -> None:
-    events: list[Event] = []
+    events: list[CommEvent] = []
     bias, a, b = rows(4), rows(5, 8), rows(8, 4)
     with simulated(LINE), listen(events.append):
         left, right = distribute(a, Layout(LINE, (Shard(1),))), distribute(b, Layout(LINE, (Shard(0),)))

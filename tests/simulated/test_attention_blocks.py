@@ -19,7 +19,7 @@ from dshard.core.observe import Allocations, Decision, observing
 from dshard.ops.attention import block_kernels
 from dshard.ops.attention.block_kernels import (
     BlockResult,
-    Panel,
+    KeyPanel,
     RowGradients,
     accumulate_gradients,
 )
@@ -134,7 +134,7 @@ def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, i
             span = slice(keys.start, keys.stop)
             blocks = visible_blocks([queries], [keys], causal)
             part = None if given is None else given[..., span]
-            panels.append((span, Panel(q, k[:, :, span], v[:, :, span], part, blocks, 8**-0.5)))
+            panels.append((span, KeyPanel(q, k[:, :, span], v[:, :, span], part, blocks, 8**-0.5)))
             result.add(panels[-1][1])
         out, lse = result.complete()
         torch.testing.assert_close(out, right)
@@ -155,7 +155,7 @@ def test_blocks_merge_into_attention(kernel: str, kind: str, heads: tuple[int, i
 def test_blocks_hold_no_scores() -> None:
     rows, memory = 1024, Allocations()
     q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
-    panel = Panel(q, k, v, None, visible_blocks([range(rows)], [range(rows)], True), 0.25)
+    panel = KeyPanel(q, k, v, None, visible_blocks([range(rows)], [range(rows)], True), 0.25)
 
     with allocated(memory), torch.no_grad():
         result = BlockResult(q, v)
@@ -190,7 +190,7 @@ def test_kernels_of_a_device_give_tensors_of_that_device(dtype: torch.dtype) -> 
     shapes = (2, 4, 5, 6), (2, 2, 3, 6), (2, 2, 3, 7)
     with FakeTensorMode(), torch.no_grad():
         q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
-        operands = block_kernels._operands(Panel(q, k, v, None, blocks, 1.0), blocks[0])
+        operands = block_kernels._operands(KeyPanel(q, k, v, None, blocks, 1.0), blocks[0])
         kernel = block_kernels._kernel_of(operands)
         out, lse = kernel.forward(operands)
         found = kernel.backward(out, operands, out, lse)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dshard import Mesh, Shard, Topology, distribute_tensor, use_strategy, use_topology
 from dshard.core.observe import Decision, OperatorMode, observing
-from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, accumulate_gradients
+from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, accumulate_gradients
 from dshard.ops.attention.local_attention import Options, of_queries
 from dshard.placements import chunk
 from dshard.rules.attention_blocks import (
@@ -78,7 +78,7 @@ def test_the_price_of_a_turn_counts_the_operators_of_each_of_its_blocks(
         panels = []
         for step in range(steps):
             k_, v_ = (rows_at(x, keys[plan.owners[step][rank]]) for x in (k, v))
-            panels.append(Panel(mine, k_, v_, None, plan.blocks[step][rank], 0.5))
+            panels.append(KeyPanel(mine, k_, v_, None, plan.blocks[step][rank], 0.5))
             made = operators_of(lambda: result.add(panels[-1]))  # noqa: B023
             assert made == works[step][rank].operators
         out, lse = result.complete()
@@ -90,7 +90,7 @@ def test_the_price_of_a_turn_counts_the_operators_of_each_of_its_blocks(
         assert all(x.isfinite().all() for x in gradients)
 
 
-def check_gradients(panels: list[Panel], grad: Tensor, out: Tensor, lse: Tensor, works: list[Work]) -> list[Tensor]:
+def check_gradients(panels: list[KeyPanel], grad: Tensor, out: Tensor, lse: Tensor, works: list[Work]) -> list[Tensor]:
     """Count the operators of the backward pass of these panels; what stands in for the result is made once."""
     found, delta = list[Tensor](), (grad.to(lse.dtype) * out).sum(-1)
     rows = list[RowGradients]()
@@ -124,7 +124,7 @@ def test_a_block_that_reaches_rows_first_is_not_merged() -> None:
     blocks = [Block(range(2), range(2), True), Block(range(2, 4), range(2)), Block(range(2, 4), range(2, 4), True)]
     x = torch.randn(1, 1, 4, 4)
     result = BlockResult(x, x)
-    made = operators_of(lambda: result.add(Panel(x, x, x, None, blocks, 0.5)))
+    made = operators_of(lambda: result.add(KeyPanel(x, x, x, None, blocks, 0.5)))
 
     assert made == 3 + FILLING + 2 * COPYING + 5  # the kernels; a fill of zeros; two copies, one merge
     torch.testing.assert_close(result.complete()[0], F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.5))

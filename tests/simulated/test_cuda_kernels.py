@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dshard import Layout, Mesh, Replicate, Shard, StrategyError, manual_seed, randn, use_strategy
 from dshard.ops import optimiser_steps
 from dshard.ops.attention import block_kernels
-from dshard.ops.attention.block_kernels import BlockResult, Panel
+from dshard.ops.attention.block_kernels import BlockResult, KeyPanel
 from dshard.ops.attention.flex import RankScores
 from dshard.ops.attention.local_attention import Options
 from dshard.rules.attention_blocks import Block
@@ -206,7 +206,7 @@ def test_outside_of_the_contract_the_kernels_are_missing_and_branches_are_those_
     with pytest.raises(NotImplementedError, match=r"within dshard.testing.cuda_contract\(\) alone"):
         flash(*(reals(1, 1, 4, 8) for _ in range(3)))
     q = torch.randn(1, 1, 5, 8)
-    panel = Panel(q, q, q, None, [Block(range(5), range(3), diagonal=True)], 1.0)
+    panel = KeyPanel(q, q, q, None, [Block(range(5), range(3), diagonal=True)], 1.0)
     with torch.no_grad():
         result, by_cuda = BlockResult(q, q), BlockResult(q, q)
         result.add(panel)

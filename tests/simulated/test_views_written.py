@@ -10,7 +10,7 @@ import torch
 from helpers.view_cases import Function, assert_same, rows
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
-from dshard.comm import Event, listen
+from dshard.comm import CommEvent, listen
 from dshard.layout import parse_layout
 from dshard.testing import distribute, simulated, whole
 from dshard.testing.choices import layouts_of
@@ -52,7 +52,7 @@ def test_free_views_send_nothing(name: str) -> None:
         assert_same(out, function(value))
 
 
-def never(event: Event) -> None:
+def never(event: CommEvent) -> None:
     raise AssertionError(f"this should have moved nothing: {event}")
 
 

@@ -20,7 +20,7 @@ from dshard.core.spec import Spec, for_shapes, spec_of
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Candidates, Choice, Kind
+from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, Kind
 from dshard.ops.attention.broadcast_operands import broadcast_lead, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_queries, whole
@@ -93,7 +93,7 @@ def _executable(
 
 
 def _of_whole_keys(
-    choice: Choice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
+    choice: AttentionChoice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
 ) -> Executable:
     """Attention of ranks that have all keys of their queries."""
     kernel, gradients = partial(_kernel, choice, specs, options), choice.strategy.gradients
@@ -103,7 +103,7 @@ def _of_whole_keys(
 
 
 def _of_own_key_heads(
-    choice: Choice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
+    choice: AttentionChoice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
 ) -> RepeatedKeyHeads:
     """Attention of ranks that receive only the key heads of their queries."""
     strategy, times = choice.how.local, choice.how.repeats
@@ -145,7 +145,7 @@ def _recorded_dropout(
     return attention_with_dropout(choice.strategy, choice.end, options, drop, tensors, {})
 
 
-def _kernel(choice: Choice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:
+def _kernel(choice: AttentionChoice, specs: Sequence[Spec], options: Options, at: Coordinate) -> LocalOp:
     """The local attention of the rank at a coordinate: its queries and their key heads."""
     layout, shape = choice.strategy.inputs[0], specs[0].shape
     queries = layout.dim_range(len(shape) - 2, shape[-2], at)

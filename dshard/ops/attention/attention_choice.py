@@ -68,7 +68,7 @@ class How(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AttentionChoice:
     """The cheapest way to run a call of attention: its decision and strategy, how it runs, and the result's layout."""
 
     decision: Decision
@@ -121,7 +121,7 @@ class Candidates:
         if not self.how:
             raise StrategyError(_impossible(requested, specs))
 
-    def choice(self) -> Choice:
+    def choice(self) -> AttentionChoice:
         """The cheapest candidate."""
         base, *others = self.how
         strategy, how = self._fewest_bytes(cheapest(base, others))
@@ -140,7 +140,7 @@ class Candidates:
             alternatives=tuple(each for each, runs in self.how.items() if runs != How("whole")),
             ends=(plan(result, end, shape, itemsize, self.topology),),
         )
-        return Choice(decision, strategy, how, end)
+        return AttentionChoice(decision, strategy, how, end)
 
     def _all(self) -> dict[Strategy, How]:
         """The candidates, with how each runs; those of the rule itself first."""

@@ -26,7 +26,7 @@ from dshard.rules.attention_blocks import Block, join_of, reach, square_diagonal
 _aten = torch.ops.aten
 
 
-class Panel(NamedTuple):
+class KeyPanel(NamedTuple):
     """Queries, keys, values and perhaps a mask, of whose scores, times `scale`, only the `blocks` count."""
 
     q: Tensor
@@ -64,7 +64,7 @@ class BlockResult:
         self.reached: list[range] = []
         self.merged: tuple[Tensor, Tensor] | None = None
 
-    def add(self, panel: Panel) -> None:
+    def add(self, panel: KeyPanel) -> None:
         """Merge attention to the blocks of a panel into the result."""
         rows = self.q.shape[-2]
         for block in _blocks(panel):
@@ -123,7 +123,7 @@ class RowGradients:
         return self.known
 
 
-def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, panel: Panel) -> None:
+def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, panel: KeyPanel) -> None:
     """Add the gradients of query, key, value and mask by the blocks of a panel to `totals` in place; None: not needed.
 
     `rows` are the full rows of the result.
@@ -133,7 +133,7 @@ def accumulate_gradients(totals: Sequence[Tensor | None], rows: RowGradients, pa
         add_gradients(totals, panel, block, gradients)
 
 
-def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator[tuple[Block, Sequence[Tensor]]]:
+def block_gradients(rows: RowGradients, panel: KeyPanel, of_mask: bool) -> Iterator[tuple[Block, Sequence[Tensor]]]:
     """Yield each block of a panel with its gradients of query, key and value, and with `of_mask` of the scores.
 
     `rows` are the full rows of the result.
@@ -153,7 +153,7 @@ def block_gradients(rows: RowGradients, panel: Panel, of_mask: bool) -> Iterator
             yield block, kernel.backward(grad, operands, delta, lse)
 
 
-def add_gradients(totals: Sequence[Tensor | None], panel: Panel, block: Block, gradients: Sequence[Tensor]) -> None:
+def add_gradients(totals: Sequence[Tensor | None], panel: KeyPanel, block: Block, gradients: Sequence[Tensor]) -> None:
     """Add the gradients of a block to the sums of query, key, value and mask, in place; None: not needed."""
     for total, part, span in zip(totals, gradients, (block.queries, block.keys, block.keys), strict=False):
         if total is not None:
@@ -186,12 +186,12 @@ def _span(x: Tensor, dim: int, indices: range) -> Tensor:
     return x if x.shape[dim] in (1, len(indices)) else x.narrow(dim, indices.start, len(indices))
 
 
-def _blocks(panel: Panel) -> Sequence[Block]:
+def _blocks(panel: KeyPanel) -> Sequence[Block]:
     """The blocks of a panel as the kernels of its device take them: but for CPUs with diagonals that are square."""
     return panel.blocks if kernel_device(panel.q.device) in ("cpu", "meta") else square_diagonals(panel.blocks)
 
 
-def _operands(panel: Panel, block: Block) -> Operands:
+def _operands(panel: KeyPanel, block: Block) -> Operands:
     q = _span(panel.q, -2, block.queries)
     k, v = (_span(x, -2, block.keys) for x in (panel.k, panel.v))
     mask = panel.mask
@@ -209,7 +209,7 @@ def _operands(panel: Panel, block: Block) -> Operands:
 
 
 def _on_block(
-    function: Callable[[Tensor, range, range], Tensor] | None, panel: Panel, block: Block
+    function: Callable[[Tensor, range, range], Tensor] | None, panel: KeyPanel, block: Block
 ) -> Callable[[Tensor], Tensor] | None:
     """A function of a block's scores with the dims of the panel, as one of scores with those of a kernel."""
     if function is None:

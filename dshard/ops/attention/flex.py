@@ -30,7 +30,7 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
-from dshard.ops.attention.attention_choice import Candidates, Choice, Kind
+from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, Kind
 from dshard.ops.attention.broadcast_operands import broadcast_lead
 from dshard.ops.attention.key_windows import KeyWindows, WindowAttention
 from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
@@ -149,7 +149,7 @@ def _chosen(
     requested: RequestedLoops,
     rings: bool,
     reach: Reach | None,
-) -> tuple[Choice, Spec, Decision]:
+) -> tuple[AttentionChoice, Spec, Decision]:
     """The choice for operands like these, planned once, the spec of the result, and the decision of what ranks compute.
 
     The candidates have rings, or not.
@@ -171,7 +171,7 @@ def _chosen(
 
 
 def _of_whole_keys(
-    choice: Choice,
+    choice: AttentionChoice,
     decision: Decision,
     specs: Sequence[Spec],
     result: Spec,
@@ -188,7 +188,7 @@ def _is_eager(x: Tensor) -> bool:
     return isinstance(x, Wrapper) and not traced(x._local_tensor)
 
 
-def _of_windows(choice: Choice, specs: Sequence[Spec], windows: KeyWindows) -> Decision:
+def _of_windows(choice: AttentionChoice, specs: Sequence[Spec], windows: KeyWindows) -> Decision:
     """The decision of local attention to windows of the keys."""
     strategy = choice.strategy
     keys = [
@@ -218,7 +218,10 @@ def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
 
 
 def _kernel(
-    choice: Choice, specs: Sequence[Spec], scores_of: Callable[[Sequence[range], range], RankScores], at: Coordinate
+    choice: AttentionChoice,
+    specs: Sequence[Spec],
+    scores_of: Callable[[Sequence[range], range], RankScores],
+    at: Coordinate,
 ) -> LocalOp:
     """Attention of the rank at a coordinate, to all keys of its heads, or its window of them."""
     layout, shape, windows = choice.strategy.inputs[0], specs[0].shape, choice.how.windows

@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.core.signature import Context
 from dshard.core.wrapper import each_apart
 from dshard.layout import Shape
-from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, accumulate_gradients
+from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, accumulate_gradients
 from dshard.rules.attention_blocks import visible_blocks
 from dshard.torch_private import is_transforming
 
@@ -115,10 +115,10 @@ class _OfBlocks(torch.autograd.Function):
         return (*(None if x is None else x.to(q.dtype).reshape(y.shape) for x, y in pairs), None, None)
 
 
-def _panel(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> Panel:
+def _panel(q: Tensor, k: Tensor, v: Tensor, queries: range, options: Options) -> KeyPanel:
     blocks = visible_blocks((queries,), (range(k.shape[-2]),), causal=True)
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-    return Panel(four_dims(q), four_dims(k), four_dims(v), None, blocks, float(scale))
+    return KeyPanel(four_dims(q), four_dims(k), four_dims(v), None, blocks, float(scale))
 
 
 def _has_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:

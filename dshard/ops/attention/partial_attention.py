@@ -23,11 +23,11 @@ from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.layout import Layout, Shape
-from dshard.ops.attention.attention_choice import Choice
+from dshard.ops.attention.attention_choice import AttentionChoice
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.ops.attention.score_functions import ScoreFunctions
-from dshard.ops.composite import Saved
+from dshard.ops.composite import SavedOperands
 from dshard.placements import Replicate, Shard
 from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import axes_of_row
@@ -41,7 +41,7 @@ class PartialAttention(ComposedExecutable):
 
     def __init__(
         self,
-        choice: Choice,
+        choice: AttentionChoice,
         specs: Sequence[Spec],
         out: Spec,
         options: Options,
@@ -60,7 +60,7 @@ class PartialAttention(ComposedExecutable):
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
         if is_recorded(tensors):
             out = _Attention.apply(self, functions, *moved)  # type: ignore[no-untyped-call]
-            return Saved.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
+            return SavedOperands.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
         return redistribute(self.forward(functions, moved)[0], self.end)
 
     @property

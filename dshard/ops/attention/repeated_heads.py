@@ -20,7 +20,7 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import is_recorded
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.ops.composite import Saved, run_recorded
+from dshard.ops.composite import SavedOperands, run_recorded
 from dshard.placements import Shard
 from dshard.rules.strategy import Strategy
 
@@ -38,7 +38,7 @@ class RepeatedKeyHeads(ComposedExecutable):
             for i, (x, layout) in enumerate(zip(tensors, self.strategy.inputs, strict=True))
         ]
         if is_recorded(tensors):
-            return Saved.apply(run_recorded(self.attention, *moved), *tensors)  # type: ignore[no-untyped-call]
+            return SavedOperands.apply(run_recorded(self.attention, *moved), *tensors)  # type: ignore[no-untyped-call]
         return self.attention(moved)
 
 

@@ -19,12 +19,12 @@ from dshard.caches import cached
 from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.attention.block_kernels import BlockResult, Panel, RowGradients, add_gradients, block_gradients
+from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, add_gradients, block_gradients
 from dshard.ops.attention.held_scores import Held
 from dshard.ops.attention.local_attention import Options, four_dims
 from dshard.ops.attention.score_functions import Indices, ScoreFunctions
 from dshard.rules.attention_blocks import Reach
-from dshard.rules.attention_ring import Messages, Positions, Ring, RingPlan, halved, ring_plan, swapped
+from dshard.rules.attention_ring import Positions, Ring, RingMessages, RingPlan, halved, ring_plan, swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +151,10 @@ class _Rank:
         owner = self.plan.owners[step][self.index]
         return self.plan.lengths[owner] if self.plan.last[owner] >= step else 0
 
-    def panel(self, step: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Panel:
+    def panel(self, step: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> KeyPanel:
         """The computation of this rank in a step."""
         part = None if mask is None else self.columns(mask, step)
-        return Panel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale, self.held(step))
+        return KeyPanel(q, k, v, part, self.plan.blocks[step][self.index], self.attention.scale, self.held(step))
 
     def held(self, step: int) -> Held | None:
         """The functions of this rank's scores in a step."""
@@ -179,7 +179,7 @@ class _Rank:
         first = layout.dim_range(len(shape) - 1, shape[-1], self.at).start
         return mask.narrow(-1, min(keys.start - first, mask.shape[-1]), len(keys)) if len(keys) else mask[..., :0]
 
-    def begin(self, messages: Messages, buffer: Tensor, width: int, loan: Tensor | None) -> Program[InFlight]:
+    def begin(self, messages: RingMessages, buffer: Tensor, width: int, loan: Tensor | None) -> Program[InFlight]:
         """Begin to send `buffer`, and to receive, by `messages`, with `width` elements for each key."""
         axes = self.attention.axes if messages.axis is None else self.attention.axes[messages.axis : messages.axis + 1]
         group = [self.peers.index(peer) for peer in self.mesh.peers(axes, self.at)]

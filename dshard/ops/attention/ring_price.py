@@ -27,7 +27,7 @@ from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
 from dshard.rules.attention_blocks import ADDED, HELD, HELD_OPERATORS, HELD_PASSES, PREPARING, STANDING_IN, Reach, Work
-from dshard.rules.attention_ring import Messages, Ring, RingPlan, halved
+from dshard.rules.attention_ring import Ring, RingMessages, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Strategy
@@ -233,7 +233,7 @@ class _Price:
 
     def _hop(
         self,
-        messages: Callable[[RingPlan, int, int], Messages],
+        messages: Callable[[RingPlan, int, int], RingMessages],
         busiest: Callable[[RingPlan, int], int],
         axis_of: Callable[[RingPlan, int], int | None],
         step: int,

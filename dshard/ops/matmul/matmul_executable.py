@@ -26,7 +26,7 @@ from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
 from dshard.redistribute import MakePartial, Plan, Slice
 from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
-from dshard.rules.panel_stream import Auto, Panels, Stream
+from dshard.rules.panel_stream import AutoPanels, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.split_contraction import SplitContraction
 from dshard.rules.strategy import Constraints, Strategy
@@ -51,7 +51,7 @@ class Matmul:
         specs: Sequence[Spec],
         constraints: Constraints,
         cut: SplitContraction | None,
-        stream: Stream | Auto | None,
+        stream: Stream | AutoPanels | None,
         streamed: PanelExecutor | None,
     ) -> None:
         self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
@@ -140,7 +140,7 @@ def matmul_of_strategy(
     strategy: Strategy,
     constraints: Constraints,
     cut: SplitContraction | None = None,
-    stream: Stream | Auto | None = None,
+    stream: Stream | AutoPanels | None = None,
 ) -> Matmul:
     """The matmul by `strategy` of operands of these specs, and a bias if there is a third."""
     topology = planning_context().topology_of(out.layout.mesh)
@@ -179,12 +179,12 @@ def _three(decision: Decision) -> tuple[Plan, Plan, Plan]:
     return decision.plans[0], decision.plans[1], decision.ends[0]
 
 
-def _streamed(decision: Decision, out: Spec, stream: Stream | Auto | None) -> PanelExecutor | None:
+def _streamed(decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
     """The executor in panels, if panels are requested and something is communicated; else None."""
     plans = _three(decision)
     if stream is None or not any(map(sends, plans)):
         return None
-    if isinstance(stream, Auto):
+    if isinstance(stream, AutoPanels):
         best = cheapest(decision.panels.costs(), stream.limit)
         stream = Stream(best.panels, transport=best.transport)
     return executor(_rule(decision), plans, out.dtype, stream, decision.bias, decision.topology)
@@ -218,7 +218,7 @@ def gradient_matmul(
     like: Spec,
     rows: tuple[Row, ...],
     order: Order,
-    stream: Stream | Auto | None = None,
+    stream: Stream | AutoPanels | None = None,
     complete: bool = False,
 ) -> Matmul:
     """The matmul that computes a gradient by these rows; its result has `like`'s layout, except for partial sums.

@@ -17,7 +17,7 @@ from dshard.rules.attention_loops import AttentionLoop, RequestedLoops, check_at
 from dshard.rules.expand import Allowed, Row
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
-from dshard.rules.panel_stream import Auto, Stream
+from dshard.rules.panel_stream import AutoPanels, Stream
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints
 
@@ -36,11 +36,11 @@ class MatmulOptions:
     strategy: str | Schedule | None = None
     result: Layout | None = None
     saved: Saved = "auto"
-    stream: Stream | Auto | None = None
+    stream: Stream | AutoPanels | None = None
     attention: RequestedLoops = None
     among: tuple[Allowed, ...] | None = None
 
-    def streamed(self) -> Stream | Auto | None:
+    def streamed(self) -> Stream | AutoPanels | None:
         """The requested panels, or those of the strategy."""
         if self.stream is not None or self.strategy is None:
             return self.stream
@@ -116,7 +116,7 @@ OPTION_BLOCKS: Sequence[object] = _BLOCKS.anywhere
 """Empty while no thread is in a block of `use_strategy`."""
 
 
-class Guarded:
+class GuardedOptions:
     """The options as of the last block entered or left, as a plain attribute: compiled graphs read no ContextVar."""
 
     options = NO_OPTIONS
@@ -187,11 +187,11 @@ def enter_options(options: MatmulOptions) -> Callable[[], None]:
     """Begin a block of `use_strategy` with these options; the function returned ends it."""
     outside_graphs("use_strategy")
     block = _BLOCKS.enter(options)
-    Guarded.options = current_options()
+    GuardedOptions.options = current_options()
 
     def leave() -> None:
         _BLOCKS.leave(block)
-        Guarded.options = current_options()
+        GuardedOptions.options = current_options()
 
     return leave
 
@@ -216,14 +216,14 @@ def check_saved(saved: object) -> None:
         raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
 
 
-def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | Auto | None:
+def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | AutoPanels | None:
     """A number of panels as a stream, or as a choice within a limit of bytes in buffers.
 
     Raises:
         StrategyError: less than one panel, or no number; a limit, but no choice.
     """
     if panels == "auto":
-        return Auto(limit)
+        return AutoPanels(limit)
     if limit is not None:
         raise StrategyError(f"buffer_bytes={limit} with panels={panels!r}: a limit needs a choice, panels='auto'")
     return panels if panels is None or isinstance(panels, Stream) else Stream(panels)

@@ -35,7 +35,7 @@ from dshard.rules.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PanelWork:
     """One rank's work on one panel: its indices in the stored local tensors, and the steps that redistribute it.
 
     `computed` are its indices in the local result before it is redistributed.
@@ -50,7 +50,7 @@ class Part:
 class Compiled:
     """One rank's program data: its panels, and the steps of the tensors that are not cut."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PanelWork, ...]
     uncut: tuple[Steps, ...]
     bias: Steps
     adds: bool
@@ -151,7 +151,7 @@ class PanelExecutor:
             if panels[2] is not None:
                 computed = panels[2].within(self.plans[2].src.region(self.plans[2].shape, at)[panels[2].dim])
             moves = (() if panel is None else steps(p, panel) for panel, p in zip(panels, self.plans, strict=True))
-            parts.append(Part(held, computed, tuple(moves)))
+            parts.append(PanelWork(held, computed, tuple(moves)))
         uncut = tuple(steps(p, None) if uncut else () for uncut, p in zip(self.uncut, self.plans, strict=True))
         bias = () if self.bias is None else steps(self.bias, None)
         placements = self.bias_at.placements

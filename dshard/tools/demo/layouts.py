@@ -19,7 +19,7 @@ class UnknownStrategy(DShardError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class DemoLayout:
     """A strategy of `dshard.parallelize`, and a mesh for it.
 
     `mesh` gives the size of each named axis; without a mesh it is one device, with plain tensors. On fewer ranks than
@@ -64,7 +64,7 @@ def names(ranks: int | None = None) -> list[str]:
     return [strategy.name for strategy in STRATEGIES if ranks is None or strategy.suits(ranks)]
 
 
-def find(name: str) -> Strategy:
+def find(name: str) -> DemoLayout:
     """Return the strategy called `name`, in which hyphens may stand for spaces.
 
     Raises:
@@ -76,14 +76,14 @@ def find(name: str) -> Strategy:
     raise UnknownStrategy(f"no strategy is called {name!r}; there are {', '.join(names())}")
 
 
-SINGLE = Strategy("single")
+SINGLE = DemoLayout("single")
 
-STRATEGIES: tuple[Strategy, ...] = (
+STRATEGIES: tuple[DemoLayout, ...] = (
     SINGLE,
-    Strategy("data", "data", {"dp": REST}),
-    Strategy("megatron", "megatron", {"tp": REST}),
-    Strategy("data x tensor", "data x megatron", {"dp": 2, "tp": REST}),
-    Strategy("summa", "optimus", {"r": 2, "c": REST}),
-    Strategy("atp", "atp", {"d1": REST, "d2": 2}),
-    Strategy("tesseract", "tesseract", {"d": REST, "r": 2, "c": 2}, least=8),
+    DemoLayout("data", "data", {"dp": REST}),
+    DemoLayout("megatron", "megatron", {"tp": REST}),
+    DemoLayout("data x tensor", "data x megatron", {"dp": 2, "tp": REST}),
+    DemoLayout("summa", "optimus", {"r": 2, "c": REST}),
+    DemoLayout("atp", "atp", {"d1": REST, "d2": 2}),
+    DemoLayout("tesseract", "tesseract", {"d": REST, "r": 2, "c": 2}, least=8),
 )

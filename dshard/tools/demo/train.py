@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard import DeviceMesh, DTensor, Mesh, distribute_tensor, init_device_mesh, launch, parallelize, trace
-from dshard.comm import Event, listen
+from dshard.comm import CommEvent, listen
 from dshard.tools.demo.data import Digits, batches, check_installed, load
-from dshard.tools.demo.layouts import SINGLE, Strategy, find, names
+from dshard.tools.demo.layouts import SINGLE, DemoLayout, find, names
 from dshard.tools.demo.vit import ViT, build
 
 BATCH = 128
@@ -36,7 +36,7 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
 
-    def chosen(self) -> list[Strategy]:
+    def chosen(self) -> list[DemoLayout]:
         """Return the strategies to train, each once, after the single device that they are compared with."""
         requested = self.strategies or names(self.ranks)
         return [find(name) for name in dict.fromkeys([SINGLE.name, *(find(name).name for name in requested)])]
@@ -52,12 +52,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """One training run as one rank saw it: the losses of whole batches, and the rank's own collectives."""
 
     losses: list[float]
     test_accuracy: float
-    events: list[Event]
+    events: list[CommEvent]
     seconds: float
 
 
@@ -81,7 +81,7 @@ Report = Callable[[Progress], None]
 
 def train_all(settings: Settings, report: Report) -> list[Row]:
     """Train under each strategy in turn on all ranks; rank 0 also trains on a single device and returns the rows."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, TrainingRun] = {}
     for strategy in settings.chosen():
         if strategy is not SINGLE or dist.get_rank() == 0:
             runs[strategy.name] = train(strategy, settings, report)
@@ -90,7 +90,7 @@ def train_all(settings: Settings, report: Report) -> list[Row]:
     return [_row(find(name), run, runs[SINGLE.name], dist.get_world_size()) for name, run in runs.items()]
 
 
-def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
+def train(strategy: DemoLayout, settings: Settings, report: Report) -> TrainingRun:
     """Train the model under `strategy`, on the same batches in the same order for every strategy."""
     training, test = load(settings.dtype)
     device, mesh = torch.device(settings.device), strategy.on(settings.ranks)
@@ -101,7 +101,7 @@ def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
     losses: list[float] = []
-    events: list[Event] = []
+    events: list[CommEvent] = []
     start = time.perf_counter()
     with listen(events.append):
         for batch in batches(training, BATCH, settings.steps, settings.seed):
@@ -112,7 +112,7 @@ def train(strategy: Strategy, settings: Settings, report: Report) -> Run:
             schedule.step()
             losses.append(loss.item())
             report(Progress(strategy.name, len(losses), losses[-1]))
-    return Run(losses, _accuracy(model, test, device), events, time.perf_counter() - start)
+    return TrainingRun(losses, _accuracy(model, test, device), events, time.perf_counter() - start)
 
 
 def example(dtype: torch.dtype, batch: int = BATCH) -> Tensor:
@@ -142,7 +142,7 @@ def _warm_up_and_decay(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def _row(strategy: Strategy, run: Run, reference: Run, ranks: int) -> Row:
+def _row(strategy: DemoLayout, run: TrainingRun, reference: TrainingRun, ranks: int) -> Row:
     steps = len(run.losses)
     return Row(
         strategy=strategy.name,
@@ -184,7 +184,7 @@ class Predicted:
 
 
 def predict(
-    strategy: Strategy, ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    strategy: DemoLayout, ranks: int, batch: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Predicted:
     """Predict a training step of `strategy`, which has a mesh, on meta tensors and without processes."""
     mesh = strategy.on(ranks)

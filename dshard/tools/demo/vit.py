@@ -31,7 +31,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class VitBlock(nn.Module):
     """Attention, then a two-layer perceptron, each applied to its normalised input and added to that input."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ViT(nn.Module):
         super().__init__()
         self.embed = nn.Linear(PATCH * PATCH, WIDTH)
         self.position = nn.Parameter(0.3 * torch.randn(16, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(VitBlock() for _ in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 

@@ -27,11 +27,11 @@ from torch.distributed import distributed_c10d
 
 from dshard.comm import NCCL_CONTRACT
 from dshard.tools.nccl_contract.contract_group import NcclContract
-from dshard.tools.nccl_contract.contract_rules import RULES, Rule, refuse
+from dshard.tools.nccl_contract.contract_rules import RULES, Clause, refuse
 from dshard.tools.nccl_contract.process_state import CURRENT, Usage
 from dshard.torch_private import late, resolve_process_group
 
-__all__ = ["BACKEND", "RULES", "NcclContract", "Rule", "Usage", "register", "usage"]
+__all__ = ["BACKEND", "RULES", "Clause", "NcclContract", "Usage", "register", "usage"]
 
 BACKEND = NCCL_CONTRACT.name
 """The name for `init_process_group`."""

@@ -20,7 +20,7 @@ from dshard.comm.user_code import user_line
 from dshard.tools.nccl_contract.communicator_stream import Channel
 from dshard.tools.nccl_contract.contract_rules import refuse
 from dshard.tools.nccl_contract.launch_order import Communicator, Ranks, messages_between
-from dshard.tools.nccl_contract.operation import Call, Operation, Part
+from dshard.tools.nccl_contract.operation import Digest, Entry, Operation
 from dshard.tools.nccl_contract.process_state import CURRENT, ProcessState
 
 _NO_LIMIT = timedelta(0)
@@ -119,7 +119,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self._ranks, self._begun = ranks, 0
         self._communicator = f"group {name!r} of ranks {', '.join(map(str, ranks))}"
         self._channels: dict[int | None, Channel] = {}
-        self._group: list[Part] | None = None
+        self._group: list[Entry] | None = None
         self._is_made = False
 
     def getBackendName(self) -> str:  # torch's name
@@ -165,13 +165,13 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Take part in a split of this communicator, as all its ranks must, members of the new group or not."""
-        part = Part(Call(("split",)), [], [], lambda read: [])
+        part = Entry(Digest(("split",)), [], [], lambda read: [])
         self._begin("split of a group from this one", [part], stops_host=True, rule="split").wait()
 
     def _make(self, what: str, kind: str = "collective") -> None:
         """Make the group's communicator, waiting until all ranks begin their first operation with the same kind."""
         self._is_made = True
-        part = Part(Call(("first", kind)), [], [], lambda read: [])
+        part = Entry(Digest(("first", kind)), [], [], lambda read: [])
         before = CURRENT.state.launches.before()
         operation = Operation(what, self._communicator, self._ranks, 1, [part], before, rule="first_call")
         self._channel(None).submit(operation)
@@ -180,7 +180,13 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     # -- the begin of operations
 
     def _begin(
-        self, what: str, parts: list[Part], *, peer: int | None = None, stops_host: bool = False, rule: str = "one_call"
+        self,
+        what: str,
+        parts: list[Entry],
+        *,
+        peer: int | None = None,
+        stops_host: bool = False,
+        rule: str = "one_call",
     ) -> dist.Work:
         """Begin an operation on the group's communicator, or that of this rank and `peer`; within a group, defer it."""
         if self._group is not None:

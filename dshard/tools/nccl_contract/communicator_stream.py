@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dshard.tools.nccl_contract import transfers
 from dshard.tools.nccl_contract.contract_rules import refusal
 from dshard.tools.nccl_contract.launch_order import Communicator, Launches, disagreement, messages_between
-from dshard.tools.nccl_contract.operation import Bytes, Call, Message, Operation, Part, as_tensor
+from dshard.tools.nccl_contract.operation import Bytes, Digest, Entry, Message, Operation, as_tensor
 from dshard.tools.nccl_contract.process_state import CURRENT
 
 _WIDTH = 8192  # bytes of what a rank tells of an operation
@@ -73,7 +73,7 @@ class Channel:
             assert part.run is not None
             part.results = part.run(part.copies())
 
-    def _compare(self, operation: Operation, calls: Sequence[Call]) -> None:
+    def _compare(self, operation: Operation, calls: Sequence[Digest]) -> None:
         """Exchange every rank's report of an operation, and refuse calls that differ.
 
         Raises:
@@ -103,7 +103,7 @@ class Channel:
         if differs:
             raise dist.DistBackendError(refusal("order", f"{operation.what} on ranks {here} and {there}: {differs}"))
 
-    def _run_messages(self, operation: Operation, parts: Sequence[tuple[Part, Message]]) -> None:
+    def _run_messages(self, operation: Operation, parts: Sequence[tuple[Entry, Message]]) -> None:
         rows: list[tuple[Message, Bytes, list[dist.Work]]] = []
         for _, message in parts:
             tag, theirs = self._tags(message)[0], torch.empty(_WIDTH, dtype=torch.uint8)
@@ -129,7 +129,7 @@ class Channel:
             raise dist.DistBackendError(refusal("message", f"between ranks {here} and {there}: {sizes}"))
         self._check_order(operation, there, record.before, messages_between(self._name, here, there, alone=self._alone))
 
-    def _move(self, part: Part, message: Message) -> list[dist.Work]:
+    def _move(self, part: Entry, message: Message) -> list[dist.Work]:
         tag = self._tags(message)[1]
         if message.sends:
             data = as_tensor(part.read[0])
@@ -161,19 +161,19 @@ class _Record(NamedTuple):
     """An operation as a rank reports it to the others of its communicator."""
 
     what: str
-    calls: Sequence[Call]
+    calls: Sequence[Digest]
     message: Message | None
     before: Launches
 
 
-def _row(operation: Operation, what: Sequence[Call] | Message) -> Bytes:
+def _row(operation: Operation, what: Sequence[Digest] | Message) -> Bytes:
     """Encode a rank's report of an operation, or of one message in it, in `_WIDTH` bytes."""
     calls, message = ((), what) if isinstance(what, Message) else (tuple(what), None)
     before = dict(operation.before)
     while len(data := pickle.dumps((operation.what, calls, message, before))) > _WIDTH and before:
         before.pop(next(iter(before)))
     if len(data) > _WIDTH:
-        digest = Call(("many calls", crc32(str(calls).encode())))
+        digest = Digest(("many calls", crc32(str(calls).encode())))
         data = pickle.dumps((operation.what[: _WIDTH // 2], (digest,), message, before))
     return as_tensor(data.ljust(_WIDTH, b"\0"))
 

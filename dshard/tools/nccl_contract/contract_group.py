@@ -22,7 +22,7 @@ from dshard.tools.nccl_contract.contract_rules import (
     reduction_name,
     refuse,
 )
-from dshard.tools.nccl_contract.operation import Bytes, Call, Message, Part
+from dshard.tools.nccl_contract.operation import Bytes, Digest, Entry, Message
 
 
 class NcclContract(CommunicatorGroup):
@@ -41,14 +41,14 @@ class NcclContract(CommunicatorGroup):
         """Several all_reduces as one."""
         return self._begin("all_reduce_coalesced", [self._all_reduce(x, _op(opts)) for x in tensors])
 
-    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Part:
+    def _all_reduce(self, x: Tensor, op: dist.ReduceOp) -> Entry:
         check_tensors("all_reduce", [x], as_real=True)
         check_reduction("all_reduce", x.dtype, op)
 
         def run(read: list[Bytes]) -> list[Bytes]:
             return [transfers.reduce(transfers.gather(self._gloo, read[0], self.size()), x.dtype, op)]
 
-        return Part(_call("all_reduce", x, reduction_name(op)), [x], [x], run)
+        return Entry(_call("all_reduce", x, reduction_name(op)), [x], [x], run)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Terms -> their reduction on the root, in place."""
@@ -62,7 +62,7 @@ class NcclContract(CommunicatorGroup):
             return [transfers.reduce(terms, x.dtype, op)] if self.rank() == root else []
 
         return self._begin(
-            "reduce", [Part(_call("reduce", x, reduction_name(op), root), [x], [x] * (self.rank() == root), run)]
+            "reduce", [Entry(_call("reduce", x, reduction_name(op), root), [x], [x] * (self.rank() == root), run)]
         )
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = 0, timeout: Any = None) -> dist.Work:
@@ -77,7 +77,7 @@ class NcclContract(CommunicatorGroup):
             out = transfers.broadcast(self._gloo, data, root)
             return [] if sends else [out]
 
-        return self._begin("broadcast", [Part(_call("broadcast", x, root), [x] * sends, [x] * (not sends), run)])
+        return self._begin("broadcast", [Entry(_call("broadcast", x, root), [x] * sends, [x] * (not sends), run)])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """One tensor of one size -> those of all ranks, in one tensor."""
@@ -95,7 +95,7 @@ class NcclContract(CommunicatorGroup):
         """Several all_gathers as one."""
         return self.all_gather_single_coalesced(outputs, inputs)
 
-    def _gather_into(self, out: Tensor, x: Tensor) -> Part:
+    def _gather_into(self, out: Tensor, x: Tensor) -> Entry:
         what = "all_gather_into_tensor"
         check_tensors(what, [x, out])
         if out.numel() != self.size() * x.numel():
@@ -105,7 +105,7 @@ class NcclContract(CommunicatorGroup):
         def run(read: list[Bytes]) -> list[Bytes]:
             return [torch.cat(transfers.gather(self._gloo, read[0], self.size()))]
 
-        return Part(_call(what, x), [x], [out], run)
+        return Entry(_call(what, x), [x], [out], run)
 
     def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """The tensors of all ranks, in a list. Their sizes may differ: torch then broadcasts each."""
@@ -120,8 +120,8 @@ class NcclContract(CommunicatorGroup):
         def run(read: list[Bytes]) -> list[Bytes]:
             return transfers.exchange(self._gloo, read * self.size(), sizes)
 
-        call = Call(("all_gather", str(x.dtype), sizes))
-        return self._begin("all_gather", [Part(call, [x], outs, run)])
+        call = Digest(("all_gather", str(x.dtype), sizes))
+        return self._begin("all_gather", [Entry(call, [x], outs, run)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Terms for all ranks in one tensor -> the reduction of this rank's piece; all of one size."""
@@ -141,7 +141,7 @@ class NcclContract(CommunicatorGroup):
         """Several reduce_scatters as one."""
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
-    def _scatter_from(self, out: Tensor, x: Tensor, op: dist.ReduceOp) -> Part:
+    def _scatter_from(self, out: Tensor, x: Tensor, op: dist.ReduceOp) -> Entry:
         what = "reduce_scatter_tensor"
         check_tensors(what, [x, out])
         check_reduction(what, x.dtype, op)
@@ -150,7 +150,7 @@ class NcclContract(CommunicatorGroup):
         check_overlap(what, x, out, -self.rank() * out.numel())
         sizes = [out.numel() * out.element_size()] * self.size()
         run = partial(self._run_scatter, sizes, x.dtype, op)
-        return Part(_call(what, x, reduction_name(op)), [x], [out], run)
+        return Entry(_call(what, x, reduction_name(op)), [x], [out], run)
 
     def _run_scatter(self, sizes: list[int], dtype: torch.dtype, op: dist.ReduceOp, read: list[Bytes]) -> list[Bytes]:
         terms = transfers.exchange(self._gloo, torch.cat(read).split(sizes), [sizes[self.rank()]] * self.size())
@@ -165,8 +165,8 @@ class NcclContract(CommunicatorGroup):
             refuse("scattered_size", f"reduce_scatter of {[x.numel() for x in terms]} elements into {out.numel()}")
         sizes = [x.numel() * x.element_size() for x in terms]
         run = partial(self._run_scatter, sizes, out.dtype, op)
-        call = Call(("reduce_scatter", str(out.dtype), tuple(sizes), reduction_name(op)))
-        return self._begin("reduce_scatter", [Part(call, terms, [out], run)])
+        call = Digest(("reduce_scatter", str(out.dtype), tuple(sizes), reduction_name(op)))
+        return self._begin("reduce_scatter", [Entry(call, terms, [out], run)])
 
     def all_to_all_single(
         self,
@@ -184,8 +184,8 @@ class NcclContract(CommunicatorGroup):
         def run(read: list[Bytes]) -> list[Bytes]:
             return [torch.cat(transfers.exchange(self._gloo, read[0].split(list(send)), receive))]
 
-        call = Call(("all_to_all_single", str(input.dtype)), send, receive)
-        return self._begin("all_to_all_single", [Part(call, [input], [output], run)])
+        call = Digest(("all_to_all_single", str(input.dtype)), send, receive)
+        return self._begin("all_to_all_single", [Entry(call, [input], [output], run)])
 
     def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         """Pieces for each rank in one tensor -> pieces from each rank in one."""
@@ -210,7 +210,7 @@ class NcclContract(CommunicatorGroup):
             return transfers.exchange(self._gloo, read, receive)
 
         return self._begin(
-            "all_to_all", [Part(Call(("all_to_all", str(inputs[0].dtype)), send, receive), inputs, outputs, run)]
+            "all_to_all", [Entry(Digest(("all_to_all", str(inputs[0].dtype)), send, receive), inputs, outputs, run)]
         )
 
     # -- torch's kernels for symmetric memory: there they run on the current stream, so a result needs no wait, but here
@@ -256,7 +256,7 @@ class NcclContract(CommunicatorGroup):
         def run(read: list[Bytes]) -> list[Bytes]:
             return transfers.gather(self._gloo, read[0], self.size()) if outs else self._only_send(read[0])
 
-        return self._begin("gather", [Part(_call("gather", x, root), [x], outs, run)])
+        return self._begin("gather", [Entry(_call("gather", x, root), [x], outs, run)])
 
     def _only_send(self, x: Bytes) -> list[Bytes]:
         transfers.gather(self._gloo, x, self.size())
@@ -277,12 +277,12 @@ class NcclContract(CommunicatorGroup):
             sizes = [nbytes if rank == root else 0 for rank in range(self.size())]
             return [transfers.exchange(self._gloo, send, sizes)[root]]
 
-        return self._begin("scatter", [Part(_call("scatter", out, root), pieces, [out], run)])
+        return self._begin("scatter", [Entry(_call("scatter", out, root), pieces, [out], run)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait on the host for all ranks, by an all_reduce of one element."""
         x = torch.empty(1, dtype=torch.uint8)
-        part = Part(Call(("barrier",)), [], [], lambda read: transfers.gather(self._gloo, x, self.size())[:0])
+        part = Entry(Digest(("barrier",)), [], [], lambda read: transfers.gather(self._gloo, x, self.size())[:0])
         return self._begin("barrier", [part], stops_host=True)
 
     def monitored_barrier(self, *args: object, **kwargs: object) -> None:
@@ -309,7 +309,7 @@ class NcclContract(CommunicatorGroup):
         what = f"{verb} rank {self._ranks[peer]}"
         check_tensors(what, [x], message=True)
         message = Message(sends, self.size(), peer, x.numel() * x.element_size(), str(x.dtype))
-        return self._begin(what, [Part(None, [x] * sends, [x] * (not sends), message=message)], peer=peer)
+        return self._begin(what, [Entry(None, [x] * sends, [x] * (not sends), message=message)], peer=peer)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._group is not None:
@@ -337,5 +337,5 @@ def _op(opts: Any) -> dist.ReduceOp:
     return op
 
 
-def _call(kind: str, x: Tensor, *others: object) -> Call:
-    return Call((kind, str(x.dtype), x.numel(), *others))
+def _call(kind: str, x: Tensor, *others: object) -> Digest:
+    return Digest((kind, str(x.dtype), x.numel(), *others))

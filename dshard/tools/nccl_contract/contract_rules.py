@@ -15,7 +15,7 @@ _TORCH = "torch/csrc/distributed/c10d"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Clause:
     """A requirement that NCCL states, and its source."""
 
     says: str
@@ -23,97 +23,99 @@ class Rule:
 
 
 RULES = {
-    "dense": Rule("tensors must be dense", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
-    "memory": Rule(
+    "dense": Clause("tensors must be dense", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
+    "memory": Clause(
         "tensors must have memory of their own, here that of the CPU, and be of no subclass: give a DTensor's "
         "to_local()",
         f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor, which asks for CUDA",
     ),
-    "contiguous": Rule("tensors must be contiguous", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
-    "contiguous_message": Rule(
+    "contiguous": Clause("tensors must be contiguous", f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor"),
+    "contiguous_message": Clause(
         "the memory of a tensor that is not contiguous is sent as it lies there, other elements with it; torch warns "
         "once and sends it",
         f"{_TORCH}/ProcessGroupNCCL.cpp, check_gpu_single_tensor with p2p",
     ),
-    "dtype": Rule("NCCL has no such dtype: send its bytes, view(torch.uint8)", f"{_TORCH}/NCCLUtils.hpp, ncclDataType"),
-    "one_dtype": Rule(
+    "dtype": Clause(
+        "NCCL has no such dtype: send its bytes, view(torch.uint8)", f"{_TORCH}/NCCLUtils.hpp, ncclDataType"
+    ),
+    "one_dtype": Clause(
         "input and output must have one dtype", f"{_TORCH}/ProcessGroupNCCL.cpp, _allgather_base and others"
     ),
-    "reduction": Rule("NCCL has no such reduction", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
-    "bool_avg": Rule("truth values have no average", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
-    "complex": Rule(
+    "reduction": Clause("NCCL has no such reduction", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
+    "bool_avg": Clause("truth values have no average", f"{_TORCH}/ProcessGroupNCCL.cpp, getNcclReduceOp"),
+    "complex": Clause(
         "complex numbers are reduced as pairs of real ones, which is right for sums and averages alone",
         f"{_TORCH}/ProcessGroupNCCL.cpp, complexViewAsRealAllowed",
     ),
-    "float8": Rule("float8 is moved, never reduced", f"{_TORCH}/ProcessGroupNCCL.cpp, allreduce and others"),
-    "gathered_size": Rule(
+    "float8": Clause("float8 is moved, never reduced", f"{_TORCH}/ProcessGroupNCCL.cpp, allreduce and others"),
+    "gathered_size": Clause(
         "the output must have world size times the elements of the input, the same on all ranks",
         f"{_TORCH}/ProcessGroupNCCL.cpp, _allgather_base; {_GUIDE}/api/colls.html#ncclallgather",
     ),
-    "scattered_size": Rule(
+    "scattered_size": Clause(
         "the input must have world size times the elements of the output, the same on all ranks",
         f"{_TORCH}/ProcessGroupNCCL.cpp, _reduce_scatter_base; {_GUIDE}/api/colls.html#ncclreducescatter",
     ),
-    "split_sizes": Rule(
+    "split_sizes": Clause(
         "the splits must add up to the first dim; without splits it must divide by the number of ranks",
         f"{_TORCH}/Utils.hpp, checkSplitSizes",
     ),
-    "root": Rule("the root must be a rank of the group", f"{_TORCH}/Utils.hpp, assertRootRank"),
-    "peer": Rule(
+    "root": Clause("the root must be a rank of the group", f"{_TORCH}/Utils.hpp, assertRootRank"),
+    "peer": Clause(
         "a message goes to another rank of the group", "torch/distributed/distributed_c10d.py, isend and irecv"
     ),
-    "overlap": Rule(
+    "overlap": Clause(
         "input and output must not share memory, unless the operation is in place: the same pointer, or for gathers "
         "and scatters this rank's piece of the larger one",
         f"{_GUIDE}/usage/inplace.html",
     ),
-    "one_call": Rule(
+    "one_call": Clause(
         "all ranks of a communicator make the same calls in the same order, with the same count, dtype, reduction and "
         "root; where they differ NCCL hangs, crashes or corrupts data",
         f"{_GUIDE}/usage/collectives.html",
     ),
-    "message": Rule(
+    "message": Clause(
         "every send needs a receive of the same count and dtype on the other rank, in the same order",
         f"{_GUIDE}/usage/p2p.html",
     ),
-    "grouped": Rule(
+    "grouped": Clause(
         "sends and receives that must progress together belong in one group, dist.batch_isend_irecv; without one a "
         "send waits for its receive before anything later between the two ranks begins",
         f"{_GUIDE}/usage/p2p.html; {_TORCH}/ProcessGroupNCCL.cpp, getKeySendRecv",
     ),
-    "order": Rule(
+    "order": Clause(
         "operations on different communicators are submitted in the same order on all ranks, or can wait for each "
         "other forever",
         f"{_GUIDE}/usage/communicators.html#using-multiple-nccl-communicators-concurrently",
     ),
-    "first_call": Rule(
+    "first_call": Clause(
         "the first operation of a group makes its communicator, for which each host waits: it is one that all ranks of "
         "the group make, not a group of messages between some of them",
         f"torch/distributed/distributed_c10d.py, batch_isend_irecv; {_TORCH}/ProcessGroupNCCL.cpp, initNCCLComm",
     ),
-    "split": Rule(
+    "split": Clause(
         "where the default group has a device, new_group splits the communicator of the new group from that of the "
         "default one, a call of all its ranks: with use_local_synchronization=True those outside of the group leave it "
         "out",
         f"torch/distributed/distributed_c10d.py, _new_process_group_helper; {_GUIDE}/api/comms.html#ncclcommsplit",
     ),
-    "coalescing": Rule(
+    "coalescing": Clause(
         "a group begins once, ends once, and is waited for once, by the work that its end returns",
         f"{_GUIDE}/usage/groups.html; {_TORCH}/ProcessGroupNCCL.cpp, startCoalescing and endCoalescing",
     ),
-    "buffer": Rule(
+    "buffer": Clause(
         "an operation runs some time before its wait ends, on a stream of its own: until then its input must not be "
         "written, nor its memory used by operations of other communicators",
         f"{_GUIDE}/usage/streams.html; torch.distributed, synchronous and asynchronous collective operations",
     ),
-    "fused": Rule(
+    "fused": Clause(
         "a kernel of symmetric memory multiplies a tensor of at least two dims by a matrix of the same dtype; what it "
         "gathers is contiguous with the gathered dim first, its place and size multiples of 16 bytes, for few rows are "
         "read as vectors of these; what it scatters divides by the number of ranks",
         "torch/distributed/_symmetric_memory/__init__.py, _fused_all_gather_matmul_impl, "
         f"_fused_matmul_reduce_scatter_impl; {_TORCH}/symm_mem/CUDASymmetricMemoryOps.cu, multimem_all_gather_kernel",
     ),
-    "unsupported": Rule(
+    "unsupported": Clause(
         "torch has this for gloo or MPI alone", f"{_TORCH}/Backend.hpp, whose default raises; ProcessGroup.hpp"
     ),
 }

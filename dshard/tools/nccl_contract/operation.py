@@ -25,7 +25,7 @@ _NOT_A_NUMBER, _EXTREME, _TRUE = 0xFF, 0x80, 0x01
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Digest:
     """A collective as the ranks compare it: values equal on all of them, and the bytes for and from each rank."""
 
     same: tuple[object, ...]
@@ -45,14 +45,14 @@ class Message:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Entry:
     """A collective or message, alone or in a group: the tensors it reads and writes, and how it runs.
 
     A collective has a `call`, and `run`, which gets the bytes of the inputs and returns those of the outputs; a message
     is sent by the channel.
     """
 
-    call: Call | None
+    call: Digest | None
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     run: Callable[[list[Bytes]], list[Bytes]] | None = None
@@ -97,7 +97,7 @@ class Operation:
     communicator: str
     ranks: Ranks
     number: int
-    parts: list[Part]
+    parts: list[Entry]
     before: Launches
     stops_host: bool = False
     rule: str = "one_call"

@@ -17,7 +17,7 @@ _KEY = "dshard/nccl_contract/waiting"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitRecord:
     """An operation in which a rank waits, the `number`th on its communicator, and all operations the rank has begun."""
 
     what: str
@@ -27,15 +27,15 @@ class Waiting:
     begun: Launches
 
 
-def publish(waiting: Waiting | None) -> None:
+def publish(waiting: WaitRecord | None) -> None:
     """Publish the operation in which this rank waits, or None when it continues."""
     put(f"{_KEY}/{dist.get_rank()}", waiting)
 
 
-def deadlock(here: Waiting) -> str:
+def deadlock(here: WaitRecord) -> str:
     """Describe a rank that waits for this one in an operation, while this one waits for it in another; else ""."""
     for rank in here.ranks:
-        there: Waiting | None = None if rank == dist.get_rank() else peek(f"{_KEY}/{rank}")
+        there: WaitRecord | None = None if rank == dist.get_rank() else peek(f"{_KEY}/{rank}")
         if there is None or dist.get_rank() not in there.ranks or there.communicator == here.communicator:
             continue
         if not _has_begun(there.begun, here) and not _has_begun(here.begun, there):
@@ -43,7 +43,7 @@ def deadlock(here: Waiting) -> str:
     return ""
 
 
-def _has_begun(begun: Mapping[Communicator, object], waiting: Waiting) -> bool:
+def _has_begun(begun: Mapping[Communicator, object], waiting: WaitRecord) -> bool:
     count = getattr(begun.get(waiting.communicator), "count", 0)
     return bool(count >= waiting.number)
 
@@ -145,7 +145,9 @@ class ProcessState:
     def _wait_long(self, operation: Operation, end: float | None) -> None:
         """Wait for an operation while checking for failures and deadlocks."""
         messages = any(part.message is not None for part in operation.parts)  # of which not all ranks have as many
-        here = Waiting(operation.what, operation.communicator, operation.ranks, operation.number, self.launches.begun)
+        here = WaitRecord(
+            operation.what, operation.communicator, operation.ranks, operation.number, self.launches.begun
+        )
         publish(None if messages else here)
         try:
             while not operation.done.wait(_LOOK):

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from dshard.simulate import Model, SearchResult, Slot, Step
+from dshard.simulate import Model, PlacedEvent, SearchResult, Step
 from dshard.step_timeline import Event
 from dshard.tables import human_bytes
 from dshard.tools.report.console import count, table, title
@@ -49,7 +49,7 @@ def setups_table(setups: SearchResult, why: str = "as given", top: int = SHOWN) 
     return Group(title(f"{counts}, on {topology.name} ({why})"), table(heads, rows), Text(note, style="dim"))
 
 
-def step_table(step: Step, slots: Sequence[Slot], topology: Topology, why: str) -> Group:
+def step_table(step: Step, slots: Sequence[PlacedEvent], topology: Topology, why: str) -> Group:
     """Seconds, bytes sent and memory of a step, and its events by name."""
     sums = [
         ("seconds", f"{step.seconds:.4g}, {step.sequences_per_second:.4g} sequences per second"),

@@ -30,7 +30,7 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.replay import replay
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
-from dshard.simulate.block_program import Block
+from dshard.simulate.block_program import TransformerBlock
 from dshard.tables import human_bytes
 from dshard.testing.host_sync import no_host_sync
 from dshard.tools.calibrate import measure
@@ -217,7 +217,7 @@ def model_of(place: Place, width: int, blocks: int = 2) -> nn.Sequential:
     """A stack of transformer blocks with causal attention, the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(*(Block(width, causal=True) for _ in range(blocks))).to(place.device)
+        return nn.Sequential(*(TransformerBlock(width, causal=True) for _ in range(blocks))).to(place.device)
 
 
 def training_steps(place: Place, *plans: str) -> str:
