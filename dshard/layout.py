@@ -9,6 +9,7 @@ from typing import Any
 
 from dshard.caches import cached
 from dshard.errors import LayoutError, NotationError
+from dshard.interned import Interned
 from dshard.mesh import Coordinate, Mesh
 from dshard.notebook import Drawn
 from dshard.placements import (
@@ -32,7 +33,7 @@ DimOrder = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout(Drawn):
+class Layout(Interned, Drawn):
     """The layout of a tensor of any shape: a mesh, and a placement for each of its axes.
 
     Where several axes shard one tensor dim, the first of them splits it, the next splits each chunk, and so on: left to
@@ -53,7 +54,6 @@ class Layout(Drawn):
     placements: tuple[Placement, ...]
     order: tuple[DimOrder, ...] = ()
     _axes: dict[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
-    _hash: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -71,22 +71,8 @@ class Layout(Drawn):
                 axes[dim] = (*axes[dim], i) if dim in axes else (i,)
         order = _canonical_order(axes, _pairs(self.order or strided)) if self.order or strided else ()
         axes.update(order)
-        hashed = hash((self.mesh, placements, order))
-        for name, value in (("placements", placements), ("order", order), ("_axes", axes), ("_hash", hashed)):
+        for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
             _set(self, name, value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
-        return Layout, (self.mesh, self.placements, self.order)  # hashes differ between processes
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Layout) or self._hash != other._hash:
-            return False
-        return (self.mesh, self.placements, self.order) == (other.mesh, other.placements, other.order)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The indices of the mesh axes that shard tensor dim `dim`, from major to minor."""
@@ -207,13 +193,7 @@ def overlap(a: Region, b: Region) -> Region | None:
 @cached("cotangents", 65536)
 def _cotangent(layout: Layout) -> Layout:
     placements = tuple(map(cotangent, layout.placements))
-    return layout if placements == layout.placements else interned(Layout(layout.mesh, placements, layout.order))
-
-
-@cached("layouts", 65536, record=True)
-def interned(layout: Layout) -> Layout:
-    """The cached object for all equal layouts, so that comparing them is fast."""
-    return layout
+    return layout if placements == layout.placements else Layout(layout.mesh, placements, layout.order)
 
 
 def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:
@@ -294,7 +274,7 @@ def _layout_of(mesh: Mesh, placements: tuple[object, ...], ndim: int) -> Layout:
     own, strided = from_torch(placements, mesh.shape)
     _check_placements(mesh, own)
     resolved = tuple(_resolve(placement, ndim) for placement in own)
-    return interned(Layout(mesh, resolved, tuple((dim % ndim, axes) for dim, axes in strided if ndim)))
+    return Layout(mesh, resolved, tuple((dim % ndim, axes) for dim, axes in strided if ndim))
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:

@@ -9,6 +9,7 @@ from itertools import product
 from math import prod
 
 from dshard.errors import MeshError
+from dshard.interned import Interned
 from dshard.validate import as_int, as_tuple, shown, suggestion
 
 MAX_RANKS = 1 << 22
@@ -20,8 +21,8 @@ DEVICE_TYPES = {"cpu", "cuda", "hpu", "ipu", "maia", "meta", "mps", "mtia", "pri
 Coordinate = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Mesh:
+@dataclass(frozen=True, eq=False)
+class Mesh(Interned):
     """Ranks arranged along named axes, the last axis varying fastest.
 
     A plan can be made for any mesh, such as 4,096 ranks on a laptop. `ranks` are the global ranks in row-major order;
@@ -48,13 +49,6 @@ class Mesh:
         _set(self, "names", _axis_names(self.names, self.shape))
         _set(self, "ranks", _ranks(self.ranks) or tuple(range(prod(self.shape))))
         _check(self)
-        _set(self, "_hash", hash((self.shape, self.names, self.ranks, self.device_type)))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once, above: meshes are keys of warm caches
-
-    def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
-        return Mesh, (self.shape, self.names, self.ranks, self.device_type)  # hashes differ between processes
 
     @property
     def ndim(self) -> int:

@@ -16,7 +16,7 @@ from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_differentiating_forward, refuse_batched, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
-from dshard.layout import Layout, interned, replicated
+from dshard.layout import Layout, replicated
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 from dshard.rules.expand import Operand
@@ -123,7 +123,7 @@ class Redistribute(torch.autograd.Function):
         grad = as_distributed(grad, move.source_grad)
         target = move.targets.get(grad._spec)
         if target is None:
-            target = move.targets[grad._spec] = interned(keep_partial_sums(grad._spec.layout, move.source_grad))
+            target = move.targets[grad._spec] = keep_partial_sums(grad._spec.layout, move.source_grad)
         return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None, None
 
 
@@ -243,9 +243,9 @@ def redistribute(
     backward pass then notices a write to `x`.
     """
     current = x._spec.layout
-    if current is layout or (current._hash == layout._hash and current == layout):
+    if current is layout:
         return x
-    if current.mesh is not layout.mesh and current.mesh != layout.mesh:
+    if current.mesh is not layout.mesh:
         crossed: Wrapper = Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
         return crossed
     if is_differentiating_forward():

@@ -26,7 +26,7 @@ from dshard.core.spec import Spec
 from dshard.core.view_sync import propagate_write, shown_of
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError
-from dshard.layout import Layout, interned
+from dshard.layout import Layout
 from dshard.placements import Replicate, Shard
 from dshard.torch_private import autograd_engine, no_torch_function, saved_tensor_hooks
 
@@ -36,7 +36,7 @@ def gathered_layout(layout: Layout, axes: Sequence[str]) -> Layout:
     for axis, name in enumerate(layout.mesh.names):
         if name in axes and isinstance(layout.placements[axis], Shard):
             layout = layout.replace(axis, Replicate())
-    return interned(layout)
+    return layout
 
 
 class GatheredWeights:

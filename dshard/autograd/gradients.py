@@ -21,7 +21,6 @@ from dshard.core.transforms import refuse_batched
 from dshard.core.view_sync import root_of, shown_of
 from dshard.core.wrapper import Wrapper
 from dshard.errors import MixedError, ShapeError
-from dshard.layout import interned
 from dshard.torch_private import no_torch_function
 
 UNUSED = (
@@ -121,7 +120,7 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
     stored = stored_part(x)
     x._local_tensor, x._spec, x._view_sync = value._local_tensor.detach(), value._spec, None
     if x._gradient_leaf is not None:
-        x._gradient_leaf.layout = interned(x._spec.layout.cotangent())
+        x._gradient_leaf.layout = x._spec.layout.cotangent()
     if stored is not None:
         stored.assign(x)
 

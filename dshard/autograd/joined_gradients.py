@@ -33,7 +33,6 @@ from dshard.core.observe import OBSERVERS
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap_in_flight
 from dshard.cost import predicted_seconds
-from dshard.layout import interned
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
@@ -66,7 +65,7 @@ class GradientLeaf:
     )
 
     def __init__(self, x: Wrapper) -> None:
-        self.layout, self.accumulates = interned(x._spec.layout.cotangent()), x.is_leaf
+        self.layout, self.accumulates = x._spec.layout.cotangent(), x.is_leaf
         # for observers: a weak reference would keep torch from swapping it for another
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = self.is_packed = self.has_gradient = False

@@ -36,7 +36,7 @@ from dshard.core.transforms import is_below_autograd, is_wrapped
 from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
-from dshard.layout import Layout, interned
+from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
 from dshard.redistribute import axes_of, plan
@@ -92,7 +92,7 @@ class LocalRedistribution:
         self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
         self.source, self.spec = source, source.with_layout(layout)
         self.lane, self.device_type = comm.lane_of(self.plan), self.spec.device.type
-        self.grad, self.source_grad = interned(layout.cotangent()), interned(source.layout.cotangent())
+        self.grad, self.source_grad = layout.cotangent(), source.layout.cotangent()
         self.gathers = any(
             isinstance(target, Replicate) and isinstance(placement, Shard)
             for placement, target in zip(source.layout.placements, layout.placements, strict=True)

@@ -14,7 +14,7 @@ from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, 
 from dshard.core.context import settings_in_force
 from dshard.core.torch_placements import torch_placements
 from dshard.core.torch_wrappers import refuse_fully_shard
-from dshard.layout import Layout, Shape, interned
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Placement
 from dshard.torch_dtensor import DTensorSpec, ShardOrderEntry, TensorMeta
@@ -156,7 +156,7 @@ def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.
     key = (layout, shape, stride, dtype, device)
     spec = _SPECS.get(key)
     if spec is None:
-        spec = _SPECS[key] = Spec(interned(layout), shape, stride, dtype, device)
+        spec = _SPECS[key] = Spec(layout, shape, stride, dtype, device)
     return spec
 
 

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
-from dshard.layout import Layout, Shape, interned
+from dshard.interned import Interned
+from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, changed_axes
 from dshard.redistribute.price import load_of, step_seconds
@@ -26,8 +27,8 @@ MAX_STATES = 4000
 """A search that has settled this many layouts gives up."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Plan(Tabled):
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Plan(Interned, Tabled):
     """The steps that redistribute a tensor of global `shape` from `src` to `dst`: a value, priced, printed and run."""
 
     src: Layout
@@ -143,7 +144,6 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
     src.check(shape)
     dst.check(shape)
-    src, dst = interned(src), interned(dst)
     if src is dst:
         return Plan(src, dst, shape, (), 0.0)
     space = space_of(dst.mesh, topology, shape, itemsize)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from dshard.caches import cached
-from dshard.layout import DimOrder, Layout, Shape, interned
+from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.redistribute.axis_roles import roles
@@ -145,7 +145,7 @@ class Space:
                 placements[axis] = Shard(dim)
             if split:
                 order.append((dim, split))
-        return interned(Layout(self.mesh, tuple(placements), tuple(order)))
+        return Layout(self.mesh, tuple(placements), tuple(order))
 
     # -- seconds
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from dshard.caches import cached
 from dshard.errors import LayoutError
-from dshard.layout import Layout, Shape, interned
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard, nested_chunk
 from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
@@ -231,7 +231,7 @@ def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple
         for axis in axes:
             placements[axis] = Shard(dim)
     orders = tuple([(dim, axes) for dim, axes in enumerate(split) if len(axes) > 1])
-    return interned(Layout(mesh, tuple(placements), orders))
+    return Layout(mesh, tuple(placements), orders)
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:

@@ -11,6 +11,7 @@ from typing import get_args
 
 from dshard.caches import cached
 from dshard.errors import TopologyError
+from dshard.interned import Interned
 from dshard.mesh import Mesh
 from dshard.notebook import Drawn
 from dshard.topology import json_files
@@ -21,8 +22,8 @@ from dshard.topology.sharing import DIRECT, groups_of, link_within, measured_lin
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
-@dataclass(frozen=True, repr=False)
-class Topology(Drawn):
+@dataclass(frozen=True, repr=False, eq=False)
+class Topology(Interned, Drawn):
     """The network between the ranks and the device of each: all figures of a machine.
 
     Rank r is the r-th of the innermost units, counted from the first unit of each layer: with layers of 4 nodes and 8
@@ -59,15 +60,6 @@ class Topology(Drawn):
         for name in ("layers", "measured", "algorithms"):
             _set(self, name, as_tuple(getattr(self, name), name, "give them as a tuple", TopologyError))
         _check(self)
-        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source, self.algorithms)
-        _set(self, "_hash", hash(parts))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: topologies are keys of warm caches
-
-    def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
-        parts = (self.name, self.layers, self.device, self.backend, self.measured, self.source, self.algorithms)
-        return Topology, parts
 
     @property
     def size(self) -> int | None:

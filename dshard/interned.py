@@ -1,0 +1,41 @@
+"""Values of which equal ones are one object: they are compared, and found in caches, by identity.
+
+Layouts, meshes, topologies and plans are keys of all caches of planning. An object of these classes is looked up once,
+when it is made; from then on its hash and its comparison are those of any object.
+"""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import Any
+from weakref import WeakValueDictionary
+
+_VALUES: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+_LOCK = RLock()
+
+
+class _Interning(type):
+    """Gives the object made before, if there is one with the same fields."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        key = (cls, *made.fields())
+        with _LOCK:
+            return _VALUES.setdefault(key, made)
+
+
+class Interned(metaclass=_Interning):
+    """The base of frozen dataclasses, with `eq=False`, of which equal objects are one.
+
+    Fields must have a hash. Objects of other processes, and copies, are one with this process's.
+    """
+
+    __slots__ = ("__weakref__",)
+    __match_args__: tuple[str, ...] = ()
+
+    def fields(self) -> tuple[Any, ...]:
+        """The values of the fields that `__init__` takes, as `__post_init__` has left them."""
+        return tuple([getattr(self, name) for name in self.__match_args__])
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return type(self), self.fields()
