@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dshard.caches import cached
 from dshard.errors import LayoutError, MeshError
+from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
@@ -23,8 +24,8 @@ WIDE = 4
 """The least bytes of an element that is summed along a chain: narrower ones would be rounded too often."""
 
 
-@dataclass(frozen=True, repr=False)
-class ReshardPlan(Tabled):
+@dataclass(frozen=True, repr=False, eq=False)
+class ReshardPlan(Interned, Tabled):
     """The steps that reshard a tensor of global `shape` from `src` to `dst`, on another mesh.
 
     `first`, if any, runs on the source mesh, then `chains` send from mesh to mesh, then `last`, if any, runs on the
@@ -43,17 +44,6 @@ class ReshardPlan(Tabled):
     makespan: float
     bound: float
     seconds: float
-
-    def __post_init__(self) -> None:
-        ends = (self.src, self.dst, self.shape, self.itemsize, self.network, self.makespan, self.seconds)
-        object.__setattr__(self, "_hash", hash((*ends, len(self.chains))))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]  # set once: plans are keys of warm caches
-
-    def __reduce__(self) -> tuple[type[ReshardPlan], tuple[object, ...]]:
-        parts = (self.src, self.dst, self.shape, self.itemsize, self.first, self.chains, self.last)
-        return ReshardPlan, (*parts, self.network, self.makespan, self.bound, self.seconds)  # hashes differ elsewhere
 
     @property
     def chains_src(self) -> Layout:
