@@ -7,16 +7,14 @@ class of `nn.Module` is known by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from dshard.comm import plain
 from dshard.core.call import Call
@@ -74,7 +72,8 @@ class Classes:
 class Use:
     """A parameter in a matmul or a look-up, in a module: which of its dims are summed over, and which are left.
 
-    `indices` are the factors of the positions at which rows were looked up; None in a matmul.
+    `indices` are the factors, in a `ModelTrace` the classes, of the positions at which rows were looked up; None in a
+    matmul.
     """
 
     parameter: str
@@ -84,52 +83,86 @@ class Use:
     indices: Nodes | None = None
 
 
-@dataclass
-class TracedForward:
-    """A traced forward pass: the classes of all dims, and how parameters and modules were used.
+class TracedDim(NamedTuple):
+    """A dim of a traced tensor: the class and the size of its major factor; None and 1 where its size is one."""
 
-    `parameters` are the factors of each parameter's dims, `uses` its uses; `outputs` and `shapes` the factors, and the
-    shape and itemsize, of module outputs; `first_inputs` the id of the first argument of each module; `order` the
-    modules in the order in which they began; `answers` the host values that the pass read, None if it ran on data;
-    `heads` the number of heads of each attention; and `majors` the factors of which views made the major part of a dim.
+    group: int | None
+    size: int
+
+
+Dims: TypeAlias = tuple[TracedDim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTrace:
+    """A traced forward pass as a value: the classes of all dims, and how parameters and modules were used.
+
+    `parameters` are the dims of each parameter, `uses` its uses; `outputs` and `shapes` the dims, and the shape and
+    itemsize, of module outputs, `inputs` the dims of the model's; `first_inputs` the id of the first argument of each
+    module; `order` the modules in the order in which they began; `answers` the host values that the pass read, None if
+    it ran on data; `heads` the number of heads of each attention; and `parts` each factor as a dim, and whether views
+    made it the major part of one.
     """
 
-    classes: Classes
-    parameters: dict[str, tuple[Nodes, ...]]
-    uses: list[Use] = field(default_factory=list)
-    outputs: dict[str, tuple[Nodes, ...]] = field(default_factory=dict)
-    inputs: list[tuple[Nodes, ...]] = field(default_factory=list)
-    first_inputs: dict[str, int] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    shapes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    answers: list[Any] | None = field(default_factory=list)
-    heads: list[int] = field(default_factory=list)
-    majors: set[int] = field(default_factory=set)
-
-    def class_of(self, nodes: Nodes) -> int | None:
-        """The class of a dim with these factors: that of its major factor."""
-        return self.classes.find(nodes[0]) if nodes else None
-
-    def counts(self) -> Counter[int]:
-        """The number of parameter dims in each class."""
-        classes = (self.class_of(nodes) for dims in self.parameters.values() for nodes in dims)
-        return Counter(c for c in classes if c is not None)
+    parameters: dict[str, Dims]
+    uses: list[Use]
+    outputs: dict[str, Dims]
+    inputs: list[Dims]
+    first_inputs: dict[str, int]
+    order: list[str]
+    shapes: dict[str, tuple[tuple[int, ...], int]]
+    answers: list[Any] | None
+    heads: list[int]
+    parts: list[tuple[TracedDim, bool]]
 
 
 class Tracer:
-    """Joins the factors of each operator's tensors as its rule says."""
+    """Joins the factors of each operator's tensors as its rule says, and notes how parameters and modules are used.
 
-    def __init__(self, traced: TracedForward, names: dict[int, str]) -> None:
-        self.traced, self.names = traced, names
-        self.dims: dict[int, tuple[Nodes, ...]] = {}
-        self.kept: list[object] = []
-        self.modules: list[str] = []
+    Its attributes are those of a `ModelTrace`, in factors, whose classes are not known before the pass has ended.
+    `names` are the names of parameters, and of views of them, by the ids of tensors; `majors` the factors of which
+    views made the major part of a dim; `modules` those that run.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.classes, self.majors, self.dims = Classes(), set[int](), dict[int, tuple[Nodes, ...]]()
+        self.kept, self.modules = list[object](), list[str]()
+        self.uses, self.heads, self.order = list[Use](), list[int](), list[str]()
+        self.outputs, self.inputs = dict[str, tuple[Nodes, ...]](), list[tuple[Nodes, ...]]()
+        self.first_inputs, self.shapes = dict[str, int](), dict[str, tuple[tuple[int, ...], int]]()
+        self.names = {id(p): name for name, p in parameters.items()}
+        self.parameters = {name: self.nodes(p) for name, p in parameters.items()}
+
+    def ended(self, answers: list[Any] | None) -> ModelTrace:
+        """The trace, once the pass has ended."""
+        classes = self.classes
+        of = [TracedDim(classes.find(node), size) for node, size in enumerate(classes.size)]
+        one = TracedDim(None, 1)
+
+        def dims(of_tensor: tuple[Nodes, ...]) -> Dims:
+            return tuple([of[nodes[0]] if nodes else one for nodes in of_tensor])
+
+        def resolved(use: Use) -> Use:
+            return replace(use, indices=use.indices and tuple(classes.find(node) for node in use.indices))
+
+        return ModelTrace(
+            {name: dims(nodes) for name, nodes in self.parameters.items()},
+            [resolved(use) for use in self.uses],
+            {name: dims(nodes) for name, nodes in self.outputs.items()},
+            [dims(nodes) for nodes in self.inputs],
+            self.first_inputs,
+            self.order,
+            self.shapes,
+            answers,
+            self.heads,
+            [(dim, node in self.majors) for node, dim in enumerate(of)],
+        )
 
     def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
         """The factors of each dim of `x`."""
         dims = self.dims.get(id(x))
         if dims is None:
-            dims = tuple(() if n == 1 else (self.traced.classes.new(n),) for n in x.shape)
+            dims = tuple(() if n == 1 else (self.classes.new(n),) for n in x.shape)
             self.give(x, dims)
         return dims
 
@@ -183,7 +216,7 @@ class Tracer:
         factors = [f for f in factors if sizes.get(f, 2) != 1]
         if not factors or not nodes:
             return
-        classes = self.traced.classes
+        classes = self.classes
         if len(factors) == 1:
             parts = [nodes]
         elif [sizes.get(f) for f in factors] == [classes.size[n] for n in nodes]:
@@ -191,10 +224,10 @@ class Tracer:
         else:
             parts = [(classes.new(sizes.get(f, 0)),) for f in factors]
             classes.join(parts[0], nodes)
-            self.traced.majors.update(parts[0])
+            self.majors.update(parts[0])
         for factor, part in zip(factors, parts, strict=True):
             if factor in by_factor:
-                self.traced.classes.join(by_factor[factor], part)
+                self.classes.join(by_factor[factor], part)
             else:
                 by_factor[factor] = part
 
@@ -216,7 +249,7 @@ class Tracer:
             for t, dims in zip(tensors, inputs, strict=True):
                 if t.dim() == out.dim() and not dims[i] and t.shape[i] != 1:
                     return self.nodes(t)[i]
-        return (self.traced.classes.new(out.shape[i]),)
+        return (self.classes.new(out.shape[i]),)
 
     def _use(self, term: Term, t: Tensor, tensors: Sequence[Tensor], outputs: Sequence[Term]) -> None:
         """Note the dims of a parameter, or of a view of one, that a matmul or a look-up sums over."""
@@ -224,7 +257,7 @@ class Tracer:
         if name is None or len(tensors) < 2:
             return
         factors = {factor for out in outputs for dim in out for factor in dim}
-        own = self.traced.parameters[name]
+        own = self.parameters[name]
         dims = [
             (own.index(n), bool(set(dim) & factors))
             for dim, n in zip(term, self.nodes(t), strict=True)
@@ -234,14 +267,14 @@ class Tracer:
         positions = next((x for x in tensors if not x.is_floating_point()), None)
         indices = None if positions is None else tuple(n for dim in self.nodes(positions) for n in dim)
         if summed:
-            self.traced.uses.append(Use(name, self.modules[-1], summed, left, indices))
+            self.uses.append(Use(name, self.modules[-1], summed, left, indices))
 
     def _follow(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Name views of a parameter, and rows chosen from it, after the parameter."""
         name = self.names.get(id(tensors[0]))
         if name is None:
             return
-        own = {nodes for nodes in self.traced.parameters[name] if nodes}
+        own = {nodes for nodes in self.parameters[name] if nodes}
         for out in outs:
             if len(own & set(self.nodes(out))) >= min(2, len(own)):
                 self.names[id(out)] = name
@@ -260,7 +293,7 @@ def _rule(
 @disable_modes()
 def trace_factors(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState | None = None
-) -> TracedForward:
+) -> ModelTrace:
     """Run the forward pass of `model` without data, or on copies if it needs data; nothing of what it writes stays.
 
     `reached` is the state that the model and the batch lead to, for callers that have it.
@@ -290,46 +323,37 @@ def _traced(
     kwargs: Mapping[str, object],
     reached: ReachableState,
     stand_in: Callable[[Tensor], Tensor],
-) -> TracedForward:
+) -> ModelTrace:
     """Run the forward pass of `model` on stand-ins of all tensors that it and the batch lead to."""
     stand_ins = {id(x): stand_in_for(x, stand_in) for x in reached.tensors}
     parameters = {name: stand_ins[id(p)] for name, p in model.named_parameters()}
-    traced = TracedForward(Classes(), {})
-    tracer = Tracer(traced, {id(p): name for name, p in parameters.items()})
-    traced.parameters = {name: tracer.nodes(p) for name, p in parameters.items()}
+    tracer = Tracer(parameters)
     example = named_inputs(model, tuple(args), kwargs)
     args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda x: stand_in(x.detach()))
     inputs = nested_tensors((args, kwargs))
-    traced.inputs = [tracer.nodes(t) for t in inputs]
+    tracer.inputs = [tracer.nodes(t) for t in inputs]
     of_inputs = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
-    values = ForwardValues(model, [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs])
+    known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs]
+    values = ForwardValues(model, known, lambda *call: tracer.heads.extend(_heads_of(*call)))
     with reached.replaced(stand_ins), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
-        with OperatorMode(tracer.run), _Heads(traced.heads), values:
+        with OperatorMode(tracer.run), values:
             model(*args, **kwargs)
-    traced.answers = values.answers
-    return traced
+    return tracer.ended(values.answers)
 
 
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
-class _Heads(TorchFunctionMode):
-    """Records the number of heads of each attention, and of matmuls that may be attention written as matmuls."""
-
-    def __init__(self, heads: list[int]) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            query = args[0] if args else kwargs["query"]
-            self.heads.append(query.shape[-3] if query.dim() > 2 else 1)
-        elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
-            self.heads += {args[0].shape[-3]} & {args[1].shape[-3]}
-        return func(*args, **kwargs)
+def _heads_of(func: Function, args: Args, kwargs: Kwargs) -> Sequence[int]:
+    """The number of heads of an attention, or of a matmul that may be attention written as matmuls; of others none."""
+    if func is F.scaled_dot_product_attention:
+        query = args[0] if args else kwargs["query"]
+        return [query.shape[-3] if query.dim() > 2 else 1]
+    if func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
+        return [*{args[0].shape[-3]} & {args[1].shape[-3]}]
+    return ()
 
 
 def _abstract(x: Tensor) -> Tensor:
@@ -358,17 +382,17 @@ def _follow(tracer: Tracer, name: str, module: nn.Module) -> None:
 
     def enter(module: nn.Module, args: Any) -> None:
         tracer.modules.append(name)
-        if name not in tracer.traced.order:
-            tracer.traced.order.append(name)
+        if name not in tracer.order:
+            tracer.order.append(name)
         if args and isinstance(args[0], Tensor):
             tracer.nodes(args[0])
-            tracer.traced.first_inputs[name] = id(args[0])
+            tracer.first_inputs[name] = id(args[0])
 
     def leave(module: nn.Module, args: object, out: object) -> None:
         tracer.modules.pop()
         if isinstance(out, Tensor):
-            tracer.traced.outputs[name] = tracer.nodes(out)
-            tracer.traced.shapes[name] = tuple(out.shape), out.itemsize
+            tracer.outputs[name] = tracer.nodes(out)
+            tracer.shapes[name] = tuple(out.shape), out.itemsize
 
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
         module.register_forward_pre_hook(enter)

@@ -138,12 +138,17 @@ class ForwardValues(_Rewriting):
     """Within the block, functions of tensors without data that return values on the host compute them from data.
 
     Each of `stand_ins` is a tensor without data, the tensor that it stands for, and the name of the input that it is
-    part of, if any. `answers` are the values returned so far.
+    part of, if any. `answers` are the values returned so far. `note` is called with each function and its arguments.
     """
 
-    def __init__(self, model: nn.Module, stand_ins: Iterable[tuple[Tensor, Tensor, str | None]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stand_ins: Iterable[tuple[Tensor, Tensor, str | None]],
+        note: Callable[[Function, Args, Kwargs], object],
+    ) -> None:
         super().__init__()
-        self.model = type(model).__name__
+        self.model, self.note = type(model).__name__, note
         self.answers: list[object] = []
         self.results: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
@@ -153,19 +158,20 @@ class ForwardValues(_Rewriting):
             self._note([stand_in], Origin(None, ((), {}), frozenset(() if name is None else (name,)), results))
 
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        writes = _writes(func, kwargs)
-        if any(x.is_meta for x in tensors_in((args, kwargs))):
+        writes, tensors = _writes(func, kwargs), tensors_in((args, kwargs))
+        if any(x.is_meta for x in tensors):
             if func in QUESTIONS:
                 self.answers.append(self._answer(func, args, kwargs))
                 return self.answers[-1]
             if _is_counting(func, args, kwargs):
                 return self._count(func, args, kwargs)
-        if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors_in(args)):
+        self.note(func, args, kwargs)
+        if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors):
             args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
         try:
             out = func(*args, **kwargs)
         except RuntimeError:
-            if writes or len({x.is_meta for x in tensors_in((args, kwargs))}) < 2:
+            if writes or len({x.is_meta for x in tensors}) < 2:
                 raise
             # torch refuses operands on two devices
             args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta else self._stand_in(x))

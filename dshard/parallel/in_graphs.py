@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.compile.graph_functions import bound, call_in_graph
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import Instead, PlainReplicated
@@ -36,7 +37,12 @@ def plain_replicated(mesh: Mesh) -> PlainReplicated:
 
 def by_schedule(schedule: Schedule) -> Instead:
     """The mode in which matmuls run by `schedule`."""
-    return Instead({function: bound(_scheduled, schedule, function) for function in _PRODUCTS})
+    return Instead(_matmuls_by(schedule))
+
+
+@cached("matmuls of graphs", 1024)
+def _matmuls_by(schedule: Schedule) -> dict[Function, str]:
+    return {function: bound(_scheduled, schedule, function) for function in _PRODUCTS}
 
 
 def by_loops(loops: AttentionLoops) -> Instead:

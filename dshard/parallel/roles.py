@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dshard.parallel.factors import Nodes, TracedForward, Use
+from dshard.parallel.factors import Dims, ModelTrace, TracedDim, Use
 
 
 class FeatureKind(Enum):
@@ -70,7 +70,7 @@ class Roles:
     heads: int | None = None
 
 
-def roles_of(traced: TracedForward) -> Roles:
+def roles_of(traced: ModelTrace) -> Roles:
     """The roles of parameters, and of the modules that hold them, in a traced forward pass."""
     residual = _residual(traced)
     width = sys.maxsize if residual is None else _size(traced, residual)
@@ -82,30 +82,28 @@ def roles_of(traced: TracedForward) -> Roles:
     units = _units(traced)
     summed = {(use.parameter, dim) for use in _main_uses(traced).values() for dim in use.summed}
 
-    def role(name: str, i: int, nodes: Nodes) -> Role:
-        c = traced.class_of(nodes)
-        size = traced.classes.size[nodes[0]] if nodes else 1
+    def role(name: str, i: int, dim: TracedDim) -> Role:
+        c, size = dim
         if c is None:
             return Role(FeatureKind.OTHER, (name, i) in summed, size, 1)
         return Role(kinds.get(c, FeatureKind.OTHER), (name, i) in summed, size, min(size, units.get(c, size)))
 
     parameters = {
-        name: tuple(role(name, i, nodes) for i, nodes in enumerate(dims)) for name, dims in traced.parameters.items()
+        name: tuple(role(name, i, dim) for i, dim in enumerate(dims)) for name, dims in traced.parameters.items()
     }
     products = _products(traced, parameters)
     uses = Counter(traced.first_inputs.get(module) for module in products)
     shared = frozenset(module for module in products if uses[traced.first_inputs.get(module)] > 1)
     outputs = _outputs(traced, residual, parameters)
-    second = traced.class_of(traced.inputs[0][1]) if traced.inputs and len(traced.inputs[0]) > 1 else None
-    sequences = {traced.class_of(traced.outputs[name][out.sequence]) for name, out in outputs.items() if out.sequence}
+    second = traced.inputs[0][1].group if traced.inputs and len(traced.inputs[0]) > 1 else None
+    sequences = {traced.outputs[name][out.sequence].group for name, out in outputs.items() if out.sequence}
     of_inputs = second is not None and second in sequences
     blocks, heads = _blocks(traced, outputs), min(traced.heads, default=None)
-    rows = next((dims[0][0] for dims in traced.inputs if dims and dims[0]), None)
-    n_rows = 1 if rows is None else traced.classes.size[rows]
+    n_rows = next((dims[0].size for dims in traced.inputs if dims and dims[0].group is not None), 1)
     return Roles(parameters, outputs, products, shared, width, blocks, n_rows, bool(sequences), of_inputs, heads)
 
 
-def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
+def _blocks(traced: ModelTrace, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
     blocks: list[list[str]] = [[]]
     for module in traced.order:
         blocks[-1].append(module)
@@ -114,7 +112,7 @@ def _blocks(traced: TracedForward, outputs: Mapping[str, Output]) -> tuple[tuple
     return tuple(tuple(block) for block in blocks if block)
 
 
-def _products(traced: TracedForward, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
+def _products(traced: ModelTrace, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
     uses: defaultdict[str, list[Use]] = defaultdict(list)
     for use in traced.uses:
         if use.indices is None and len(parameters[use.parameter]) > 1:
@@ -122,27 +120,29 @@ def _products(traced: TracedForward, parameters: dict[str, tuple[Role, ...]]) ->
     return {module: own[0] for module, own in uses.items() if len({use.parameter for use in own}) == 1}
 
 
-def _residual(traced: TracedForward) -> int | None:
+def _residual(traced: ModelTrace) -> int | None:
     """The class of the residual stream: the most frequent among those that several matmuls or look-ups produce."""
-    producers = Counter(traced.class_of(traced.parameters[use.parameter][i]) for use in traced.uses for i in use.left)
-    counts = traced.counts()
+    producers = Counter(traced.parameters[use.parameter][i].group for use in traced.uses for i in use.left)
+    counts = Counter(dim.group for dims in traced.parameters.values() for dim in dims if dim.group is not None)
     several = [c for c in counts if producers[c] > 1]
     return max(several, key=lambda c: (counts[c], -c), default=None)
 
 
-def _size(traced: TracedForward, c: int) -> int:
+def _size(traced: ModelTrace, c: int) -> int:
     """The size of the widest parameter dim in class `c`."""
-    classes = traced.classes.size
-    return max(
-        (classes[d[0]] for dims in traced.parameters.values() for d in dims if traced.class_of(d) == c), default=0
-    )
+    return max((dim.size for dims in traced.parameters.values() for dim in dims if dim.group == c), default=0)
 
 
-def _main_uses(traced: TracedForward) -> dict[str, Use]:
+def _is_matrix(dims: Dims) -> bool:
+    """Whether a parameter has two or more dims of more than one entry."""
+    return sum(dim.group is not None for dim in dims) > 1
+
+
+def _main_uses(traced: ModelTrace) -> dict[str, Use]:
     """The main use of each parameter of two or more dims: its matmul, or for a tied table its look-up."""
     uses: dict[str, Use] = {}
     for use in traced.uses:
-        if sum(bool(nodes) for nodes in traced.parameters[use.parameter]) < 2:
+        if not _is_matrix(traced.parameters[use.parameter]):
             continue
         known = uses.setdefault(use.parameter, use)
         if known.indices is not None and use.indices is None and not set(known.summed) & set(use.left):
@@ -150,7 +150,7 @@ def _main_uses(traced: TracedForward) -> dict[str, Use]:
     return uses
 
 
-def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
+def _inner(traced: ModelTrace, residual: int | None, width: int) -> set[int]:
     """Classes that matmuls produce and contract, and wide classes of one matmul or of the rows of a look-up table."""
     produced: set[int | None] = set()
     contracted: set[int | None] = set()
@@ -158,59 +158,58 @@ def _inner(traced: TracedForward, residual: int | None, width: int) -> set[int]:
     batch = _batch(traced)
     for use in traced.uses:
         dims = traced.parameters[use.parameter]
-        classes = [traced.class_of(nodes) for nodes in dims]
-        if sum(bool(nodes) for nodes in dims) < 2:
+        classes = [dim.group for dim in dims]
+        if not _is_matrix(dims):
             continue
         if use.indices is None:
             produced |= {classes[i] for i in use.left}
             contracted |= {classes[i] for i in use.summed}
-        elif batch in {traced.classes.find(n) for n in use.indices}:
+        elif batch in use.indices:
             ends |= {classes[i] for i in use.summed}
     wide = {c for c in produced | ends if c is not None and _size(traced, c) >= width}
     return ((produced & contracted) | wide) - {None, residual}  # type: ignore[return-value]
 
 
-def _latent(traced: TracedForward, inner: set[int], width: int) -> set[int]:
+def _latent(traced: ModelTrace, inner: set[int], width: int) -> set[int]:
     """Inner classes narrower than the residual stream that a matmul expands to, or compresses from, a wider inner one.
 
     That matmul is sharded by the wider class, so that sharding the narrow one would only have it gathered again.
     """
     latent: set[int] = set()
     for use in _main_uses(traced).values():
-        classes = {traced.class_of(traced.parameters[use.parameter][i]) for i in (*use.summed, *use.left)}
+        classes = {traced.parameters[use.parameter][i].group for i in (*use.summed, *use.left)}
         sizes = {c: _size(traced, c) for c in inner & classes}
         latent |= {c for c, size in sizes.items() if size < min(width, max(sizes.values()))}
     return latent if width < sys.maxsize else set()
 
 
-def _batch(traced: TracedForward) -> int | None:
+def _batch(traced: ModelTrace) -> int | None:
     """The class of the batch: the class of the first dim of the first input."""
-    return traced.class_of(traced.inputs[0][0]) if traced.inputs and traced.inputs[0] else None
+    return traced.inputs[0][0].group if traced.inputs and traced.inputs[0] else None
 
 
-def _units(traced: TracedForward) -> dict[int, int]:
+def _units(traced: ModelTrace) -> dict[int, int]:
     """The number of equal units (heads) of each class: the most into which a view of an activation splits it."""
     full_sizes: defaultdict[int, set[int]] = defaultdict(set)
     for use in _main_uses(traced).values():
         for i in () if use.indices is not None else (*use.summed, *use.left):
-            nodes = traced.parameters[use.parameter][i]
-            if nodes:
-                full_sizes[traced.classes.find(nodes[0])].add(traced.classes.size[nodes[0]])
+            c, size = traced.parameters[use.parameter][i]
+            if c is not None:
+                full_sizes[c].add(size)
     parts: defaultdict[int, set[int]] = defaultdict(set)
-    for node in range(len(traced.classes.size)):
-        c, size = traced.classes.find(node), traced.classes.size[node]
-        if c in full_sizes and size > 1 and (node in traced.majors or size not in full_sizes[c]):
+    for (c, size), is_major in traced.parts:
+        if c is not None and c in full_sizes and size > 1 and (is_major or size not in full_sizes[c]):
             parts[c].add(size)
     return {c: max(sizes) for c, sizes in parts.items()}
 
 
-def _outputs(traced: TracedForward, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
+def _outputs(traced: ModelTrace, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
     """The outputs of modules whose weights produce residual features, in a matmul or a look-up."""
     batch = _batch(traced)
     makers = {use.module for use in traced.uses if len(parameters[use.parameter]) > 1}
     outputs = {}
     for name, dims in traced.outputs.items():
-        classes = [traced.class_of(nodes) for nodes in dims]
+        classes = [dim.group for dim in dims]
         if name not in makers or residual not in classes:
             continue
         features = classes.index(residual)

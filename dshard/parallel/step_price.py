@@ -79,13 +79,14 @@ def _priced(
         yield
         _backward(out)
 
-    with reached.replaced(stand_ins), applied(model, plan):
-        list(step())  # gradients are joined in the order in which the pass before gave them
+    with reached.replaced(stand_ins), applied(model, plan), trace() as sent:
+        for _ in step():
+            in_forward = len(sent.events)
     for own in state.values():
         own.grad = None
-    with reached.replaced(stand_ins), applied(model, plan), trace() as sent, timeline.recorded():
-        for _ in step():
-            in_forward, activations = len(sent.events), timeline.memory.alive()
+    with reached.replaced(stand_ins), applied(model, plan), timeline.recorded():
+        for _ in step():  # gradients are joined in the order in which the pass before gave them
+            activations = timeline.memory.alive()
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
     memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(timeline.memory.most, nbytes))
