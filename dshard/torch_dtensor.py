@@ -1,4 +1,7 @@
-"""The parts of torch's own distributed tensors that dshard uses; imported late, as torch's module is slow."""
+"""The parts of torch's own distributed tensors that dshard uses; imported late, as torch's module is slow.
+
+Design: docs/design/0016-a-torch-dtensor.md
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Autograd functions between distributed and local tensors, and between layouts."""
+"""Autograd functions between distributed and local tensors, and between layouts.
+
+Design: docs/design/0011-where-autograd-records.md
+"""
 
 from __future__ import annotations
 

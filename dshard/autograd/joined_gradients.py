@@ -9,6 +9,8 @@ Not every pass has a gradient of every leaf. A pass waits for the gradients that
 where two kinds of pass alternate, for those of the one before that. What is not awaited begins at the end of the pass,
 and so do buckets that are not complete, or whose turn has not come. The ranks of a mesh run the same passes over it, so
 all wait for the same.
+
+Design: docs/design/0017-joined-collectives.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Programs: a plan, or a panel of it, as the steps of one rank, each a value: pack, a collective, reduce, unpack."""
+"""Programs: a plan, or a panel of it, as the steps of one rank, each a value: pack, a collective, reduce, unpack.
+
+Design: docs/design/0014-one-communication-engine.md
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CallRecorder(Protocol):
-    """What a recording is told beside the operators on tensors."""
+    """A recording of calls that are no operators on tensors."""
 
     def call(self, key: object, function: Callable[..., T], *args: object) -> T:
         """Call the function, and record that as one instruction: equal keys stand for equal functions."""

@@ -3,6 +3,8 @@
 Collectives run on a stream of their process group, which follows the stream that is current at their begin; the stream
 that is current at a wait follows theirs. These functions are for tensors from several streams, such as gradients in a
 backward pass, which runs each operator on the stream of its forward pass.
+
+Design: docs/design/0018-streams.md
 """
 
 from __future__ import annotations

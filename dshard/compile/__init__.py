@@ -5,6 +5,8 @@ metadata.py          a tensor without its local tensor: what a compiled graph de
 modes.py             blocks that a graph can contain, as the calls that they change
 graph.py             calls and guards written into the graph; imported only while torch traces
 graph_runs.py        runs of compiled graphs, whose errors reach waiting ranks
+
+Design: docs/design/0007-compile.md
 """
 
 from __future__ import annotations

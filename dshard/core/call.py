@@ -1,4 +1,7 @@
-"""One call of an operator as its rule sees it, and a row of a family's table of operators."""
+"""One call of an operator as its rule sees it, and a row of a family's table of operators.
+
+Design: docs/design/0013-one-row-per-operator.md
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def declare_model(model: object, rows: Layout, per_data_rank: bool) -> None:
 
 
 def plain_mode(mesh: Mesh) -> PlainMode | None:
-    """What plain tensors are in programs on this mesh: whole, rows, "both" if models differ; None without a model."""
+    """Plain tensors in programs on this mesh: whole, rows, "both" if models differ; None without a model."""
     kinds = [kind for kind in (False, True) if (mesh, kind) in _MODELS]
     if len(kinds) == 2:
         gc.collect()  # so that all ranks have freed the models that are no longer used
@@ -230,24 +230,15 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
         flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
-    takes_all = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied)
+    takes_all, compared = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied), None
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if _writes_to_plain(func, args, kwargs):
         is_recorded = is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Wrapper))
         if not is_recorded or takes_all or _are_alike(tensors, meshes):
             return _with_values(func, args, kwargs, is_recorded)
-    compared = None
     if not takes_all:
-        refused = _refused(func, args, flat)
-        if refused is not None and _are_alike(tensors, meshes):
-            takes_all, compared = True, comparisons_on(meshes[0])
-        elif refused is not None:
-            takes_all = _is_in_step()
-            if not takes_all:
-                raise _mixed(func, refused, meshes)
-        elif len(meshes) < len(tensors) and is_grad_enabled() and not _is_harmless(func):
-            _put_down_factors(func, tensors, meshes)
+        takes_all, compared = _alike_or_refused(func, args, flat, meshes)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
     meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
@@ -276,6 +267,27 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
     return wrapped
+
+
+def _alike_or_refused(
+    func: Function, args: Args, flat: list[Any], meshes: Sequence[Mesh]
+) -> tuple[bool, Comparisons | None]:
+    """Whether plain tensors count as replicated where no block says so, and where they are compared.
+
+    Raises:
+        MixedError: a plain tensor of other than one element may differ between ranks.
+    """
+    refused = _refused(func, args, flat)
+    tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+    if refused is None:
+        if len(meshes) < len(tensors) and is_grad_enabled() and not _is_harmless(func):
+            _put_down_factors(func, tensors, meshes)
+        return False, None
+    if _are_alike(tensors, meshes):
+        return True, comparisons_on(meshes[0])
+    if _is_in_step():
+        return True, None
+    raise _mixed(func, refused, meshes)
 
 
 def _with_values(func: Function, args: Args, kwargs: Kwargs, is_recorded: bool) -> tuple[Args, Kwargs]:

@@ -5,4 +5,6 @@ composite_table.py   functions that run as one composite operator, and other han
 operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
 registry.py          the row of an operator in the families' tables, and operators that run as others
 fallback.py          an operator without a rule: replicated operands, every rank computes all
+
+Design: docs/design/0012-the-path-of-a-call.md
 """

@@ -1,4 +1,7 @@
-"""Pipelines: schedules as values, a simulator that prices them, and stages that run on meshes of their own."""
+"""Pipelines: schedules as values, a simulator that prices them, and stages that run on meshes of their own.
+
+Design: docs/design/0010-pipeline.md
+"""
 
 from dshard.pipeline.actions import (
     Action,

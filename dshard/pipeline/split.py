@@ -24,7 +24,7 @@ class Part:
     gives: tuple[str, ...]
 
     def __call__(self, *values: Any) -> Any:
-        """What the module returns."""
+        """Return the result of the module."""
         return self.module(*values)
 
 

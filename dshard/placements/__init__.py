@@ -1,4 +1,7 @@
-"""Placements: how a tensor is laid out on each axis of a mesh."""
+"""Placements: how a tensor is laid out on each axis of a mesh.
+
+Design: docs/design/0001-values-below-processes-above.md
+"""
 
 from dshard.placements.chunk import chunk, chunk_of, nested_chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements

@@ -4,6 +4,8 @@ A panel is a set of indices of a dim, the same set for every tensor that has the
 holds the indices of a panel that are in its shard. As a shard is a range, and panels are ascending, each piece that a
 step sends is again a range within the panel: so every step of every plan can run panel by panel, with the messages of
 the full tensor, counted within the panel. All panels together send the bytes of the full tensor.
+
+Design: docs/design/0006-panels.md
 """
 
 from __future__ import annotations

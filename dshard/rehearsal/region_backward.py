@@ -51,7 +51,7 @@ TWICE = (
 
 
 class Pattern(NamedTuple):
-    """What a backward program depends on: the calls answered, the operands whose gradients are asked for, and those
+    """The key of a backward program: the calls answered, the operands whose gradients are asked for, and those
     that arrived, by place.
     """
 

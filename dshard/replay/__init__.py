@@ -2,6 +2,8 @@
 
 `step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `step_program` makes a
 function of that, with the numbers of `optimizer_options` as inputs, and `step_state` compares what is cheap to compare.
+
+Design: docs/design/0020-replay.md
 """
 
 from __future__ import annotations

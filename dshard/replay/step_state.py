@@ -147,7 +147,7 @@ def _entries(values: list[object]) -> dict[Any, object]:
 
 
 def _uses(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    """What decides how tensors are used beside their values, in the order of `_USES`."""
+    """Values beside their elements that decide how tensors are used, in the order of `_USES`."""
     with no_torch_function():
         local = [x.__dict__.get("_local_tensor", _NOWHERE) if isinstance(x, Wrapper) else x for x in tensors]
         hooks = [[kind and {**kind} for kind in map(kinds, tensors)] for kinds in _HOOKS]

@@ -1,4 +1,7 @@
-"""Resharding from a layout on one mesh to a layout on another: unit tasks, chains of ranks for them, their order."""
+"""Resharding from a layout on one mesh to a layout on another: unit tasks, chains of ranks for them, their order.
+
+Design: docs/design/0009-reshard.md
+"""
 
 from dshard.reshard.chain import Chain, Form
 from dshard.reshard.reshard_plan import ReshardPlan, plan_of_form, plan_reshard

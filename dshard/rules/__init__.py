@@ -15,4 +15,6 @@ communication_bounds.py   lower bounds on the communication of matmuls and of at
 attention_loops.py      attention: a loop b, h, q or k for each mesh axis
 attention_blocks.py     blocks of the scores of which a rank has queries and keys
 attention_ring.py       the panels of keys and values that go round a ring
+
+Design: docs/design/0002-rules-strategies-dispatch.md
 """

@@ -1,4 +1,7 @@
-"""Named matmul strategies: rows of one table over the space of schedules."""
+"""Named matmul strategies: rows of one table over the space of schedules.
+
+Design: docs/design/0005-products.md
+"""
 
 from __future__ import annotations
 

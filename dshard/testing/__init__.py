@@ -1,6 +1,8 @@
 """Tools for tests of your layouts and operators: generators, simulated and real ranks, brute-force checks of rules.
 
 Needs the extra `testing`: pip install "dshard[testing]". See docs/testing.md.
+
+Design: docs/design/0021-what-the-tests-say.md
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ memory that is read as contiguous whatever its strides, padding, dtypes, forms o
 convention has its source in torch's `aten/src/ATen/native/transformers/cuda`, named in `CONVENTIONS`.
 
 What it does not do: dropout, nested tensors, torch's own choice of a kernel, or the speed of a GPU.
+
+Design: docs/design/0022-kernels-of-cuda.md
 """
 
 from __future__ import annotations

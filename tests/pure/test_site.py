@@ -146,6 +146,13 @@ def test_each_word_of_the_field_finds_the_page_that_answers_first(page: str, wor
         assert all(stem in text for stem in stems(word)), f"{word} is a tag of {page}, which does not speak of it"
 
 
+def test_each_design_note_is_named_by_the_mechanism_that_it_explains() -> None:
+    files = [path.read_text() for path in Path(dshard.__file__).parent.rglob("*.py")]
+    named = {name for text in files for name in re.findall(r"docs/design/(\d{4}[\w-]*\.md)", text)}
+
+    assert named == {path.name for path in (DOCS / "design").glob("*.md")}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):

@@ -3,4 +3,6 @@
 `local_attention` computes attention on a rank that has all keys of its queries, or by `key_windows` those that a block
 mask allows. Otherwise `ring_attention` has the program of each rank, `ring_price` its price, `block_kernels` the local
 kernels, and `partial_attention` merges the results.
+
+Design: docs/design/0019-attention-rings.md
 """

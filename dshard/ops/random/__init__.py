@@ -1,4 +1,7 @@
-"""Random values that do not depend on the mesh: each is a function of seed, draw and global index alone."""
+"""Random values that do not depend on the mesh: each is a function of seed, draw and global index alone.
+
+Design: docs/design/0004-randomness.md
+"""
 
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.operators import (
