@@ -26,7 +26,7 @@ class Bar:
 def to_chrome(slices: Iterable[Bar], tracks: Sequence[Track], processes: Mapping[int, str] | None = None) -> str:
     """A trace with tracks in this order; processes may have names.
 
-    >>> text = to_chrome([Slice("gemm", "forward", (0, "compute"), 1.0, 0.5)], [(0, "compute")])
+    >>> text = to_chrome([Bar("gemm", "forward", (0, "compute"), 1.0, 0.5)], [(0, "compute")])
     >>> [event["ph"] for event in json.loads(text)["traceEvents"]]
     ['M', 'X']
     """

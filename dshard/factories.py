@@ -234,11 +234,7 @@ def _bounds(args: Args, options: Any) -> tuple[list[int], Any]:
 
 
 def _check_options(what: str, options: Mapping[str, object], known: set[str]) -> None:
-    """Refuse options that the function does not have, and values of another type.
-
-    Raises:
-        ArgumentError: with the way out.
-    """
+    """Refuse options that the function does not have, and values of another type."""
     known |= {"device_mesh", "placements"}
     for name in options:
         if name == "layout" and options[name] is torch.strided:

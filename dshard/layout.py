@@ -200,9 +200,6 @@ def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:
     """The layout of a tensor of `ndim` dims with these placements; negative dims count from the end.
 
     Placements of torch's classes are taken, too.
-
-    Raises:
-        LayoutError: not one placement for each mesh axis, or a Shard of a dim that the tensor does not have.
     """
     placements = placements_on(mesh, placements)
     try:
@@ -213,11 +210,7 @@ def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:
 
 
 def placements_on(mesh: Mesh, placements: Iterable[object]) -> tuple[Any, ...]:
-    """Check a sequence of placements, one for each axis of `mesh`, and return it as a tuple.
-
-    Raises:
-        LayoutError: a placement alone, text, a mapping, a layout, or something else.
-    """
+    """Check a sequence of placements, one for each axis of `mesh`, and return it as a tuple."""
     if type(placements) in (tuple, list):
         return tuple(placements)
     if isinstance(placements, Iterable) and not isinstance(placements, str | bytes | Mapping):
@@ -283,9 +276,6 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     >>> mesh = Mesh((2, 2), ("dp", "tp"))
     >>> parse_layout("dp:S(0) tp:S(0); 0:tp,dp", mesh).axes_of(0)
     (1, 0)
-
-    Raises:
-        NotationError: the text is no layout of this mesh.
     """
     check_type(text, str, "a layout", "write one, as in 'dp:S(0) tp:R'", NotationError)
     check_type(mesh, Mesh, "the mesh of a layout", "give a dshard.Mesh", NotationError)

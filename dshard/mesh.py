@@ -134,11 +134,7 @@ class Mesh(Interned):
 
 
 def mesh_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a mesh's axes.
-
-    Raises:
-        MeshError: no sizes, or one that is no whole number above zero; more than `MAX_RANKS` in all.
-    """
+    """The sizes of a mesh's axes."""
     way_out = "give each axis at least one rank, as in Mesh((2, 4), ('dp', 'tp'))"
     sizes = as_tuple(shape, "the shape of a mesh", way_out, MeshError)
     try:

@@ -150,11 +150,7 @@ class Trace(Tabled):
         return sum(event.nbytes for event in self.events)
 
     def by(self, field_name: str) -> dict[str, tuple[int, int]]:
-        """Collectives and bytes for each value of a field of the events: "axis", "op", "module", "line", ...
-
-        Raises:
-            ArgumentError: no such field.
-        """
+        """Collectives and bytes for each value of a field of the events: "axis", "op", "module", "line", ..."""
         check_one_of(field_name, [known.name for known in fields(Traced)], "a field of the events")
         totals: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for event in self.events:

@@ -41,9 +41,6 @@ def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, l
 
     >>> as_int(3, "panels", least=1)
     3
-
-    Raises:
-        ArgumentError: it is none, or below `least`; or the `error` given.
     """
     try:
         number = None if isinstance(value, bool) else index(value)
@@ -59,11 +56,7 @@ def as_int(value: Any, what: str, error: type[DShardError] = ArgumentError, *, l
 def as_number(
     value: Any, what: str, error: type[DShardError] = ArgumentError, *, zero: bool = False, infinite: bool = False
 ) -> float:
-    """`value`, if it is a number above 0; `zero` and `infinite` allow these too.
-
-    Raises:
-        ArgumentError: it is none, or NaN; or the `error` given.
-    """
+    """`value`, if it is a number above 0; `zero` and `infinite` allow these too."""
     try:
         number = None if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -75,11 +68,7 @@ def as_number(
 
 
 def as_tuple(value: object, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> tuple[Any, ...]:
-    """The items of an iterable other than text and mappings.
-
-    Raises:
-        ArgumentError: it is none, with the way out; or the `error` given.
-    """
+    """The items of an iterable other than text and mappings."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
         try:
             return tuple(value)
@@ -89,11 +78,7 @@ def as_tuple(value: object, what: str, way_out: str, error: type[DShardError] = 
 
 
 def as_shape(value: object, what: str, error: type[DShardError]) -> tuple[int, ...]:
-    """The sizes of a tensor's dims, numpy's integers included; sizes that a graph leaves open stay so.
-
-    Raises:
-        DShardError: the `error` given: no sequence, or a size that is no whole number of at least 0.
-    """
+    """The sizes of a tensor's dims, numpy's integers included; sizes that a graph leaves open stay so."""
     sizes = as_tuple(value, what, "give the size of each dim, such as (4, 8)", error)
     return tuple(size if is_symbolic(size) else as_int(size, what, error, least=0) for size in sizes)
 
@@ -104,31 +89,19 @@ def is_symbolic(size: object) -> bool:
 
 
 def check_type(value: object, kind: Any, what: str, way_out: str, error: type[DShardError] = ArgumentError) -> None:
-    """Refuse a value of another type.
-
-    Raises:
-        ArgumentError: with the way out; or the `error` given.
-    """
+    """Refuse a value of another type."""
     if not isinstance(value, kind):
         raise of_wrong_type(error)(f"{what}: {shown(value)} is {article(value)}: {way_out}")
 
 
 def check_callable(value: object, what: str, way_out: str) -> None:
-    """Refuse a value that is not callable.
-
-    Raises:
-        ArgumentError: with the way out.
-    """
+    """Refuse a value that is not callable."""
     if not callable(value):
         raise ArgumentError(f"{what}: {shown(value)} cannot be called: {way_out}")
 
 
 def check_one_of(value: object, known: Iterable[str], what: str, error: type[DShardError] = ArgumentError) -> None:
-    """Refuse a value that is none of the `known` names.
-
-    Raises:
-        ArgumentError: with the suggestion of them; or the `error` given.
-    """
+    """Refuse a value that is none of the `known` names."""
     names = tuple(known)
     if not isinstance(value, str) or value not in names:
         kind = error if isinstance(value, str) else of_wrong_type(error)

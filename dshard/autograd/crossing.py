@@ -184,11 +184,7 @@ class Reshard(torch.autograd.Function):
 
 
 def _refuse_second_order(layout: Layout, other: Layout) -> None:
-    """Refuse to record a gradient between meshes of different ranks: its own backward pass would wait for ever.
-
-    Raises:
-        MeshError: the meshes are not of the same ranks.
-    """
+    """Refuse to record a gradient between meshes of different ranks: its own backward pass would wait for ever."""
     if set(layout.mesh.ranks) != set(other.mesh.ranks):
         raise MeshError(
             f"a backward pass with create_graph=True through a redistribution from ({layout.mesh}) to ({other.mesh}): "
@@ -271,11 +267,7 @@ def redistributed_operand(x: Wrapper, layout: Layout) -> Wrapper:
 
 
 def in_layout(x: Tensor, layout: Layout, op: str | None = None, *, asynchronous: bool = False) -> Wrapper:
-    """A tensor or a tangent in `layout`; a plain one, which torch made, is distributed first.
-
-    Raises:
-        LayoutError: a partial maximum, minimum or product, which is not linear.
-    """
+    """A tensor or a tangent in `layout`; a plain one, which torch made, is distributed first."""
     x = as_distributed(x, layout)
     for placement in (*x._spec.layout.placements, *layout.placements):
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):

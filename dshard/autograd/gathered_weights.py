@@ -116,9 +116,6 @@ class StoredPart:
 
         Where the copy has another dtype, what the write left as it was keeps the precision in which it is stored. A
         write to `data`, which has a version counter of its own, is one to the stored weight's.
-
-        Raises:
-            LayoutError: the stored weight itself was written to, which the copy does not know.
         """
         if self.versions[self.i] != _version(self.x):
             raise LayoutError(

@@ -104,11 +104,7 @@ def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
-    """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
-
-    Raises:
-        MixedError: `value` is a plain tensor.
-    """
+    """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd."""
     x, value = args
     if not isinstance(value, Wrapper):
         raise MixedError(
@@ -182,11 +178,7 @@ def _as_list(value: object) -> Sequence[Any]:
 
 
 def _stacked_gradients(run: Function, options: dict[str, object]) -> Any:
-    """The stacked gradients for several gradients of the outputs (`is_grads_batched`), by one backward pass for each.
-
-    Raises:
-        ShapeError: there are none.
-    """
+    """The stacked gradients for several gradients of the outputs (`is_grads_batched`): one backward pass for each."""
     grads, last = _as_list(options["grad_outputs"]), {"retain_graph": options.get("retain_graph")}
     n = next(len(grad) for grad in grads if grad is not None)
     if not n:

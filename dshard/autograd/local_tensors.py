@@ -71,13 +71,7 @@ def from_local(
     stride: Sequence[int] | None,
     grad_placements: Sequence[AnyPlacement] | None,
 ) -> Any:
-    """The distributed tensor made of each rank's local tensor; the arguments are those of `DTensor.from_local`.
-
-    Raises:
-        LayoutError: placements that do not fit the tensor or the mesh.
-        MixedError: `local` is distributed, or a transform of torch.func follows it.
-        ShapeError: local shapes that do not make up one global tensor.
-    """
+    """The distributed tensor made of each rank's local tensor; the arguments are those of `DTensor.from_local`."""
     mesh = comm.as_mesh(device_mesh)
     if isinstance(local, DISTRIBUTED):
         raise MixedError(

@@ -32,9 +32,6 @@ def leaves(state: Mapping[str, object]) -> dict[str, StateLeaf]:
 
     >>> list(leaves({"model": {"w": 1}, "groups": [{"lr": 0.1, "params": [0, 1]}]}))
     ['model.w', 'groups.0.lr', 'groups.0.params']
-
-    Raises:
-        CheckpointError: two leaves of one name, or a distributed tensor where it cannot be found again.
     """
     by_name: dict[str, StateLeaf] = {}
     for leaf in _leaves("", state):

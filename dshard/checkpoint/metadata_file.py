@@ -69,7 +69,6 @@ def read(directory: Path) -> Metadata:
     """The metadata of the checkpoint in a directory; without a checksum, if torch or an earlier dshard wrote it.
 
     Raises:
-        CheckpointError: the file is damaged, or names a global that metadata does not need.
         FileNotFoundError: there is no such file.
     """
     data = (directory / NAME).read_bytes()

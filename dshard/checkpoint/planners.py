@@ -19,11 +19,7 @@ from dshard.torch_private import late
 
 
 def read_value(name: str, stream: Any, current: Any) -> Any:
-    """Read a value of torch.save that needs only globals that torch.load allows, or that `current` is pickled with.
-
-    Raises:
-        CheckpointError: it names something else.
-    """
+    """Read a value of torch.save that needs only globals that torch.load allows, or that `current` is pickled with."""
     try:
         return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError:

@@ -48,7 +48,6 @@ class Writer(FileSystemWriter):
         """Create the directory, and remove files left by a killed save; on the coordinator.
 
         Raises:
-            CheckpointError: the path or a file name is in use by something else.
             OSError: the directory cannot be created.
         """
         path = Path(self.path)
@@ -92,11 +91,7 @@ class Writer(FileSystemWriter):
         ]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write the items of this rank's plan; each result has the checksum of its bytes.
-
-        Raises:
-            CheckpointError: writing failed.
-        """
+        """Write the items of this rank's plan; each result has the checksum of its bytes."""
         nbytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         try:
             future = super().write_data(plan, planner)
@@ -113,11 +108,7 @@ class Writer(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Publish the checkpoint, on the coordinator, after all ranks have written.
-
-        Raises:
-            CheckpointError: files that other ranks wrote are missing.
-        """
+        """Publish the checkpoint, on the coordinator, after all ranks have written."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()

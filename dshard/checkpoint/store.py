@@ -168,21 +168,13 @@ def _load_one_version(
 
 
 def check_state(state: object) -> None:
-    """Refuse a state that is no dict of values by name.
-
-    Raises:
-        ArgumentError: with the way out.
-    """
+    """Refuse a state that is no dict of values by name."""
     way_out = "give a dict, as in {'model': model, 'optimizer': optimizer}, and the path after it"
     check_type(state, dict, "the state of a checkpoint", way_out)
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a value that is no path.
-
-    Raises:
-        ArgumentError: with the way out.
-    """
+    """Refuse a value that is no path."""
     check_type(path, str | os.PathLike, "the path of a checkpoint", "give that of a directory")
     if not str(path):
         raise ArgumentError("the path of a checkpoint is empty: give that of a directory")
@@ -282,11 +274,7 @@ def misfits(name: str, shape: Sequence[int], value: Tensor, where: str = "checkp
 
 
 def agreed_path(path: str | os.PathLike[str], doing: str, group: Group) -> Path:
-    """Check that all ranks give the same path, and return it.
-
-    Raises:
-        CheckpointError: the paths differ, or it is no path of a file system.
-    """
+    """Check that all ranks give the same path, and return it."""
     paths = comm.gather_objects((os.fspath(path), os.path.abspath(path)), group)
     if "://" in paths[0][0]:
         raise CheckpointError(f"cannot {doing} {path}: give a path of a file system, which all ranks share")

@@ -132,11 +132,7 @@ class Comparisons:
             autograd_engine.queue_callback(partial(self.has_passed, self.sent()))
 
     def has_passed(self, sent_before: int) -> None:
-        """A backward pass has ended: if it has sent anything, compare what is due.
-
-        Raises:
-            LayoutError: on all ranks: some were given other values.
-        """
+        """A backward pass has ended: if it has sent anything, compare what is due."""
         has_sent, self.has_sent = self.has_sent, False
         if self.group is None or _is_apart(self.mesh) or not (has_sent or self.sent() != sent_before):
             return

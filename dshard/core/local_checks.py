@@ -21,12 +21,7 @@ from dshard.validate import article, shown
 
 
 def check_strided(x: object, what: str, kind: str) -> None:
-    """Refuse values that are no torch tensors, and tensors whose `torch.layout` is not strided.
-
-    Raises:
-        ArgumentError: no tensor.
-        LayoutError: a sparse, quantized or nested one, or of a class with its own rules.
-    """
+    """Refuse values that are no torch tensors, and tensors whose `torch.layout` is not strided."""
     if not isinstance(x, Tensor):
         raise ArgumentError(
             f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
@@ -41,12 +36,7 @@ def check_strided(x: object, what: str, kind: str) -> None:
 
 @cached("local layouts", 4096)
 def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
-    """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode.
-
-    Raises:
-        LayoutError: a partial placement whose reduction the dtype does not have.
-        DtypeError: a partial placement, of a dtype without reductions.
-    """
+    """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode."""
     if layout.partial_axes():
         comm.check_reduced(dtype, f"a tensor laid out [{layout}]")
     for placement in layout.placements:
@@ -60,11 +50,7 @@ def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
 
 
 def gradient_layout(own: Layout, shape: Shape, grad_placements: Sequence[object], what: str) -> Layout:
-    """The layout that `grad_placements` give the gradient of a local tensor of layout `own`, whose shape it has.
-
-    Raises:
-        LayoutError: placements in which the local gradient has another shape than the local tensor.
-    """
+    """The layout that `grad_placements` give the gradient of a local tensor of layout `own`, whose shape it has."""
     layout = layout_of(own.mesh, grad_placements, len(shape))
     if layout.placements == own.placements or not (layout.sharded_dims() or own.sharded_dims()):
         return layout

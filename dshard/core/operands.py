@@ -22,11 +22,7 @@ from dshard.rules.expand import Operand
 
 
 def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
-    """The mesh of all distributed tensors among `tensors`.
-
-    Raises:
-        MeshError: the tensors are on different meshes.
-    """
+    """The mesh of all distributed tensors among `tensors`."""
     meshes = {t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)}
     if len(meshes) > 1:
         raise _several_meshes(func, meshes)
@@ -51,9 +47,6 @@ def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     """The arguments with numbers, tensors without dims, on the mesh of the other operands; nothing is sent.
 
     So norms of gradients on several meshes add up to one norm. If all are numbers, the mesh is that of the first.
-
-    Raises:
-        MeshError: operands with dims on several meshes, meshes that not all ranks are in, or a recorded number.
     """
     tensors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if isinstance(t, Wrapper)]
     recorded = is_recorded(tensors)
@@ -69,11 +62,7 @@ def on_one_mesh(func: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
 
 
 def number_on(func: object, x: Wrapper, mesh: Mesh) -> Tensor:
-    """The global value of `x`, a number, as a tensor on `mesh`, whose ranks all have it on their own meshes.
-
-    Raises:
-        MeshError: the meshes are neither of the same ranks nor slices of one mesh, so that some ranks may lack it.
-    """
+    """The global value of `x`, a number, as a tensor on `mesh`, whose ranks all have it on their own meshes."""
     own = x._spec.layout.mesh
     if own != mesh and ranks_of_root(own) != ranks_of_root(mesh):
         raise _several_meshes(func, [own, mesh])

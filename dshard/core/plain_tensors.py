@@ -219,9 +219,6 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     Plain tensors are wrapped within `implicit_replication`, and within torch's, in the step of an optimiser, and as the
     source of a `copy_` into a distributed tensor, as in `load_state_dict`: each rank takes its part. So are tensors of
     one element that need a gradient, anywhere.
-
-    Raises:
-        MixedError: a plain tensor of other than one element is among the arguments.
     """
     flat = leaves((args, kwargs))  # once: an optimiser's lists have several tensors for each parameter
     kinds = set(map(type, flat))
@@ -272,11 +269,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 def _alike_or_refused(
     func: Function, args: Args, flat: list[Any], meshes: Sequence[Mesh]
 ) -> tuple[bool, Comparisons | None]:
-    """Whether plain tensors count as replicated where no block says so, and where they are compared.
-
-    Raises:
-        MixedError: a plain tensor of other than one element may differ between ranks.
-    """
+    """Whether plain tensors count as replicated where no block says so, and where they are compared."""
     refused = _refused(func, args, flat)
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     if refused is None:
@@ -411,11 +404,7 @@ _COMPARED: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 
 
 def compare_parameter(x: Parameter, mesh: Mesh) -> None:
-    """Go on only if a plain parameter, such as that of a module added later, is the same on all ranks at its first use.
-
-    Raises:
-        LayoutError: the ranks have other values.
-    """
+    """Refuse a plain parameter, such as that of a module added later, that ranks first use with other values."""
     if _COMPARED.get(id(x)) is x or x.is_meta or is_compiling() or traced(x) or simulated_ranks() is not None:
         return
     _COMPARED[id(x)] = x
@@ -451,9 +440,6 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
     """Refuse plain tensors of several elements: only the user knows whether they are local or global tensors.
 
     Plain tensors that composite operators and backward passes make are equal on all ranks, and count as replicated.
-
-    Raises:
-        MixedError: a plain tensor of other than one element is among the arguments.
     """
     refused = _refused(func, args, leaves((args, kwargs)))
     if refused is not None:

@@ -128,11 +128,7 @@ def _with_old(hook: Function, old: Tensor, parameter: Tensor) -> None:
 
 
 def _refuse_gradient(name: str, grad: Tensor) -> None:
-    """Refuse a gradient of a graph that was recorded before its parameter was replaced.
-
-    Raises:
-        ArgumentError: with the name of the parameter.
-    """
+    """Refuse a gradient of a graph that was recorded before its parameter was replaced."""
     raise ArgumentError(
         f"backward of a graph recorded before {name} was laid out, of which its gradient would be lost: run forward "
         "and backward on one side of parallelize"

@@ -65,11 +65,7 @@ def warn_of_part(caller: FrameType, local: Tensor, spec: Spec) -> None:
 
 
 def check_part(writer: int, layout: Layout, shape: Shape, local: Tensor) -> None:
-    """Go on only on the rank that wrote a part to a file of `torch.save`, and on its mesh.
-
-    Raises:
-        CheckpointError: with what the file holds.
-    """
+    """Go on only on the rank that wrote a part to a file of `torch.save`, and on its mesh."""
     mesh = layout.mesh
     if group_rank() == writer and runtime_of(mesh) is not None:
         return

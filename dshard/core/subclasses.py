@@ -39,11 +39,7 @@ def is_causal_bias(kind: type) -> bool:
 
 
 def refuse_own_rules(what: str, classes: Iterable[Any], error: type[DShardError] = MixedError) -> None:
-    """Refuse classes whose rules know nothing of distributed tensors; `what` is asked of a tensor of such a class.
-
-    Raises:
-        DShardError: naming the class; of class `error`.
-    """
+    """Refuse classes whose rules know nothing of distributed tensors; `what` is asked of a tensor of such a class."""
     for kind in classes:
         if kind_of(kind) == "rules":
             raise error(

@@ -28,11 +28,7 @@ UNNAMED = SimpleNamespace(mesh_dim_names=None)
 
 
 def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
-    """Refuse the wrapper `what` over `ranks`, if some of these hold shards of one tensor on `mesh`.
-
-    Raises:
-        MeshError: naming the ranks.
-    """
+    """Refuse the wrapper `what` over `ranks`, if some of these hold shards of one tensor on `mesh`."""
     shared = [rank for rank in ranks if rank in mesh.ranks]
     if len(shared) > 1:
         raise MeshError(
@@ -42,11 +38,7 @@ def refuse_shared_ranks(what: str, ranks: Iterable[int], mesh: Mesh) -> None:
 
 
 def refuse_collective(name: str, ranks: Iterable[int], layout: Layout) -> None:
-    """Refuse a collective, called `name`, of a distributed tensor, unless it goes to no other rank of its mesh.
-
-    Raises:
-        MeshError: with the way out.
-    """
+    """Refuse a collective, called `name`, of a distributed tensor, unless it goes to no other rank of its mesh."""
     shared = {*(ranks or layout.mesh.ranks)} & {*layout.mesh.ranks}
     if len(shared) > 1 or name.removeprefix("i") in ("send", "recv", "gather", "scatter"):
         raise MeshError(
@@ -56,11 +48,7 @@ def refuse_collective(name: str, ranks: Iterable[int], layout: Layout) -> None:
 
 
 def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
-    """Refuse `fully_shard` over ranks of the mesh of a parameter; `asker` is the code that reads the mesh.
-
-    Raises:
-        MeshError: naming the ranks.
-    """
+    """Refuse `fully_shard` over ranks of the mesh of a parameter; `asker` is the code that reads the mesh."""
     if asker.f_code.co_name != "_init_sharding_spec_tp":
         return
     over = asker.f_locals["self"].mesh_info.mesh
@@ -68,11 +56,7 @@ def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
 
 
 class FlattenedByFSDP:
-    """`_fsdp_flattened` of a parameter, which `FullyShardedDataParallel` reads before it flattens the parameter.
-
-    Raises:
-        MeshError: it would flatten a distributed parameter, or flattens over ranks of the parameter's mesh.
-    """
+    """`_fsdp_flattened` of a parameter, which `FullyShardedDataParallel` reads before it flattens the parameter."""
 
     def __get__(self, parameter: Any, owner: type) -> bool:
         for asker in islice(callers(), 3) if parameter is not None else ():
@@ -85,9 +69,6 @@ def refuse_fully_sharded(wrapper: Any, mesh: Mesh) -> None:
     """Refuse a `FullyShardedDataParallel` without a mesh of data axes beside the axes of a parameter.
 
     With such a mesh it shards the local tensors, by torch's own extension for tensor parallelism.
-
-    Raises:
-        MeshError: naming the mesh, or the ranks that it has in common.
     """
     refuse_shared_ranks("FullyShardedDataParallel", ranks_in(wrapper.process_group), mesh)
     if wrapper._fsdp_extension is None:

@@ -49,11 +49,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def refuse_wrapped(x: Tensor, what: str) -> None:
-    """Refuse to make a distributed tensor of a tensor that a transform wraps: the transform would not follow it.
-
-    Raises:
-        MixedError: `x` is wrapped.
-    """
+    """Refuse to make a distributed tensor of a tensor that a transform wraps: the transform would not follow it."""
     if is_wrapped(x):
         raise MixedError(
             f"{what} of a tensor that torch.func follows: transforms follow distributed tensors, but not into them; "
@@ -67,11 +63,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def refuse_batched(x: object, what: str) -> None:
-    """Refuse a tensor that stands for several, where torch.func does not follow the call.
-
-    Raises:
-        MixedError: `x` stands for several tensors.
-    """
+    """Refuse a tensor that stands for several, where torch.func does not follow the call."""
     if isinstance(x, Tensor) and is_batched(x):
         raise MixedError(
             f"{what} of distributed tensors, batched by vmap or vectorize=True: it takes one tensor at a time; use "

@@ -187,11 +187,7 @@ def memory_of_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """A collective of torch's on distributed tensors: refused between ranks of their mesh, but for whole numbers.
-
-    Raises:
-        MeshError: with the way out.
-    """
+    """A collective of torch's on distributed tensors: refused between ranks of their mesh, but for whole numbers."""
     distributed = [x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)]
     layout, ranks = distributed[0]._spec.layout, ranks_of_group((*args, *kwargs.values()))
     is_of_whole = func.__name__ in _OF_WHOLE and {*ranks} == {*layout.mesh.ranks}
@@ -214,11 +210,7 @@ _COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")
 
 
 def data_ptr(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`data_ptr`: refused, but for code of `_COMPARE_POINTERS`.
-
-    Raises:
-        LayoutError: with the way out.
-    """
+    """`data_ptr`: refused, but for code of `_COMPARE_POINTERS`."""
     if asked_by(*_COMPARE_POINTERS, through=("dshard",)):
         return NotImplemented
     raise LayoutError(

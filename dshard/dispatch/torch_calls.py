@@ -164,11 +164,7 @@ _DEFAULT = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def by_other_class(func: Function, types: Iterable[Any], args: Args, kwargs: Kwargs) -> Any:
-    """The result by another class's `__torch_function__`; NotImplemented where it is plain data, or leaves it to us.
-
-    Raises:
-        MixedError: a class whose operators know nothing of distributed tensors.
-    """
+    """The result by another class's `__torch_function__`; NotImplemented where it is plain data, or leaves it to us."""
     others = [kind for kind in types if not issubclass(kind, Wrapper)]
     if func is F.scaled_dot_product_attention and any(map(is_causal_bias, others)):
         args, kwargs = _without_bias(args, kwargs)
@@ -186,7 +182,6 @@ def _without_bias(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of attention with is_causal for a CausalBias, or a replicated mask of its alignment.
 
     Raises:
-        MixedError: it is given as another operand, or beside none that is distributed.
         ValueError: as on one device, beside `is_causal`.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

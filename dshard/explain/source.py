@@ -36,9 +36,6 @@ def parse_dtype(text: str) -> torch.dtype:
 
     >>> parse_dtype("bf16"), parse_dtype("int64")
     (torch.bfloat16, torch.int64)
-
-    Raises:
-        NotationError: there is no such dtype.
     """
     dtype = getattr(torch, SHORT.get(text, text), None) if isinstance(text, str) else text
     if not isinstance(dtype, torch.dtype):
@@ -55,10 +52,6 @@ def read_layout(text: str, mesh: Mesh) -> Layout:
 
     >>> str(read_layout("S(0) R", Mesh((2, 2), ("dp", "tp"))))
     'dp:S(0) tp:R'
-
-    Raises:
-        NotationError: the text is no layout of this mesh.
-        LayoutError: not one placement for each mesh axis.
     """
     check_type(text, str, "a layout", "write one, as in 'S(0) R'", NotationError)
     return parse_layout(text, mesh) if ":" in text else Layout(mesh, parse_placements(text))
@@ -70,10 +63,6 @@ def describe_tensor(text: str, mesh: Mesh, dtype: torch.dtype) -> tuple[str, DTe
     >>> name, x = describe_tensor("x: 4096x8192 S(0) R", Mesh((2, 4), ("dp", "tp")), torch.bfloat16)
     >>> name, tuple(x.shape), x.dtype, x.placements
     ('x', (4096, 8192), torch.bfloat16, (Shard(dim=0), Replicate()))
-
-    Raises:
-        NotationError: the text is no such description.
-        LayoutError: placements that the mesh or the tensor cannot have.
     """
     match = _TENSOR.fullmatch(text)
     if match is None or not match[1].isidentifier():
@@ -96,10 +85,6 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
     """Explain an expression over these tensors, `torch` and `F`; or a function, as "file.py:name" or "module:name".
 
     A function gets the tensors whose names are those of its parameters.
-
-    Raises:
-        NotationError: text that is no expression, a name that is not there, a parameter without a tensor.
-        DShardError: what the expression or function raised.
     """
     check_type(source, str, "what to explain", "write an expression such as 'x @ w', or 'file.py:name'", NotationError)
     match = _FUNCTION.fullmatch(source.strip())

@@ -36,9 +36,6 @@ def run_ranks(job: Job[T], n: int, on_message: Callable[[Any], object] = print, 
     """Start `n` processes that each call `job(rank, meet, send)`; `on_message` gets each message that they send.
 
     The results are in rank order. `meet` is the `init_method` of their process group. No process outlives this call.
-
-    Raises:
-        RankError: a rank raised, was killed, or all were silent for `patience` seconds.
     """
     processes = Processes(n)
     try:
@@ -112,11 +109,7 @@ def is_reporting() -> bool:
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
-    """The number of ranks: as requested, or as the launcher started; else four, or on CUDA at most the number of GPUs.
-
-    Raises:
-        MeshError: the launcher started another number of ranks than `ranks`, or they are too many for this host.
-    """
+    """The number of ranks: as requested, or as the launcher started; else four, or on CUDA at most one for each GPU."""
     if is_launched():
         started = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, started):
@@ -135,9 +128,6 @@ def choose_device(device: str, ranks: int, share_gpus: bool = False) -> str:
     """The device type: as requested; for "auto", CUDA if each rank of this host can have its own GPU, else the CPU.
 
     With `share_gpus` several ranks started here may be asked to share a GPU.
-
-    Raises:
-        MeshError: `device` is "cuda", and there are fewer GPUs than ranks, or none to share.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()

@@ -95,11 +95,7 @@ def _dumps(value: object) -> bytes:
 
 
 def request(fn: Callable[..., object], *args: object) -> bytes:
-    """The pickled call `fn(*args)`.
-
-    Raises:
-        RankError: it cannot be pickled.
-    """
+    """The pickled call `fn(*args)`."""
     try:
         return _dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

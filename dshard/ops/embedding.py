@@ -26,9 +26,6 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.embedding` of a table that is sharded over its rows and needs a gradient.
 
     Any other call runs as a torch operator, which would replicate the gradient of a table on every rank.
-
-    Raises:
-        LayoutError: a sparse gradient of a distributed table.
     """
     indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
     recorded = isinstance(table, Wrapper) and table.requires_grad and torch.is_grad_enabled()

@@ -25,12 +25,7 @@ def has_out(func: OpOverload) -> bool:
 
 
 def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Run the operator's form without `out`, and copy the result into `out`.
-
-    Raises:
-        ShapeError: `out` has another shape, or a dtype to which the result cannot be cast.
-        LayoutError: the operator has no form without `out`.
-    """
+    """Run the operator's form without `out`, and copy the result into `out`."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     arguments = arguments_by_name(func, args, kwargs)
     check(func, args, kwargs)
@@ -52,11 +47,7 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 @cached("forms without out", 4096)
 def without_out(func: OpOverload) -> OpOverload:
-    """The form of the operator that takes no `out`.
-
-    Raises:
-        LayoutError: there is no such form.
-    """
+    """The form of the operator that takes no `out`."""
     for name in func.overloadpacket.overloads():
         overload: OpOverload = getattr(func.overloadpacket, name)
         if not overload._schema.is_mutable and (_is_alike(overload, func) or _is_alike(overload, func, _OPTIONS)):

@@ -311,9 +311,6 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
 
     Those without data get only their local tensor, and values from the functions that initialise the modules which own
     them: the same values on every mesh under `dshard.manual_seed`. All others keep theirs.
-
-    Raises:
-        LayoutError: a parameter without data that no function initialises.
     """
     replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}

@@ -55,9 +55,6 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: 
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
     A mesh of one axis is also folded into two axes in every way; other meshes are not folded.
-
-    Raises:
-        StrategyError: no plan fits; names the one that needs the least.
     """
 
     shows = _progress()

@@ -41,11 +41,7 @@ class Boundary:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Refuse to be pickled, for the model that is.
-
-        Raises:
-            ArgumentError: with the ways to save the model.
-        """
+        """Refuse to be pickled, for the model that is."""
         raise ArgumentError(
             f"a model laid out by parallelize ({self.plan.strategy!r}) cannot be pickled, nor saved whole: its hooks "
             "are of this process; save its state, dshard.checkpoint.save({'model': model}, path) or "
@@ -94,11 +90,7 @@ def own_boundary(model: nn.Module) -> Boundary | None:
 
 
 def boundary_of(model: nn.Module) -> Boundary:
-    """The boundary of a model that `parallelize` has laid out, or of the only such module within it.
-
-    Raises:
-        ArgumentError: `parallelize` has not laid out the model.
-    """
+    """The boundary of a model that `parallelize` has laid out, or of the only such module within it."""
     check_type(model, nn.Module, "the model", "give what parallelize returned")
     for module in model.modules():  # the model itself comes first
         boundary = own_boundary(module)

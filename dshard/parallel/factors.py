@@ -297,9 +297,6 @@ def trace_factors(
     """Run the forward pass of `model` without data, or on copies if it needs data; nothing of what it writes stays.
 
     `reached` is the state that the model and the batch lead to, for callers that have it.
-
-    Raises:
-        LayoutError: the forward pass depends on the values of tensors, or torch cannot run it without data.
     """
     reached = reached or ReachableState(model, args, kwargs)
     try:

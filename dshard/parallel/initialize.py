@@ -20,9 +20,6 @@ def initialize(model: nn.Module, fresh: Mapping[str, Tensor], mesh: Mesh) -> Non
     """Set the tensors of `fresh`, which are NaN, by the function of the model or those of the modules that own them.
 
     A warning says how many, and by which functions.
-
-    Raises:
-        LayoutError: a parameter without data that no function sets.
     """
     ids = {id(x) for x in fresh.values()}
     functions = list(_initializers(model, ids))

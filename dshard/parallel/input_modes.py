@@ -62,11 +62,7 @@ def _contains(path: Path, name: Path) -> bool:
 
 
 def input_modes(inputs: object, model: nn.Module, args: Args, kwargs: Kwargs) -> InputModes:
-    """Check the argument `inputs` of `parallelize`, beside the example batch.
-
-    Raises:
-        LayoutError: neither a mode nor modes by the names of arguments, or of what is in them.
-    """
+    """Check the argument `inputs` of `parallelize`, beside the example batch."""
     if not isinstance(inputs, Mapping):
         check_one_of(inputs, MODES, "inputs", LayoutError)
         inputs = {REST: inputs}

@@ -95,11 +95,7 @@ class Inputs:
     def _exchange(
         self, inputs: object, names: Callable[[], Sequence[str]] | None, compares: bool
     ) -> tuple[Rows, set[int]]:
-        """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks.
-
-        Raises:
-            LayoutError: ranks that must have the same inputs differ.
-        """
+        """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks."""
         named = self.named(inputs, names)
         own = row_of(named, compares)
         named.sort(key=lambda each: each.path)
@@ -121,11 +117,7 @@ class Inputs:
         return Rows(self.plan, counts), {id(each.x) for each, is_rows in zip(named, are_rows, strict=True) if is_rows}
 
     def named(self, inputs: object, names: Callable[[], Sequence[str]] | None) -> list[Input]:
-        """The plain inputs, each with its name and mode.
-
-        Raises:
-            LayoutError: there are more than are compared.
-        """
+        """The plain inputs, each with its name and mode."""
         tensors = [(path, x) for path, x in named_tensors(inputs) if _is_plain(x)]
         if len(tensors) > MAX_TENSORS:
             raise LayoutError(
@@ -138,11 +130,7 @@ class Inputs:
         return [Input(x, path, kind + ".".join(path), self.modes.of(path)) for path, x in tensors]
 
     def _is_rows(self, each: Input, i: int, of_rank: RowsOfRanks) -> bool:
-        """Whether the `i`th input is rows: on all ranks it has as many entries as there are rows.
-
-        Raises:
-            LayoutError: it is named as rows, and has not.
-        """
+        """Whether the `i`th input is rows: on all ranks it has as many entries as there are rows."""
         has_rows = each.x.dim() > 0 and all(row[2 + i] == row[1] for row in of_rank.values())
         if each.mode == "per-data-rank" and not has_rows:
             raise LayoutError(

@@ -66,11 +66,7 @@ _ALONG_CLASSES = Instead(
 
 
 def _with_distributed_targets(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss, with plain targets and class weights of distributed logits as distributed tensors.
-
-    Raises:
-        LayoutError: a plain target for logits whose batch is sharded.
-    """
+    """The arguments of a loss, with plain targets and class weights of distributed logits as distributed tensors."""
     x, target, weight = arguments["input"], arguments["target"], arguments.get("weight")
     if not isinstance(x, DTensor) or x.ndim == 0 or not x.layout.axes_of(min(1, x.ndim - 1)):
         return arguments

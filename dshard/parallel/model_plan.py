@@ -160,12 +160,7 @@ def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptio
 
 
 def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: Mapping[str, object]) -> Checked:
-    """Check the `plan` argument; a file is replaced by the strategy that it names.
-
-    Raises:
-        ArgumentError: no module, one that is laid out already, or no plan.
-        LayoutError: a plan for another model, or a lazy module that never ran.
-    """
+    """Check the `plan` argument; a file is replaced by the strategy that it names."""
     check_type(model, nn.Module, "the model", "give an nn.Module")
     lazy = [name for name, module in model.named_modules() if _is_lazy(module)]
     if lazy:
@@ -231,11 +226,7 @@ def planned(
 
 
 def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
-    """The mesh `folded` of a plan on the ranks of `mesh`; a device mesh is built where `mesh` is one.
-
-    Raises:
-        MeshError: other ranks.
-    """
+    """The mesh `folded` of a plan on the ranks of `mesh`; a device mesh is built where `mesh` is one."""
     pure = as_mesh(mesh)
     if pure.ranks != folded.ranks:
         raise _other_mesh(folded, pure)
@@ -246,11 +237,7 @@ def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
 
 
 def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
-    """The plan that places parameters by the first pattern, as in `fnmatch`, that matches their name.
-
-    Raises:
-        LayoutError: a pattern that matches no parameter, or placements that a parameter cannot have.
-    """
+    """The plan that places parameters by the first pattern, as in `fnmatch`, that matches their name."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         check_type(pattern, str, "a pattern", "give names of parameters, as fnmatch reads them", LayoutError)

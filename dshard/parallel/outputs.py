@@ -31,11 +31,7 @@ _PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
 
 
 def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
-    """Check the argument `outputs` of `parallelize`, and return it with placements of dshard.
-
-    Raises:
-        LayoutError: neither placements for the mesh of the plan nor one of the names.
-    """
+    """Check the argument `outputs` of `parallelize`, and return it with placements of dshard."""
     if outputs is None or outputs in ("distributed", "plain"):
         return outputs
     way_out = "give 'distributed', 'plain' or placements, one for each mesh axis"

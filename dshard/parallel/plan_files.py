@@ -13,11 +13,7 @@ from dshard.mesh import Mesh
 
 
 def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
-    """The contents of a file that `dshard plan model` wrote.
-
-    Raises:
-        StrategyError: no such file, or no JSON object.
-    """
+    """The contents of a file that `dshard plan model` wrote."""
     try:
         contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -30,12 +26,7 @@ def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def strategy_of(path: Path, mesh: Mesh) -> str:
-    """The strategy named in the file, for a mesh of the shape named there.
-
-    Raises:
-        StrategyError: no such file, one that names no strategy, or one that asks for more than a layout.
-        MeshError: the file is for a mesh of another shape.
-    """
+    """The strategy named in the file, for a mesh of the shape named there."""
     contents = read_plan(path)
     strategy = contents.get("strategy")
     if not isinstance(strategy, str):

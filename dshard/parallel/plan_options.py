@@ -27,12 +27,7 @@ class PlanOptions:
 
 
 def plan_options(model: nn.Module, precision: object, group: object) -> PlanOptions:
-    """The options of the arguments `precision` and `group`.
-
-    Raises:
-        ArgumentError: a `precision` that is none; a `group` of other things than patterns and modules.
-        LayoutError: a pattern that matches no module with parameters, or a module of another model.
-    """
+    """The options of the arguments `precision` and `group`."""
     if group is None:
         return PlanOptions(as_precision(precision), None)
     modules = {path: m for path, m in model.named_modules() if path and next(m.parameters(), None) is not None}

@@ -66,11 +66,7 @@ class Precision:
 
 
 def as_precision(value: object) -> Precision | None:
-    """The `precision` argument as a `Precision`: one of ours, or torch's `MixedPrecisionPolicy`.
-
-    Raises:
-        ArgumentError: neither.
-    """
+    """The `precision` argument as a `Precision`: one of ours, or torch's `MixedPrecisionPolicy`."""
     if value is None or isinstance(value, Precision):
         return value
     names = [field.name for field in fields(Precision)]

@@ -132,9 +132,6 @@ def axes_of(name: str, mesh: Mesh) -> tuple[Axis, ...]:
 
     >>> [axis.name for axis in axes_of("optimus", Mesh((2, 2, 2), ("dp", "r", "c")))]
     ['data', 'rows', 'columns']
-
-    Raises:
-        StrategyError: no such strategy, or one that needs more axes than the mesh has.
     """
     axes: tuple[Axis, ...] = ()
     for part in name.split(" x "):
@@ -166,10 +163,6 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
     """`roles` without inner features fewer than the ranks that would shard them, such as those of low-rank adapters.
 
     Fewer heads, or groups of a GroupNorm, are refused: ranks would have nothing to do.
-
-    Raises:
-        StrategyError: too few heads or groups; names the parameter and the largest mesh that would do. No sequence for
-            an axis that shards it, or no attention to shard by heads.
     """
     if not roles.has_sequence and any(axis.sequence for axis in axes):
         raise StrategyError(

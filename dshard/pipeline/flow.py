@@ -51,11 +51,7 @@ _VERBS = ("takes", "gives")
 
 
 def names_of(names: Collection[str], what: str) -> tuple[str, ...]:
-    """Check names of values and return them as a tuple; a single string is refused.
-
-    Raises:
-        ScheduleError: text, or something else than text within.
-    """
+    """Check names of values and return them as a tuple; a single string is refused."""
     checked = as_tuple(names, what, "give names in a tuple, such as ('x',)", ScheduleError)
     for name in checked:
         check_type(name, str, what, "give names as text, such as ('x',)", ScheduleError)

@@ -34,11 +34,6 @@ def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Redu
     """Cut the batch along dim 0 as `torch.chunk` does; the last microbatch may be smaller.
 
     With a mean loss a microbatch's weight is its share of the samples; with a sum it is one.
-
-    Raises:
-        ShapeError: values of different numbers of samples, or a microbatch without any.
-        MixedError: a DTensor.
-        ArgumentError: no tensor.
     """
     for name, x in values.items():
         check_type(x, Tensor, f"{name} of the batch", "give a torch.Tensor with the samples along dim 0")

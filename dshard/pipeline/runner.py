@@ -84,11 +84,7 @@ class Runner:
         self.failed: str | None = None
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
-        """Run one step, and return the sum of the weighted losses on the last stage.
-
-        Raises:
-            PipelineError: an earlier step has failed.
-        """
+        """Run one step, and return the sum of the weighted losses on the last stage."""
         if self.failed is not None:
             raise PipelineError(
                 f"rank {self.rank}, stage {self.number}: an earlier step of this pipeline has failed, the first to "

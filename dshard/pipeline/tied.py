@@ -90,11 +90,7 @@ class Tied:
 def tied_of(
     groups: Sequence[Sequence[str]], stages: Sequence[Stage], number: int, process_group: Any
 ) -> tuple[Tied, ...]:
-    """The tied parameters that `groups` name, as "0.words.weight", made equal; called by all ranks together.
-
-    Raises:
-        ScheduleError: a name that is no parameter of a stage, copies in one stage, or of several shapes or dtypes.
-    """
+    """The tied parameters that `groups` name, as "0.words.weight", made equal; called by all ranks together."""
     if not groups:
         return ()
     named = [_names(group, len(stages)) for group in groups]

@@ -19,9 +19,6 @@ def parse_placement(text: str) -> Placement:
 
     >>> parse_placement("S(1)"), parse_placement("P(max)")
     (Shard(dim=1), Partial(reduce_op='max'))
-
-    Raises:
-        NotationError: the text is none of these.
     """
     check_type(text, str, "a placement", f"write {_LEGAL}", NotationError)
     text = text.strip()
@@ -53,9 +50,6 @@ def parse_placements(text: str, names: Sequence[str] | None = None) -> tuple[Pla
 
     >>> parse_placements("dp:S(0) tp:R", ["dp", "tp"])
     (Shard(dim=0), Replicate())
-
-    Raises:
-        NotationError: a word that is no placement, or axis names that are not `names`.
     """
     check_type(text, str, "placements", "write one for each mesh axis, as in 'dp:S(0) tp:R'", NotationError)
     words = text.split()

@@ -120,11 +120,7 @@ class Partial(_Placement):
 
 
 def checked_dim(dim: Any) -> int:
-    """The tensor dim of a Shard.
-
-    Raises:
-        LayoutError: no int.
-    """
+    """The tensor dim of a Shard."""
     if type(dim) is int:
         return dim
     try:
@@ -134,11 +130,7 @@ def checked_dim(dim: Any) -> int:
 
 
 def checked_reduce_op(reduce_op: Any) -> ReduceOp:
-    """The reduction of a Partial.
-
-    Raises:
-        LayoutError: not one of sum, avg, product, max, min.
-    """
+    """The reduction of a Partial."""
     if reduce_op not in REDUCE_OPS:
         meant = "; did you mean 'avg'?" if str(reduce_op) == "mean" else suggestion(reduce_op, REDUCE_OPS)
         kind = LayoutError if isinstance(reduce_op, str) else of_wrong_type(LayoutError)

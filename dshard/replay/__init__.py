@@ -206,11 +206,7 @@ class Replay(Generic[P, R]):
             return self.step(*call.args, **call.kwargs)
 
     def _recorded(self, known: _Known, call: StepCall) -> R:
-        """Run the step by Python, and record it; where there is a program, it must do what that does.
-
-        Raises:
-            ReplayError: it does something else; all of it was run, or nothing since a collective that differs.
-        """
+        """Run the step by Python, and record it; where there is a program, it must do what that does."""
         program, since = known.program, known.compared
         wrong = f", and replays since call {since} may be wrong" if since < self.calls - 1 else ""
 

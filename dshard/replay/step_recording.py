@@ -116,11 +116,7 @@ class CheckingRecorder(StepRecorder):
         self._error = error
 
     def call(self, key: Any, function: Callable[..., T], *args: object) -> T:
-        """Call a function, and record that.
-
-        Raises:
-            ReplayError: it begins a collective that the recording has not; nothing is sent.
-        """
+        """Call a function, and record that."""
         if isinstance(key, tuple) and isinstance(key[-1], Collective):
             expected = next(self._expected, None)
             if expected is None or expected.key != key:

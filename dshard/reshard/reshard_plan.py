@@ -171,10 +171,6 @@ def plan_of_form(
     """A simple plan, for comparison: every task in one form, in the order of the source's regions.
 
     Each piece comes from the sender with the least to send so far, or without `balance` from the first replica.
-
-    Raises:
-        LayoutError: the source is partial, or a layout shards a dim that the tensor does not have.
-        MeshError: meshes of different device types.
     """
     _check(src, dst, tuple(shape), topology)
     if src.partial_axes() or dst.partial_axes():

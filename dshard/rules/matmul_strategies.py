@@ -78,11 +78,7 @@ def strategies() -> tuple[str, ...]:
 
 
 def strategy_named(name: str) -> NamedStrategy:
-    """The named strategy called `name`.
-
-    Raises:
-        StrategyError: there is none.
-    """
+    """The named strategy called `name`."""
     strategy = STRATEGIES.get(name) if isinstance(name, str) else None
     if strategy is None:
         known = f"use {', '.join(STRATEGIES)}" if isinstance(name, str) else "give a name, or a dshard.Schedule"
@@ -94,9 +90,6 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
     """The alternative assignments of rows that this strategy allows a matmul. Axes without a role may have any row.
 
     Where the matmul lacks the loop of a schedule, as that of a vector lacks rows, the axis shards nothing.
-
-    Raises:
-        StrategyError: an unknown name, or a mesh on which the strategy is impossible.
     """
     rows = factors_of(rule)
     if isinstance(strategy, Schedule):

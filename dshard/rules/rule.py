@@ -80,11 +80,7 @@ MOVES = together(0, ops=ANY)
 
 
 def factor_sizes(terms: Sequence[Term], shapes: Sequence[Shape], rule: object) -> dict[str, int]:
-    """The size of each factor that is alone in some dim; a larger size overrides a size of one.
-
-    Raises:
-        ShapeError: a factor has two sizes.
-    """
+    """The size of each factor that is alone in some dim; a larger size overrides a size of one."""
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for dim, n in zip(term, shape, strict=True):

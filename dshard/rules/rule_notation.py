@@ -61,10 +61,6 @@ def parse_rule(
     _0 v _1, i -> _0 i _1
     >>> print(parse_rule("... r ... -> ... ...", [(2, 3, 4)], at=[0, -1]))
     r0 _0 r1 -> _0
-
-    Raises:
-        NotationError: the text is no rule, or a tensor has another number of dims.
-        ShapeError: a factor has two sizes.
     """
     ops = (reduce,) if isinstance(reduce, str) or reduce is None else tuple(reduce)
     if not all(isinstance(op, str) and op in REDUCE_OPS for op in ops):

@@ -16,9 +16,6 @@ def host_tiles(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
 
     >>> host_tiles(4, 4, 4)
     (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
-
-    Raises:
-        MeshError: hosts of this size do not tile the mesh.
     """
     for name, number in ("rows", rows), ("columns", columns), ("per_host", per_host):
         as_int(number, name, MeshError, least=1)

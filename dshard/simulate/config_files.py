@@ -26,11 +26,7 @@ _FFN = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 def own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Model` in a file that has this library's names for them.
-
-    Raises:
-        ShapeError: another key, or a value of another kind.
-    """
+    """The fields of a `Model` in a file that has this library's names for them."""
     if unknown := [key for key in values if key not in (*SIZES, *_FLAGS)]:
         raise ShapeError(
             f"the model's {', '.join(unknown)}: a file without model_type has the keys {', '.join((*SIZES, *_FLAGS))}; "
@@ -45,11 +41,7 @@ def own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Model` of a Hugging Face configuration.
-
-    Raises:
-        ShapeError: transformers is not there, or makes no module whose blocks are those of a `Model`.
-    """
+    """The fields of a `Model` of a Hugging Face configuration."""
     if any(key.endswith("experts") and size for key, size in values.items()):
         raise _refused(values, "for a simulated model has no experts")
     config, module = _made_by_transformers(values)

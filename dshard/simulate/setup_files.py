@@ -44,20 +44,12 @@ def step_data(step: Step) -> dict[str, Any]:
 
 
 def read_setup(path: str | PathLike[str]) -> Setup:
-    """The setup that a file describes.
-
-    Raises:
-        StrategyError: no such file, no JSON object, a field that is missing or of another kind; the message names it.
-    """
+    """The setup that a file describes."""
     return setup_from(read_plan(path))
 
 
 def setup_from(values: Mapping[str, Any]) -> Setup:
-    """The setup of JSON values.
-
-    Raises:
-        StrategyError: a field that is missing or of another kind.
-    """
+    """The setup of JSON values."""
     if not isinstance(values.get("form"), str):
         raise StrategyError("form: give the name of a form of tensor parallelism")
     form, tensor = form_of(values["form"]), values.get("tensor", [])

@@ -144,11 +144,7 @@ def _forms_named(names: Iterable[str] | None) -> list[Form]:
 
 
 def _fitting(task: _Task, candidates: Sequence[Setup], memory: float | None) -> list[Setup]:
-    """The setups whose busiest rank holds at most `memory` bytes.
-
-    Raises:
-        StrategyError: none; names the one that needs the least.
-    """
+    """The setups whose busiest rank holds at most `memory` bytes."""
     sizes = [task.nbytes(setup) for setup in candidates]
     fitting = [setup for setup, nbytes in zip(candidates, sizes, strict=True) if memory is None or nbytes <= memory]
     if not fitting:

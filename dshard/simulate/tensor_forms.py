@@ -123,11 +123,7 @@ FORMS: dict[str, Form] = {
 
 
 def form_of(name: str) -> Form:
-    """The form of this name.
-
-    Raises:
-        StrategyError: there is none.
-    """
+    """The form of this name."""
     known_form = FORMS.get(name) if isinstance(name, str) else None
     if known_form is None:
         known = f"use {', '.join(FORMS)}{suggestion(name, FORMS)}"

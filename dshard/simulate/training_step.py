@@ -200,11 +200,7 @@ def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tup
 
 
 def dtype_name(dtype: object, topology: Topology) -> str:
-    """The name of a dtype, of torch's or of those that the topology has a rate of.
-
-    Raises:
-        NotationError: there is no such dtype.
-    """
+    """The name of a dtype, of torch's or of those that the topology has a rate of."""
     name = str(dtype).removeprefix("torch.")
     return name if name in dict(topology.device.flops) else str(parse_dtype(name)).removeprefix("torch.")
 

@@ -115,11 +115,7 @@ def check_call(
 
 
 def _check_arguments(samples: Sequence[object], mesh_shapes: object, placements: object, limit: object) -> None:
-    """Refuse arguments that leave nothing to check.
-
-    Raises:
-        ArgumentError: no sample, no mesh, a limit below one, or values that are no placements.
-    """
+    """Refuse arguments that leave nothing to check."""
     shapes = as_tuple(mesh_shapes, "mesh_shapes", "give the shapes of meshes, as in [(2,), (2, 2)]")
     as_int(limit, "limit", least=1)
     if not samples or not shapes:
@@ -307,9 +303,6 @@ def check_alternatives(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh,
     """Run `func` by each alternative to its rule, in all layouts of its operands, and compare with torch.
 
     For ranks that are simulated in this process.
-
-    Raises:
-        RuleError: an alternative has another result, or another layout than planned.
     """
     facts = known(func)
     op, arguments = facts.op, (args, kwargs)
@@ -360,12 +353,7 @@ Recorded: TypeAlias = tuple[OpOverload, Args, Kwargs]
 
 
 def resolve(op: OpOverload | Function | str) -> Function:
-    """Return the operator or function that `op` names or is.
-
-    Raises:
-        NotationError: no operator has this name, or several overloads do.
-        ArgumentError: `op` cannot be called.
-    """
+    """Return the operator or function that `op` names or is."""
     if isinstance(op, str):
         namespace, colons, name = op.partition("::")
         if not colons or not hasattr(getattr(torch.ops, namespace), name):

@@ -35,9 +35,6 @@ def check_rows(func: OpOverload, args: Args, kwargs: Kwargs, mesh: Mesh, same: S
     """Run `func` in the layouts of every strategy of its rule, rank by rank, and compare with one device.
 
     Nothing is checked for an operator without a rule of its own.
-
-    Raises:
-        RuleError: a strategy has another result.
     """
     facts = known(func)
     op, tensors = facts.op, tensors_in((args, kwargs))

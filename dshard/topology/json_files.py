@@ -50,11 +50,7 @@ def dumps(fields: Fields, size: int | None) -> str:
 
 
 def loads(text: str) -> Fields:
-    """The fields of the topology that the JSON `text` describes.
-
-    Raises:
-        TopologyError: the text describes no topology; the message has the path of the wrong field.
-    """
+    """The fields of the topology that the JSON `text` describes."""
     check_type(text, str, "a topology", "give its JSON as text; Topology.load reads a file", TopologyError)
     try:
         value = json.loads(text, object_pairs_hook=_unique_fields)

@@ -187,9 +187,6 @@ class Measured:
         points: Bytes and their seconds, latency apart, both rising; beyond the last, `bandwidth` holds.
         date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (their
             interquartile range over the typical time, at the size in the middle).
-
-    Raises:
-        TopologyError: figures that cannot be, or a collective or axis that does not exist.
     """
 
     mesh: Mesh
@@ -228,11 +225,7 @@ class Measured:
 
 
 def check_number(field: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
-    """Refuse a value that is no number above 0; `zero` and `infinite` allow these too.
-
-    Raises:
-        TopologyError: with the field's name.
-    """
+    """Refuse a value that is no number above 0; `zero` and `infinite` allow these too."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         low = value >= 0 if zero else value > 0
         if low and (value < MAX_NUMBER or (infinite and value == inf)):
@@ -242,21 +235,13 @@ def check_number(field: str, value: object, *, zero: bool = False, infinite: boo
 
 
 def check_count(field: str, value: object) -> None:
-    """Refuse a value that is no whole number above 0.
-
-    Raises:
-        TopologyError: with the field's name.
-    """
+    """Refuse a value that is no whole number above 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise TopologyError(f"{field}: {value!r} is not a whole number above 0")
 
 
 def pairs_of(points: object) -> Points:
-    """Convert points to tuples, without checking lengths and numbers (`check_points` does).
-
-    Raises:
-        TopologyError: the points are no sequence of sequences.
-    """
+    """Convert points to tuples, without checking lengths and numbers (`check_points` does)."""
     way_out = "give pairs of bytes and seconds"
     return tuple(
         as_tuple(point, "points", way_out, TopologyError)  # check_points refuses other lengths
@@ -276,11 +261,7 @@ def _rates(flops: object) -> tuple[tuple[str, float], ...]:
 
 
 def check_points(points: object) -> None:
-    """Refuse points that are no pairs, or whose bytes do not rise, or whose seconds fall.
-
-    Raises:
-        TopologyError: with the index of the point.
-    """
+    """Refuse points that are no pairs, or whose bytes do not rise, or whose seconds fall."""
     assert isinstance(points, tuple)
     before: tuple[float, float] = (0.0, 0.0)
     for i, point in enumerate(points):
@@ -296,11 +277,7 @@ def check_points(points: object) -> None:
 
 
 def check_name(field: str, value: object) -> None:
-    """Refuse a value that is not a string, or is empty.
-
-    Raises:
-        TopologyError: with the field's name.
-    """
+    """Refuse a value that is not a string, or is empty."""
     if not isinstance(value, str) or not value:
         raise TopologyError(f"{field}: {value!r} is not a name")
 

@@ -257,11 +257,7 @@ A topology is a value and imports nothing that runs collectives: `dshard.calibra
 
 
 def check_topology(topology: object) -> None:
-    """Refuse a value that is no Topology, including the name of a preset, which lacks the number of nodes.
-
-    Raises:
-        TopologyError: it is no Topology; the message says how to make one.
-    """
+    """Refuse a value that is no Topology, including the name of a preset, which lacks the number of nodes."""
     if isinstance(topology, Topology):
         return
     if isinstance(topology, str) and topology in PRESETS:

@@ -216,11 +216,7 @@ PRESETS: dict[str, Callable[[int, int | None], Preset]] = {
 
 
 def parts_of(name: str, nodes: int, ranks: int | None) -> Preset:
-    """Return the fields of the preset called `name`, for these numbers of nodes and of ranks on each node.
-
-    Raises:
-        TopologyError: there is no such preset, or none with these numbers.
-    """
+    """Return the fields of the preset called `name`, for these numbers of nodes and of ranks on each node."""
     if not isinstance(name, str) or name not in PRESETS:
         raise TopologyError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
     nodes = as_int(nodes, "nodes", TopologyError, least=1)

@@ -40,12 +40,7 @@ def is_random(func: OpOverload) -> bool:
 
 
 def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Draw:
-    """Take the next draw for a tensor on `mesh`, or one seeded by torch's `generator`, which all ranks advance alike.
-
-    Raises:
-        MeshError: in debug mode, where the ranks are at different draws.
-        CompileError: while a graph is traced, in which the draw would be the same each time.
-    """
+    """Take the next draw for a tensor on `mesh`, or one seeded by torch's `generator`, that all ranks advance alike."""
     if TracingContext.try_get() is not None:
         raise CompileError(
             f"{what}, within a compiled region: it draws random values that are not made element by element, "
