@@ -4,9 +4,9 @@ A plan is run in these stages, each in a file:
 
 - `program_steps`: the plan, or a panel of it, as the steps of one rank. Some are local, the others transfers, with the
   `pieces` of the local tensors that they send and receive, and a `collective` as a value.
-- `run`: the steps as functions called one after the other; programs on process groups, or without data. `drive`: the
-  steps begun and finished later, in buffers of a `workspace`; `async_local`: local tensors in flight. `simulated`: all
-  ranks in one process.
+- `drive`: the steps as a generator, which begins collectives and waits for them later, in buffers of a `workspace`.
+- `world`: where local tensors live, and so where programs run: on processes, in a graph, for all ranks in one process
+  (`simulated`), or without data. `run`: plans, exchanges and programs, wherever their tensors live.
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
@@ -42,15 +42,14 @@ from dshard.comm.agreement import (
     share,
     with_waits,
 )
-from dshard.comm.async_local import AsyncLocal, LazyLocal, Start, async_start
 from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
-from dshard.comm.drive import InFlight, Program, Request, begin, finish, flat, same_memory
+from dshard.comm.drive import InFlight, Program, Request, begin, finish, same_memory
 from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
-from dshard.comm.joined import JoinedStart, Lane, begin_joined, joined_received, joined_start, lane_of
+from dshard.comm.joined import JoinedRun, Lane, joined_received, lane_of
 from dshard.comm.peer_failure import (
     is_from_peer,
     is_published,
@@ -72,7 +71,7 @@ from dshard.comm.recorded_calls import (
     recording_calls,
 )
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
-from dshard.comm.run import collectives_of, run, run_number, run_program, run_without_data, runner, swap
+from dshard.comm.run import PlanRun, collectives_of, run, run_number, run_program, runner, swap
 from dshard.comm.runtime import (
     FORGET,
     DeviceMesh,
@@ -105,3 +104,4 @@ from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line, warn_here, warn_user
 from dshard.comm.workspace import WORKSPACE, Session
+from dshard.comm.world import Once, run_without_data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import prod
 from operator import attrgetter, is_
@@ -10,13 +10,11 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 
-from dshard.comm.traced_collectives import joined, traced
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.redistribute import numel
 from dshard.torch_private import chunk_cat
 
-Local = Callable[[Tensor], Tensor]
 _DTYPE = attrgetter("dtype")
 
 
@@ -25,71 +23,55 @@ class Pieces:
 
     Pieces that are consecutive in the memory of a contiguous tensor, in its range `span`, are not copied. Pieces of one
     size along one dim are copied by one operator, on the tensor reshaped as `cut`: a copy for each piece would cost the
-    host more than the collective. `packer` and `unpacker` make functions that allocate; `pack` and `unpack` use buffers
-    of a workspace.
+    host more than the collective.
     """
 
-    __slots__ = ("cut", "dim", "regions", "shape", "shapes", "sizes", "span")
+    __slots__ = ("cut", "dim", "is_all", "regions", "rows", "shape", "shapes", "sizes", "span")
 
     def __init__(self, regions: Sequence[Region], shape: Shape) -> None:
         self.regions = [region for region in regions if numel(region)]
         self.sizes = [numel(region) for region in self.regions]
         self.shapes = [tuple(map(len, region)) for region in self.regions]
         self.shape, self.span = shape, span_of(self.regions, shape)
+        self.is_all = self.span is not None and len(self.span) == prod(shape)
         self.dim = cut_dim(self.regions, shape)
         self.cut: Shape | None = None
+        self.rows: Shape = ()
         if self.dim is not None and len(set(self.sizes)) == 1:
             n = len(self.sizes)
+            self.rows = (n, *self.shapes[0])
             self.cut = (*shape[: self.dim], n, shape[self.dim] // n, *shape[self.dim + 1 :])
-
-    def packer(self) -> Local:
-        """A function that makes the flat buffer of a local tensor; a view where possible."""
-        if self.span is not None:
-            start, stop = self.span.start, self.span.stop
-            return Tensor.flatten if stop - start == prod(self.shape) else lambda x: x.reshape(-1)[start:stop]
-        if self.cut is not None:
-            return lambda x: self.block(x).flatten()
-        return self._gathered
-
-    def unpacker(self) -> Local:
-        """A function that makes the local tensor of a flat buffer; a view where possible."""
-        shape, dim = self.shape, self.dim
-        if self.span is not None:
-            return lambda flat: flat.view(shape)
-        if self.cut is not None and dim is not None:
-            rows = (len(self.shapes), *self.shapes[0])
-            return lambda flat: flat.view(rows).movedim(0, dim).contiguous().view(shape)
-        return self._placed
 
     def pack(self, x: Tensor, space: Session) -> Tensor:
         """The flat buffer of a local tensor: a view of it where possible, else a buffer of `space`."""
-        if self.span is not None and x.is_contiguous():
-            return x.view(-1)[self.span.start : self.span.stop]
-        flat = space.take((sum(self.sizes),), x)
-        self._fill(flat, x)
-        return flat
+        if self.span is not None and (x.is_contiguous() or not space.lends):
+            flat = x.reshape(-1)
+            return flat if self.is_all else flat[self.span.start : self.span.stop]
+        if self.cut is not None:
+            return space.dense(self.block(x)).view(-1)
+        return space.concatenated(self.views(x), self.sizes)
 
     def unpack(self, flat: Tensor, space: Session) -> Tensor:
         """The local tensor of a flat buffer: a view of it where possible, else a buffer of `space` that replaces it."""
         if self.span is not None:
             return flat.view(self.shape)
-        out = space.take(self.shape, flat)
-        for piece, part in self._pairs(out, flat):
-            piece.copy_(part)
+        if self.cut is not None and self.dim is not None:
+            out = space.dense(flat.view(self.rows).movedim(0, self.dim)).view(self.shape)
+        else:
+            out = self._placed(flat, space)
         space.give(flat)
         return out
 
-    def _fill(self, flat: Tensor, x: Tensor) -> None:
-        for piece, part in self._pairs(x, flat):
-            part.copy_(piece)
-
-    def _pairs(self, x: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of a local tensor and of its flat buffer with the same elements."""
-        if self.cut is not None:
-            yield self.block(x), flat.view(len(self.shapes), *self.shapes[0])
-            return
-        for piece, part in zip(self.views(x), flat.split(self.sizes), strict=True):
-            yield piece, part.view(piece.shape)
+    def _placed(self, flat: Tensor, space: Session) -> Tensor:
+        parts = [part.view(size) for part, size in zip(flat.split(self.sizes), self.shapes, strict=True)]
+        if not space.lends:
+            out = joined(parts, self.regions) if self.dim is None else torch.cat(parts, self.dim)
+            if out is not None:
+                return out
+        out = space.take(self.shape, flat)
+        for piece, part in zip(self.views(out), parts, strict=True):
+            piece.copy_(part)
+        return out
 
     def block(self, x: Tensor) -> Tensor:
         """The equal pieces of a local tensor as one view, whose first dim is their number."""
@@ -103,59 +85,60 @@ class Pieces:
             return [view_of(x, region) for region in self.regions]
         return torch.split_with_sizes(x, [size[self.dim] for size in self.shapes], self.dim)
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        if traced(x):
-            return torch.cat([view_of(x, region).reshape(-1) for region in self.regions])
-        flat = x.new_empty(sum(self.sizes))
-        self._fill(flat, x)
-        return flat
 
-    def _placed(self, flat: Tensor) -> Tensor:
-        parts = [part.view(size) for part, size in zip(flat.split(self.sizes), self.shapes, strict=True)]
-        if self.dim is not None:
-            return torch.cat(parts, self.dim)
-        if traced(flat):
-            concatenated = joined(parts, self.regions)
-            if concatenated is not None:
-                return concatenated
-        out = flat.new_empty(self.shape)
-        for part, region in zip(parts, self.regions, strict=True):
-            view_of(out, region).copy_(part)
-        return out
+def joined(pieces: Sequence[Tensor], regions: Sequence[Region]) -> Tensor | None:
+    """The pieces concatenated along the one dim in which their regions differ; None if they differ in several.
+
+    >>> a, b = torch.zeros(2, 1), torch.ones(2, 2)
+    >>> joined([b, a], [(range(2), range(1, 3)), (range(2), range(1))]).tolist()
+    [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
+    apart = [dim for dim, parts in enumerate(zip(*regions, strict=True)) if len(set(parts)) > 1]
+    if len(apart) > 1:
+        return None
+    dim = apart[0] if apart else 0
+    order = sorted(range(len(pieces)), key=lambda i: regions[i][dim].start)
+    return torch.cat([pieces[i] for i in order], dim)
 
 
 class JoinedPieces:
     """The pieces of several local tensors in one flat buffer: those of all tensors for a rank, then for the next rank.
 
     Each tensor has a region for each rank, or one for all; `sizes` are the elements of the pieces in the order of the
-    buffer. Where all tensors have equal pieces along a dim, the buffer is a matrix with a row for each rank, in which a
-    tensor is one block, of `widths` elements in a row; `is_by_rows` if these are the rows of the tensors, too.
+    buffer, which has elements of `dtype`. Where all tensors have equal pieces along a dim, the buffer is a matrix with
+    a row for each rank, in which a tensor is one block, of `widths` elements in a row; `is_by_rows` if these are the
+    rows of the tensors, too.
     """
 
-    __slots__ = ("is_by_rows", "members", "owners", "rows", "shapes", "sizes", "widths")
+    __slots__ = ("dtype", "is_by_rows", "members", "owners", "rows", "sizes", "widths")
 
-    def __init__(self, regions: Sequence[Sequence[Region]], shapes: Sequence[Shape]) -> None:
-        self.members, self.rows = [*map(Pieces, regions, shapes)], len(regions[0])
+    def __init__(self, regions: Sequence[Sequence[Region]], shapes: Sequence[Shape], dtype: torch.dtype) -> None:
+        self.members, self.rows, self.dtype = [*map(Pieces, regions, shapes)], len(regions[0]), dtype
         pieces = [(i, numel(region)) for of_rank in zip(*regions, strict=True) for i, region in enumerate(of_rank)]
         self.sizes, self.owners = [size for _, size in pieces], [i for i, size in pieces if size]
         is_even = all(member.cut is not None and len(member.sizes) == self.rows for member in self.members)
         self.widths = self.sizes[: len(shapes)] if is_even else []
         self.is_by_rows = is_even and not any(member.dim for member in self.members)
 
-    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The flat buffer of these tensors, cast to `dtype`."""
-        if self.is_by_rows and all(map(is_, map(_DTYPE, tensors), repeat(dtype))):
+    def pack(self, tensors: list[Tensor], space: Session) -> Tensor:
+        """A new flat buffer of these tensors; the list is emptied, so that they are freed while it is sent."""
+        flat = self._packed(tensors)
+        tensors.clear()
+        return flat
+
+    def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.is_by_rows and all(map(is_, map(_DTYPE, tensors), repeat(self.dtype))):
             if self.rows == 1 and all(x.dim() == 1 for x in tensors):
                 return torch.cat(list(tensors))  # of any strides
             if all(map(Tensor.is_contiguous, tensors)):
                 return chunk_cat(tensors, 0, self.rows).view(-1)
-        flat = tensors[0].new_empty(sum(self.sizes), dtype=dtype)
+        flat = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         if self.owners:
             parts, pieces = zip(*self._pairs(flat, tensors), strict=True)
             torch._foreach_copy_(parts, pieces)
         return flat
 
-    def unpack(self, flat: Tensor) -> list[Tensor]:
+    def unpack(self, flat: Tensor, space: Session) -> list[Tensor]:
         """New local tensors with the elements of a flat buffer."""
         out = [flat.new_empty(member.shape) for member in self.members]
         if self.is_by_rows:
@@ -179,9 +162,26 @@ class JoinedPieces:
             yield part if piece.dim() == 1 else part.view(piece.shape), piece
 
 
+class JoinedViews:
+    """Several local tensors, of these shapes, one after the other in a flat buffer, whose memory they share."""
+
+    __slots__ = ("shapes", "sizes")
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes, self.sizes = shapes, [*map(prod, shapes)]
+
+    def unpack(self, flat: Tensor, space: Session) -> list[Tensor]:
+        """Tensors in the memory of the buffer, each with a version counter of its own.
+
+        Views would share the counter: a write to one would count as a write to each.
+        """
+        parts = zip(flat.split(self.sizes), self.shapes, strict=True)
+        return [part.view(shape).data for part, shape in parts]
+
+
 def _views(pieces: Pieces, x: Tensor) -> Sequence[Tensor]:
     """The pieces of a local tensor, flat where they are all of it, in order of its memory."""
-    if pieces.span is None or len(pieces.span) != x.numel() or not x.is_contiguous():
+    if not pieces.is_all or not x.is_contiguous():
         return pieces.views(x)
     return torch.split_with_sizes(x.view(-1), pieces.sizes)
 

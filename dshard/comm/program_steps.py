@@ -5,17 +5,18 @@ Design: docs/design/0014-one-communication-engine.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm.backends import Backend
-from dshard.comm.collective import Collective, CollectiveReport, Kind, collectives_for, reduce
-from dshard.comm.pieces import Local, Pieces
+from dshard.comm.collective import Collective, CollectiveReport, Kind, collectives_for
+from dshard.comm.pieces import JoinedPieces, JoinedViews, Pieces
+from dshard.comm.workspace import Session
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import (
@@ -58,36 +59,31 @@ class Fill:
 class Transfer:
     """One collective, with the pieces of the local tensors that it sends and receives.
 
-    `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. `terms`, if not 0, is
-    the number of equal terms that arrive and are reduced first. `shape` is the shape of the local tensor afterwards.
+    `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. Joined pieces are of
+    several local tensors. `terms`, if not 0, is the number of equal terms that arrive and are reduced first. `shape` is
+    the shape of the local tensor afterwards. `begins` has the functions that begin the collective, each for a dtype and
+    a group.
     """
 
     collective: Collective
-    packed: Pieces | None
-    unpacked: Pieces | None
+    packed: Pieces | JoinedPieces | None
+    unpacked: Pieces | JoinedPieces | JoinedViews | None
     shape: Shape
     terms: int = 0
+    begins: dict[torch.dtype, tuple[object, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def elements(self) -> int:
         """The elements that this rank receives from its peers; 0 if they count with another collective."""
         return 0 if self.collective.report is None else self.collective.report.elements
 
-    def packer(self) -> Local:
-        """A function that makes the buffer to send of a local tensor; a view where possible."""
-        return Tensor.flatten if self.packed is None else self.packed.packer()
-
-    def unpackers(self) -> list[Local]:
-        """Functions that make the local tensor of the buffer received, one after the other."""
-        terms, op, shape = self.terms, self.collective.op, self.shape
-        calls: list[Local] = []
-        if terms and op is not None:
-            calls.append(lambda x: reduce(x.view(terms, -1), op))
+    def unpack(self, received: Tensor, space: Session) -> Any:
+        """The local tensor, or tensors, of the buffer received; a view where possible."""
+        if self.terms and self.collective.op is not None:
+            received = space.reduced(received.view(self.terms, -1), self.collective.op)
         if self.unpacked is not None:
-            calls.append(self.unpacked.unpacker())
-        elif len(shape) != 1:
-            calls.append(lambda x: x.view(shape))
-        return calls
+            return self.unpacked.unpack(received, space)
+        return received if received.shape == self.shape else received.view(self.shape)
 
 
 ProgramStep: TypeAlias = Transfer | Narrow | Fill
@@ -198,8 +194,8 @@ def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at:
 
 def lowered(
     collective: Collective,
-    packed: Pieces | None,
-    unpacked: Pieces | None,
+    packed: Pieces | JoinedPieces | None,
+    unpacked: Pieces | JoinedPieces | JoinedViews | None,
     shape: Shape,
     dtype: torch.dtype,
     backend: Backend,
@@ -210,7 +206,7 @@ def lowered(
         ((alone, terms),) = parts
         return (Transfer(alone, packed, unpacked, shape, terms),)
     (exchange, terms), (gather, _) = parts
-    return Transfer(exchange, None, None, exchange.recv[:1], terms), Transfer(gather, None, None, shape)
+    return Transfer(exchange, packed, None, exchange.recv[:1], terms), Transfer(gather, None, unpacked, shape)
 
 
 def kind_of(step: Step) -> Kind | None:

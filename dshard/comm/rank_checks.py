@@ -52,7 +52,12 @@ def compare(plan: Plan, runtime: Runtime) -> None:
     Raises:
         MeshError: on every rank, naming who is about to run what.
     """
-    compare_on(f"{tuple(plan.shape)} {plan}", runtime.group(runtime.mesh.names), device_of(runtime.mesh))
+    compare_on(plan_text(plan), runtime.group(runtime.mesh.names), device_of(runtime.mesh))
+
+
+def plan_text(plan: Plan) -> str:
+    """The text of a plan that the ranks compare."""
+    return f"{tuple(plan.shape)} {plan}"
 
 
 def compare_on(text: str, group: Group, device: torch.device) -> None:

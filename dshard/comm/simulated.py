@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dshard.comm.collective import Collective, reduce
-from dshard.comm.drive import Make, Request, Results, advance_in_step
+from dshard.comm.drive import Make, Program, Request, Results
 from dshard.comm.events import emit
-from dshard.comm.workspace import FreshBuffers, Workspace
+from dshard.comm.workspace import Session
 from dshard.mesh import Mesh
 from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, no_functions
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -65,15 +69,37 @@ def per_rank(mesh: Mesh, function: Callable[[int], Tensor]) -> Tensor:
         return stack({rank: function(rank) for rank in mesh.ranks})
 
 
-def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
+def run_in_step(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
     """Run the programs of all ranks in step on the local tensors of each."""
     with plain():
-        space = FreshBuffers(Workspace(), None)
+        space = Session()
         locals_of = [unstack(x) for x in tensors]
         programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
         results = advance_in_step(programs, _run_requests)
         n = len(results[mesh.ranks[0]])
         return tuple(stack({rank: results[rank][i] for rank in mesh.ranks}) for i in range(n))
+
+
+def advance_in_step(
+    programs: Mapping[int, Program[T]], run: Callable[[Mapping[int, Request]], Mapping[int, Tensor]]
+) -> dict[int, T]:
+    """Run the programs of all ranks in step, and return their values; `run` runs the collective that all request.
+
+    All programs begin the same collectives in the same order. `run` returns the buffer that each rank receives.
+    """
+    results: dict[int, T] = {}
+    received: Mapping[int, Tensor] = {}
+    while len(results) < len(programs):
+        requests: dict[int, Request] = {}
+        for rank, program in programs.items():
+            wait = partial(received.__getitem__, rank)
+            try:
+                requests[rank] = program.send(wait) if received else next(program)
+            except StopIteration as stop:
+                results[rank] = stop.value
+        assert not (results and requests), "programs of all ranks have the same collectives"
+        received = run(requests) if requests else {}
+    return results
 
 
 def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.errors import CompileError
-from dshard.layout import Region
 from dshard.torch_private import FakeTensor, FunctionalTensor
 
 _TRACED = frozenset({FakeTensor, FunctionalTensor})
@@ -68,18 +67,3 @@ def outside_graphs(what: str) -> None:
             f"{what} within a compiled region: choices are made when the region is compiled; "
             "enter it around the call of the compiled function, which then compiles anew"
         )
-
-
-def joined(pieces: Sequence[Tensor], regions: Sequence[Region]) -> Tensor | None:
-    """The pieces concatenated along the one dim in which their regions differ; None if they differ in several.
-
-    >>> a, b = torch.zeros(2, 1), torch.ones(2, 2)
-    >>> joined([b, a], [(range(2), range(1, 3)), (range(2), range(1))]).tolist()
-    [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
-    """
-    apart = [dim for dim, parts in enumerate(zip(*regions, strict=True)) if len(set(parts)) > 1]
-    if len(apart) > 1:
-        return None
-    dim = apart[0] if apart else 0
-    order = sorted(range(len(pieces)), key=lambda i: regions[i][dim].start)
-    return torch.cat([pieces[i] for i in order], dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dshard.comm.backends import sum_dtype
+from dshard.comm.collective import Collective, reduce
 from dshard.comm.runtime import Runtime
 from dshard.comm.streams import Stream, current_stream
 from dshard.layout import Shape
+from dshard.placements import ReduceOp
 
-Kind = tuple[torch.device, torch.dtype, bool, Stream | None]
+Pool = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
 """All workspaces: that of this process, and those of runs without data."""
 
@@ -30,7 +33,7 @@ class Workspace:
     are those of the allocated buffers.
     """
 
-    free: defaultdict[Kind, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    free: defaultdict[Pool, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocations: int = 0
     held: int = 0
     peak: int = 0
@@ -40,12 +43,12 @@ class Workspace:
         WORKSPACES.add(self)
 
     @contextmanager
-    def session(self, runtime: Runtime | None = None) -> Iterator[Session]:
+    def session(self, runtime: Runtime | None = None) -> Iterator[PooledSession]:
         """Lend buffers within the block, for work on the process groups of `runtime`, or on none.
 
         They are returned at the end of the block; after an error they are not, for they may still be in use.
         """
-        lent = Session(self, runtime)
+        lent = PooledSession(self, runtime)
         try:
             yield lent
             lent.end()
@@ -71,14 +74,73 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
     return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
 
 
-@dataclass(slots=True)
 class Session:
-    """The buffers that one user has borrowed, by the address of their storage."""
+    """New buffers for one program on the process groups of `runtime`, freed as soon as nothing needs them.
 
-    workspace: Workspace
-    runtime: Runtime | None = None
-    lent: dict[int, tuple[Kind, Tensor]] = field(default_factory=dict)
-    nbytes: dict[int, int] = field(default_factory=dict)
+    `in_flight` says that other work runs beside the collectives, `owns` that what is sent may be overwritten.
+    """
+
+    lends = traces = False
+    """Whether buffers return to a pool, and so are there until the program gives them back; whether torch traces."""
+
+    def __init__(self, runtime: Runtime | None = None, *, in_flight: bool = False, owns: bool = False) -> None:
+        self.runtime, self.in_flight, self.owns = runtime, in_flight, owns
+
+    def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""
+        return like.new_empty(shape, dtype=dtype)
+
+    def give(self, x: Tensor) -> None:
+        """Do nothing: a new buffer returns to no pool."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        """The elements of `x`, flat: a view where possible."""
+        return x.reshape(-1)
+
+    def dense(self, view: Tensor) -> Tensor:
+        """A contiguous tensor with the elements of `view`."""
+        return view.contiguous()
+
+    def concatenated(self, views: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """A flat buffer with the elements of all the views, each of one of these sizes."""
+        out = self.take((sum(sizes),), views[0])
+        for part, view in zip(out.split(list(sizes)), views, strict=True):
+            part.view(view.shape).copy_(view)
+        return out
+
+    def reduced(self, terms: Tensor, op: ReduceOp) -> Tensor:
+        """The reduction of the rows of a buffer, which it replaces."""
+        return reduce(terms, op)
+
+    def to_receive(self, collective: Collective, sent: Tensor) -> Tensor | None:
+        """The buffer to receive in; None for one that the collective makes as it likes best."""
+        if self.owns and collective.kind == "all_reduce":
+            return sent if sent.is_contiguous() else None
+        if self.in_flight and collective.kind == "all_gather":  # in place: copies to send would stay in flight
+            return sent.new_empty(sum(collective.recv))
+        return None
+
+
+class GraphSession(Session):
+    """Tensors without memory, while torch traces: the compiler plans the memory of a graph."""
+
+    traces = True
+
+    def concatenated(self, views: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """A flat tensor with the elements of all the views: one operator of the graph, in place of copies."""
+        return torch.cat([view.reshape(-1) for view in views])
+
+
+class PooledSession(Session):
+    """The buffers that one user has borrowed from a workspace, by the address of their storage."""
+
+    lends = True
+
+    def __init__(self, workspace: Workspace, runtime: Runtime | None = None) -> None:
+        super().__init__(runtime, in_flight=True)
+        self.workspace = workspace
+        self.lent: dict[int, tuple[Pool, Tensor]] = {}
+        self.nbytes: dict[int, int] = {}
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Borrow an uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""
@@ -110,20 +172,35 @@ class Session:
         for _, storage in tuple(self.lent.values()):
             self.give(storage)
 
+    def flat(self, x: Tensor) -> Tensor:
+        """The elements of `x`, flat: a view where it is contiguous."""
+        return x.view(-1) if x.is_contiguous() else self.dense(x).view(-1)
+
+    def dense(self, view: Tensor) -> Tensor:
+        """A buffer with the elements of `view`."""
+        return self.take(tuple(view.shape), view).copy_(view)
+
+    def reduced(self, terms: Tensor, op: ReduceOp) -> Tensor:
+        """Reduce the rows of a buffer into another; half precision is summed in single."""
+        wide = sum_dtype(terms.dtype)
+        total = self.take((terms.shape[1],), terms, wide)
+        if op in ("sum", "avg") and (wide.is_floating_point or wide.is_complex):
+            torch.sum(terms, 0, dtype=wide, out=total)
+            if op == "avg":
+                total.div_(len(terms))
+        else:
+            total.copy_(reduce(terms, op))
+        out = total
+        if wide != terms.dtype:
+            out = self.take((terms.shape[1],), terms)
+            out.copy_(total)
+            self.give(total)
+        self.give(terms)
+        return out
+
 
 def _number(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
-
-
-class FreshBuffers(Session):
-    """New buffers at each request, for use while torch traces: the compiler plans the memory of a graph."""
-
-    def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate an uninitialised contiguous buffer."""
-        return like.new_empty(shape, dtype=dtype)
-
-    def give(self, x: Tensor) -> None:
-        """Do nothing: a new buffer is returned to no pool."""
 
 
 WORKSPACE = Workspace()

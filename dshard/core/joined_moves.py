@@ -9,7 +9,6 @@ from functools import partial
 from itertools import repeat
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from dshard import comm
@@ -78,15 +77,13 @@ def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: st
             decision = replace(move.decision(op), why=_why(moves, members))
             return [partial(finish_observed, decision, observed(decision, move.begin_or_run, (tensor,)))]
         return [move.begin_or_run(tensor)]
-    start = _start_of(moves, local[0])
-    if OBSERVERS:
-        decision = decision_together(moves, op, members)
-        args = [move.plan for move in moves], local, moves[0].spec.dtype, start
-        results = _Once(partial(finish_observed, decision, observed(decision, comm.begin_joined, args)))
-    elif start is None or torch.is_grad_enabled():
-        results = _Once(comm.begin_joined([move.plan for move in moves], local, moves[0].spec.dtype, start))
+    joined = _joined(moves)
+    if not OBSERVERS:
+        results = joined.begin_or_run(local)
     else:
-        results = _Once(start(local))
+        decision = decision_together(moves, op, members)
+        begun = observed(decision, joined.begin_or_run, (local,))
+        results = comm.Once(partial(finish_observed, decision, begun))
     return [*map(partial, repeat(results), range(len(moves)))]
 
 
@@ -98,31 +95,14 @@ def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[
     return moved
 
 
-def _start_of(moves: Sequence[LocalRedistribution], local: Tensor) -> comm.JoinedStart | None:
-    """The function by which `comm.begin_joined` begins them on this rank, from the cache of the topology in use."""
-    if type(local) is not Tensor or local.is_meta:
-        return None
+def _joined(moves: Sequence[LocalRedistribution]) -> comm.JoinedRun:
+    """The redistributions as one, from the cache of the topology in use."""
     cache, key = planning_context().moves, tuple(moves)
-    start: comm.JoinedStart | None = cache.get(key)
-    if start is None:
-        return cache.add(key, comm.joined_start([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
+    joined: comm.JoinedRun | None = cache.get(key)
+    if joined is None:
+        return cache.add(key, comm.JoinedRun([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
     cache.hits += 1
-    return start
-
-
-class _Once:
-    """The results of a collective, for which the first use waits."""
-
-    __slots__ = ("_finish", "_results")
-
-    def __init__(self, finish: Callable[[], Sequence[Tensor]]) -> None:
-        self._finish: Callable[[], Sequence[Tensor]] | None = finish
-        self._results: Sequence[Tensor] = ()
-
-    def __call__(self, i: int) -> Tensor:
-        if self._finish is not None:
-            self._results, self._finish = self._finish(), None
-        return self._results[i]
+    return joined
 
 
 def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:

@@ -13,16 +13,11 @@ from dshard import comm
 from dshard.caches import Cache
 from dshard.comm import (
     RECORDERS,
-    AsyncLocal,
     LocalTensor,
-    Start,
-    async_start,
     own_coordinate,
     plain,
     record_alias,
-    run,
     runner,
-    runtime_of,
     simulated_ranks,
     stack,
     unstack,
@@ -81,7 +76,6 @@ class LocalRedistribution:
         "source",
         "source_grad",
         "spec",
-        "starter",
         "targets",
     )
 
@@ -101,41 +95,25 @@ class LocalRedistribution:
         self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in axes_of(step))
         several = self.lane is None or len(self.lane.collectives) > 1
         self.has_steps = several or self.spec.dtype not in _IN_ONE
-        self.runner: Callable[[Tensor], Tensor] | None = None
-        self.starter: Start | None = None
+        self.runner = runner(self.plan)
         self.targets: dict[Spec, Layout] = {}
         key = (self.plan, source.dtype, source.device)  # strides are those of the graph by which it was made
         self.same: object = _SAME.get(key) or _SAME.add(key, object())
 
     def __call__(self, local: Tensor) -> Tensor:
         """The local tensor under the target layout; not recorded by autograd."""
-        if type(local) is LocalTensor or local.is_meta or not self.plan.steps:
-            return run(self.plan, local)
-        if self.runner is None:
-            self.runner = runner(self.plan)
-        if not local.requires_grad or not torch.is_grad_enabled():
-            return self.runner(local)
-        with torch.no_grad():
-            return self.runner(local)
+        return self.runner(local) if self.plan.steps else local
 
-    def begin(self, local: Tensor, own: bool = False) -> AsyncLocal | None:
-        """Begin the redistribution; the first use of its result waits. None if it cannot run asynchronously.
+    def begin(self, local: Tensor, own: bool = False) -> Callable[[], Tensor] | None:
+        """Begin the redistribution; the first use of its result waits. None if nothing can be in flight.
 
         With `own` the caller owns the local tensor, which may be overwritten.
         """
-        if self.starter is None:
-            if runtime_of(self.spec.layout.mesh) is None:
-                return None
-            self.starter = async_start(self.plan)
-        return self.starter(local, own)
+        return self.runner.begin(local, own) if self.plan.steps else None
 
     def begin_or_run(self, local: Tensor, own: bool = False) -> Callable[[], Tensor]:
         """Begin the redistribution, or run it if it cannot be asynchronous; return a function that gives its result."""
-        in_flight = self.begin(local, own)
-        if in_flight is not None:
-            return in_flight
-        done = self(local)
-        return lambda: done
+        return self.runner.begin_or_run(local, own) if self.plan.steps else lambda: local
 
     def decision(self, op: str, explicit: bool = False) -> Decision:
         """The decision to redistribute, because the operator named `op` needs it, or at the user's request."""

@@ -8,12 +8,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from dshard.comm import LazyLocal
 from dshard.core.spec import Spec
 from dshard.core.torch_wrappers import FlattenedByFSDP
 from dshard.torch_dtensor import Base, TorchDTensor
 from dshard.torch_private import make_wrapper_subclass as make
 from dshard.torch_private import no_torch_function
+
+
+class _LazyLocal:
+    """Descriptor of a local tensor that is in flight: waits at the first access, and keeps the result.
+
+    As it is no data descriptor, an instance's own `_local_tensor` takes precedence.
+    """
+
+    def __get__(self, x: Any, owner: Any = None) -> Any:
+        if x is None:
+            return self
+        if "_lazy_local" not in x.__dict__:
+            raise AttributeError(
+                "a DTensor without a local part: it is made by DTensor.from_local or distribute_tensor"
+            )
+        x._local_tensor = local = x._lazy_local()
+        del x._lazy_local
+        return local
 
 
 def _direct_attribute(name: str) -> property:
@@ -40,7 +57,7 @@ class Wrapper(Base):
     """
 
     public: ClassVar[type[Wrapper]]
-    _local_tensor: Tensor = LazyLocal()  # type: ignore[assignment]
+    _local_tensor: Tensor = _LazyLocal()  # type: ignore[assignment]
     _spec: Spec = None  # type: ignore[assignment]  # torch's class has slots: this one's values are in the instance
     _lazy_local: Callable[[], Tensor]
     # Stands in cache keys: whether the tensor that this one stands for in a trace is a leaf, or the mesh axes on which

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm.pieces import JoinedPieces, view_of
+from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.placements import chunk
 
@@ -70,15 +71,15 @@ def test_so_have_those_of_several_matrices(n: int, rows: int, dims: tuple[int, .
 
 
 def check(regions: list[list[Region]], shapes: list[Shape], tensors: list[Tensor], dtype: torch.dtype) -> None:
-    pieces = JoinedPieces(regions, shapes)
+    pieces = JoinedPieces(regions, shapes, dtype)
 
-    flat = pieces.pack(tensors, dtype)
+    flat = pieces.pack(list(tensors), Session())
 
     assert flat.dtype is dtype
     assert flat.is_contiguous()
     assert flat.equal(one_by_one(regions, tensors, dtype))
     assert sum(pieces.sizes) == len(flat)
-    for x, out, of_tensor in zip(tensors, pieces.unpack(flat), regions, strict=True):
+    for x, out, of_tensor in zip(tensors, pieces.unpack(flat, Session()), regions, strict=True):
         assert out.shape == x.shape
         assert out.is_contiguous()
         assert not out._is_view()
@@ -100,12 +101,12 @@ class Operators(TorchDispatchMode):
 
 def operators(shape: Shape, dim: int, n: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """The operators that pack so many tensors for `n` ranks, and that unpack them."""
-    pieces = JoinedPieces([chunks(shape, dim, n)] * count, [shape] * count)
+    pieces = JoinedPieces([chunks(shape, dim, n)] * count, [shape] * count, dtype)
     tensors = [torch.randn(shape) for _ in range(count)]
     with Operators() as pack:
-        flat = pieces.pack(tensors, dtype)
+        flat = pieces.pack(list(tensors), Session())
     with Operators() as unpack:
-        pieces.unpack(flat)
+        pieces.unpack(flat, Session())
     return len(pack.names), len(unpack.names)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard.comm.pieces import Pieces
-from dshard.comm.workspace import Workspace
+from dshard.comm.workspace import Session, Workspace
 
 CASES = {
     "even": ((4, 6), 1, (0, 3, 6)),
@@ -30,11 +30,11 @@ def test_pieces_along_any_dim_are_put_together_by_one_operator(name: str) -> Non
     flat = torch.cat([x.narrow(dim, a, b - a).flatten() for a, b in pairwise(ends)])
 
     with CountCopies() as unpacking:
-        assert Pieces(pieces, shape).unpacker()(flat).equal(x)
+        assert Pieces(pieces, shape).unpack(flat, Session()).equal(x)
     assert unpacking.copies == 1
-    assert Pieces(pieces, shape).packer()(x).equal(flat)
+    assert Pieces(pieces, shape).pack(x, Session()).equal(flat)
     strided = x.transpose(0, dim).contiguous().transpose(0, dim)
-    assert Pieces(pieces, shape).packer()(strided).equal(flat)
+    assert Pieces(pieces, shape).pack(strided, Session()).equal(flat)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,7 +47,7 @@ def test_buffers_of_a_workspace_are_filled_alike(name: str) -> None:
 
     with Workspace().session() as space, CountCopies() as counted:
         flat = pieces.pack(x, space)
-        assert flat.equal(pieces.packer()(x))
+        assert flat.equal(pieces.pack(x, Session()))
         packed = counted.copies
         assert pieces.unpack(flat, space).equal(x)
     assert not equal or (packed - 1, counted.copies - packed) == (1, 1)  # one more by the packer beside it

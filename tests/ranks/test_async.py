@@ -19,6 +19,7 @@ from torch import Tensor
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, trace
 from dshard.autograd import sole_owner
+from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, bind, collectives
 from dshard.comm.peer_failure import wait_for
 from dshard.placements import REDUCE_OPS
@@ -199,10 +200,12 @@ def what_hooks_keep() -> list[str]:
         if not torch.allclose(many.grad.full_tensor(), one.grad):
             wrong.append(f"{keep}: the gradient is {many.grad.full_tensor()}, not {one.grad}")
     w = distribute_tensor(a, grid(), WHOLE).requires_grad_()
-    for _ in range(2):  # the first call records
-        with patch.object(collectives, "reduce", wraps=collectives.reduce) as begin:
+    clear_caches()  # of functions that begin collectives
+    with patch.object(collectives, "reduce", wraps=collectives.reduce) as begin:
+        for _ in range(2):  # the first call records
+            begin.reset_mock()
             F.linear(distribute_tensor(b, grid(), ROWS), w).sum().backward()
-    if [call.args[2] is call.args[3] for call in begin.call_args_list] != [True]:
+    if [call.args[2] is call.args[3] for call in begin.call_args_list if call.args[2].dim()] != [True]:
         wrong.append(f"not reduced in place: {begin.call_args_list}")
     return wrong
 

@@ -20,7 +20,7 @@ from dshard.testing import RankPool
 
 MAX_FILES, MAX_FRAMES, MAX_FRAMES_TO_ALTERNATIVE = 6, 10, 8
 ALTERNATIVE = ("ops/small_reductions.py", "run")
-COLLECTIVE = ("comm/run.py", "run_collective")
+COLLECTIVE = ("comm/world.py", "launch")
 BESIDE = ("comm/collective.py",)
 """Who calls local operators beside the walk: the reduction of terms received."""
 Stack = list[tuple[str, str]]
@@ -36,18 +36,18 @@ def laid(shape: tuple[int, ...], placement: Any, grad: bool) -> Any:
 
 
 def walks(grad: bool) -> Iterator[tuple[str, Callable[[], Any], tuple[str, ...]]]:
-    """The calls of the page, each with its local operators, or `run_collective`, at which its walk ends."""
+    """The calls of the page, each with its local operators, or `launch`, at which its walk ends."""
     x, y, w = (laid((8, 8), placement, grad) for placement in (Shard(0), Shard(0), Replicate()))
     tall = laid((4096, 256), Shard(0), grad)
     yield "linear", lambda: F.linear(x, w), ("linear",)
-    yield "linear that gathers", lambda: F.linear(x, y), ("linear", "run_collective")
+    yield "linear that gathers", lambda: F.linear(x, y), ("linear", "launch")
     yield "add", lambda: x + y, ("add",)
     yield "torch.add", lambda: torch.add(x, y), ("add",)
     yield "softmax", lambda: x.softmax(1), ("softmax", "_softmax")
-    yield "softmax that moves the split", lambda: x.softmax(0), ("_softmax", "run_collective")
-    yield "softmax by small reductions", lambda: tall.softmax(0), ("amax", "exp", "run_collective")
-    yield "redistribute", lambda: x.redistribute(placements=[Shard(1)]), ("run_collective",)
-    yield "redistribute to all", lambda: x.redistribute(placements=[Replicate()]), ("run_collective",)
+    yield "softmax that moves the split", lambda: x.softmax(0), ("_softmax", "launch")
+    yield "softmax by small reductions", lambda: tall.softmax(0), ("amax", "exp", "launch")
+    yield "redistribute", lambda: x.redistribute(placements=[Shard(1)]), ("launch",)
+    yield "redistribute to all", lambda: x.redistribute(placements=[Replicate()]), ("launch",)
 
 
 def stacks_at(call: Callable[[], Any], ends: tuple[str, ...]) -> dict[str, list[Stack]]:
@@ -102,7 +102,7 @@ def long_walks() -> list[str]:
                 walk = f"{name}, {turn}, {grad=}"
                 stacks = [stack for each in found.values() for stack in each]
                 files = sorted({file for stack in stacks for file, _ in stack})
-                if not found or not found.keys() >= set(ends) & {"run_collective", "amax"}:
+                if not found or not found.keys() >= set(ends) & {"launch", "amax"}:
                     wrong.append(f"{walk}: of {ends} only {list(found)} were called")
                 if len(files) > MAX_FILES:
                     wrong.append(f"{walk}: {len(files)} files: {files}")

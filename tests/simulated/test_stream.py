@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import DTensor, Mesh, Schedule, Stream, linear, matmul, trace, use_strategy, use_topology
-from dshard.comm import Transfer, run_program
+from dshard.comm import Transfer, world
 from dshard.layout import Layout
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.ring import RingExecutor
@@ -292,7 +292,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
         return original(program, logged)
 
-    module = __import__("sys").modules[run_program.__module__]
+    module = world
     original = module.advance
     monkeypatch.setattr(module, "advance", advance)
     return log

@@ -24,7 +24,6 @@ from dshard.comm import (
     Request,
     Session,
     finish,
-    flat,
     same_memory,
     send_receive,
     sum_dtype,
@@ -247,7 +246,7 @@ class RingExecutor(PanelExecutor):
     ) -> Program[InFlight]:
         """Begin to send `x` to rank `to` and to receive from `source`; the buffer of `x` is freed when it finishes."""
         step = send_receive(self.mesh, axis, at, to, source, x.numel(), shape)
-        buffer = flat(x, space)
+        buffer = space.flat(x)
         request = Request(step, buffer, space.take((prod(shape),), x), buffer)
         wait = yield request
         return InFlight(x, request, wait)

@@ -1,0 +1,308 @@
+"""Worlds: where the local tensors of a mesh live, and so how redistributions and programs of its ranks run.
+
+They live on processes, a rank in each; in one process, which simulates all ranks; in a graph, while torch traces; or
+nowhere, where only their shapes are known: on a rank outside the mesh, without processes, or on the meta device.
+docs/design/0014 has the idea.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dshard.comm import rank_checks
+from dshard.comm.backends import SIMULATED, Backend
+from dshard.comm.collectives import Wait
+from dshard.comm.drive import Make, Program, Request, Results, redistributed
+from dshard.comm.events import LISTENERS, emit
+from dshard.comm.program_steps import Steps, Transfer
+from dshard.comm.recorded_calls import RECORDERS
+from dshard.comm.runtime import LocalTensor, is_outside, own_coordinate, own_runtime, planned_backend
+from dshard.comm.scatter_shards import device_of
+from dshard.comm.simulated import run_in_step
+from dshard.comm.traced_collectives import traced
+from dshard.comm.transport import launch
+from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
+from dshard.layout import Shape
+from dshard.mesh import Coordinate, Mesh
+from dshard.redistribute import Plan
+
+T = TypeVar("T")
+Planned = tuple[str, tuple[str, ...], int]
+"""A collective: its kind, its mesh axes, and the bytes that the busiest rank receives."""
+
+
+class Moving:
+    """A redistribution of a local tensor, or of several as one, ready to run wherever they live.
+
+    Several tensors are a list, which is emptied once they are packed, so that they are freed while the collective runs.
+    They are sent in one `dtype`, which is None for a tensor alone. The steps of this rank are kept for each dtype.
+    """
+
+    __slots__ = ("compares", "dtype", "known", "mesh", "processes")
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+        self.mesh, self.dtype = mesh, dtype
+        self.known: dict[torch.dtype, Steps] = {}
+        self.processes: OnProcesses | None = None
+        self.compares = rank_checks.enabled()
+
+    def steps(self, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
+        """The steps of the rank at `at`."""
+        raise NotImplementedError
+
+    def planned(self, itemsize: int) -> Sequence[Planned]:
+        """The collectives that run, of elements of `itemsize` bytes."""
+        raise NotImplementedError
+
+    def shape(self, at: Coordinate) -> Shape:
+        """The shape of the one tensor that the rank at `at` has afterwards."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """What ranks compare in debug mode before it runs."""
+        raise NotImplementedError
+
+    def __call__(self, x: Any) -> Any:
+        """The local tensor, or tensors, of `x` once moved: they share no memory with `x`.
+
+        Raises:
+            MeshError: the mesh has no processes.
+        """
+        first: Tensor = x if self.dtype is None else x[0]
+        if first.requires_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(x)
+        return self._world(first).redistribute(self, x, self.dtype or first.dtype)
+
+    def begin(self, x: Any, owns: bool = False) -> Once | None:
+        """Begin to move `x`, which must not be written until the end; with `owns` the collective may overwrite it.
+
+        Later collectives begin when the function that is returned waits. None where nothing can be in flight: on
+        simulated ranks, while torch traces, without data, and if nothing is sent. Listeners change nothing of this:
+        ranks that listen run the collectives of the others, in their order.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.begin(x, owns)
+        first: Tensor = x if self.dtype is None else x[0]
+        return self._world(first).begin(self, x, self.dtype or first.dtype, owns)
+
+    def begin_or_run(self, x: Any, owns: bool = False) -> Once:
+        """Begin to move `x`, or do it where nothing can be in flight; the function returned gives the result."""
+        in_flight = self.begin(x, owns)
+        if in_flight is not None:
+            return in_flight
+        done = self(x)
+        return Once(lambda: done)
+
+    def _world(self, first: Tensor) -> World:
+        if type(first) is not Tensor or first.is_meta:
+            return world_of(self.mesh, (first,))
+        if self.processes is None:
+            self.processes = OnProcesses(self.mesh)
+        return self.processes
+
+
+class World:
+    """Where local tensors live."""
+
+    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
+        """The local tensor, or tensors, of `x` once moved."""
+        raise NotImplementedError
+
+    def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
+        """Begin to move `x`; None where nothing can be in flight."""
+        return None
+
+    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
+        """Run the program of each rank that lives here, and return its results."""
+        raise NotImplementedError
+
+
+class OnProcesses(World):
+    """A rank in each process: collectives run on process groups, beside the computation."""
+
+    at_once, in_flight, owned = Session(), Session(in_flight=True), Session(in_flight=True, owns=True)
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.runtime, self.coordinate = own_runtime(mesh)
+
+    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
+        return advance(redistributed(self.steps(moving, dtype), x, self.at_once), self.launch)
+
+    def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
+        steps = self.steps(moving, dtype)
+        if not any(isinstance(step, Transfer) for step in steps):
+            return None
+        owns = owns or moving.dtype is not None  # several tensors are packed into a new buffer
+        return begun(redistributed(steps, x, self.owned if owns else self.in_flight), self.launch)
+
+    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
+        for plan in plans if rank_checks.enabled() else ():
+            rank_checks.compare(plan, self.runtime)
+        pool = Workspace() if RECORDERS else WORKSPACE  # a replay makes its own buffers
+        with pool.session(self.runtime) as space:
+            return advance(make(self.coordinate, space, tensors), self.launch)
+
+    def steps(self, moving: Moving, dtype: torch.dtype) -> Steps:
+        """The steps of this rank; in debug mode all ranks first compare what they are about to run."""
+        if moving.compares:
+            group = self.runtime.group(self.runtime.mesh.names)
+            rank_checks.compare_on(moving.text(), group, device_of(self.runtime.mesh))
+        steps = moving.known.get(dtype)
+        if steps is None:
+            steps = moving.known[dtype] = moving.steps(self.coordinate, dtype, self.runtime.backend)
+        return steps
+
+    def launch(self, request: Request) -> Wait:
+        """Begin a collective on its process group, and return the function that waits for its end."""
+        step = request.transfer
+        group = self.runtime.group(step.collective.axes)
+        return launch(step.collective, request.buffer, group, request.out, request.factor, step.begins)
+
+
+class InGraph(OnProcesses):
+    """A rank whose operators torch traces: collectives are functional, and tensors have no memory."""
+
+    at_once = GraphSession()
+
+    def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
+        return None
+
+    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
+        return advance(make(self.coordinate, GraphSession(self.runtime), tensors), self.launch)
+
+    def steps(self, moving: Moving, dtype: torch.dtype) -> Steps:
+        return moving.steps(self.coordinate, dtype, self.runtime.backend)
+
+    def launch(self, request: Request) -> Wait:
+        collective = request.transfer.collective
+        return launch(collective, request.buffer, self.runtime.group(collective.axes), request.out, request.factor)
+
+
+class OfSimulatedRanks(World):
+    """All ranks in this process, which run in step."""
+
+    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
+        several = moving.dtype is not None
+
+        def make(at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> Program[Results]:
+            steps = moving.steps(at, dtype, SIMULATED)
+            moved = yield from redistributed(steps, list(tensors) if several else tensors[0], space)
+            return moved if several else (moved,)
+
+        results = run_in_step(moving.mesh, make, x if several else (x,))
+        return results if several else results[0]
+
+    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
+        return run_in_step(mesh, make, tensors)
+
+
+class OfShapes(World):
+    """No data anywhere: listeners are told what would run, and buffers are counted."""
+
+    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
+        self._tell(moving, dtype)
+        return x.new_empty(moving.shape(own_coordinate(moving.mesh)))
+
+    def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
+        if moving.dtype is None:
+            return None
+        self._tell(moving, dtype)
+        steps = moving.steps(own_coordinate(moving.mesh), dtype, planned_backend(moving.mesh))
+        return begun(redistributed(steps, x, OnProcesses.owned), received_at_once)  # whose buffers are there till then
+
+    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
+        def tell_and_receive(request: Request) -> Wait:
+            collective = request.transfer.collective
+            if LISTENERS and collective.report is not None and not is_outside(collective.report.mesh):
+                nbytes = collective.report.elements * request.buffer.itemsize
+                emit(collective.report.collective, collective.report.mesh, collective.axes, nbytes)
+            return received_at_once(request)
+
+        with Workspace().session() as space:
+            return advance(make((0,) * mesh.ndim, space, tensors), tell_and_receive)
+
+    def _tell(self, moving: Moving, dtype: torch.dtype) -> None:
+        if LISTENERS and not is_outside(moving.mesh):
+            for kind, axes, nbytes in moving.planned(dtype.itemsize):
+                emit(kind, moving.mesh, axes, nbytes)
+
+
+SIMULATED_RANKS, SHAPES = OfSimulatedRanks(), OfShapes()
+
+
+def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
+    """Where these local tensors of a mesh live.
+
+    Raises:
+        MeshError: nowhere: they have data, but the mesh has no processes, or this one is not in it.
+    """
+    if any(type(x) is LocalTensor for x in tensors):
+        return SIMULATED_RANKS
+    if any(x.is_meta for x in tensors):
+        return SHAPES
+    return InGraph(mesh) if any(map(traced, tensors)) else OnProcesses(mesh)
+
+
+def advance(program: Program[T], launch: Callable[[Request], Wait], wait: Wait | None = None) -> T:
+    """Run a program to its end, and return its value; `launch` begins each collective, `wait` ends the one begun."""
+    try:
+        while True:
+            wait = _letting_go(launch(program.send(wait)))  # type: ignore[arg-type]
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+
+
+def begun(program: Program[Any], launch: Callable[[Request], Wait]) -> Once:
+    """Begin the first collective of a program that has one; the rest runs when its result is first used."""
+    return Once(partial(advance, program, launch, _letting_go(launch(next(program)))))
+
+
+def _letting_go(wait: Wait) -> Wait:
+    """`wait` for one call: it holds what was sent, which would stay in memory while the next collective is packed."""
+    waits = [wait]
+    return lambda: waits.pop()()
+
+
+class Once:
+    """What is in flight: the first call runs `function`, which waits, and each returns its result, or raises its error.
+
+    Of several results a call returns number `i`.
+    """
+
+    __slots__ = ("_error", "_function", "_result")
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function: Callable[[], Any] | None = function
+        self._error: BaseException | None = None
+
+    def __call__(self, i: int | None = None) -> Any:
+        function, self._function = self._function, None
+        if function is not None:
+            try:
+                self._result = function()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result if i is None else self._result[i]
+
+
+def run_without_data(make: Make, tensors: Sequence[Tensor], coordinate: Coordinate) -> tuple[Results, int]:
+    """Run a program on tensors without data; return its results, and the peak bytes of its buffers."""
+    workspace = Workspace()
+    with torch.no_grad(), workspace.session() as space:
+        return advance(make(coordinate, space, tensors), received_at_once), workspace.peak
+
+
+def received_at_once(request: Request) -> Wait:
+    """Begin a collective without data, which ends at once."""
+    out = request.buffer.new_empty(sum(request.transfer.collective.recv)) if request.out is None else request.out
+    return lambda: out
