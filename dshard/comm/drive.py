@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dshard.comm.collectives import Factor, Wait
 from dshard.comm.pieces import view_of
-from dshard.comm.program_steps import Fill, Narrow, ProgramStep, Transfer
+from dshard.comm.program_steps import Narrow, ProgramStep, Transfer
 from dshard.comm.workspace import Session
 from dshard.mesh import Coordinate
 
@@ -47,62 +47,76 @@ Make: TypeAlias = Callable[[Coordinate, Session, Sequence[Tensor]], Program[Resu
 
 @dataclass(slots=True)
 class InFlight:
-    """A local tensor in flight: the begun request, the function that waits for it, and the remaining steps."""
+    """A program of which a collective is in flight: the wait for that, and what is left, or a request alone.
 
-    value: Any  # None while in flight
+    Without a wait it has ended, with `value`.
+    """
+
+    value: Any
     request: Request | None = None
     wait: Wait | None = None
-    rest: Sequence[ProgramStep] = ()
+    rest: Program[Any] | None = None
 
 
-def begin(steps: Sequence[ProgramStep], x: Any, space: Session, is_new: bool = False) -> Program[InFlight]:
-    """Run the local steps on the local tensor `x` up to the first collective, and begin that.
-
-    Steps of joined plans take a list of tensors, which they empty. `is_new` says that `x` is of former steps alone.
-    """
-    for i, step in enumerate(steps):
-        match step:
-            case Transfer():
-                request = _request(step, x, space)
-                if is_new and space.lends:
-                    _return_once_sent(x, request, space)
-                del x  # which would stay in memory for as long as the collective runs
-                wait = yield request
-                return InFlight(request.buffer, request, wait, steps[i + 1 :])
-            case Narrow(region):
-                x = view_of(x, region)
-                if is_new and not space.lends:  # which frees the rest
-                    x = x.clone(memory_format=torch.contiguous_format)
-            case Fill(value):
-                x = x.fill_(value) if is_new and not space.lends else torch.full_like(x, value)
-    return InFlight(x)
+def begin(steps: Sequence[ProgramStep], x: Tensor, space: Session) -> Program[InFlight]:
+    """Run the local steps on the local tensor `x` up to the first collective, and begin that."""
+    program = redistributed(steps, x, space)
+    del x
+    try:
+        request = next(program)
+    except StopIteration as stop:
+        return InFlight(stop.value)
+    return InFlight(None, None, (yield request), program)
 
 
 def finish(flight: InFlight, space: Session) -> Program[Tensor]:
     """Wait for the collective in flight and run the remaining steps; the result may be a buffer of `space`."""
-    while flight.request is not None and flight.wait is not None:
-        step, loan, wait, rest = flight.request.transfer, flight.request.loan, flight.wait, flight.rest
-        flight.value = flight.request = flight.wait = None
+    wait, flight.wait = flight.wait, None
+    if wait is None:
+        return flight.value  # type: ignore[no-any-return]
+    if flight.rest is None:
+        assert flight.request is not None
         received = wait()
-        del wait  # which holds what was sent: while the next is packed, that would stay in memory
-        if loan is not None:
-            space.give(loan)
-        local, received = step.unpack(received, space), None  # type: ignore[assignment]
-        if not rest:
-            return local  # type: ignore[no-any-return]
-        steps = begin(rest, local, space, is_new=True)
-        del local
-        flight = yield from steps
-    return flight.value  # type: ignore[no-any-return]
+        if flight.request.loan is not None:
+            space.give(flight.request.loan)
+        return flight.request.transfer.unpack(received, space)  # type: ignore[no-any-return]
+    try:
+        while True:
+            wait = yield flight.rest.send(wait)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
 
 
 def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Program[Any]:
-    """Run the steps on `x` one after the other; the result shares no memory with `x`."""
-    flight = yield from begin(steps, x, space)
-    if flight.request is None and all(isinstance(step, Narrow) for step in steps):
-        return flight.value.clone(memory_format=torch.contiguous_format if steps else torch.preserve_format)
-    del x
-    return (yield from finish(flight, space))
+    """Run the steps on `x` one after the other; with new buffers the result shares no memory with `x`.
+
+    Steps of several tensors take a list, which they empty.
+    """
+    is_ours = False  # what is lent returns to its pool, what is new is freed or overwritten
+    for step in steps:
+        if isinstance(step, Transfer):
+            request = _request(step, x, space)
+            if is_ours and space.lends:
+                _return_once_sent(x, request, space)
+            del x  # which would stay in memory for as long as the collective runs
+            wait = yield request
+            loan = request.loan
+            del request
+            received = wait()
+            del wait  # which holds what was sent: while the next is packed, that would stay in memory
+            if loan is not None:
+                space.give(loan)
+            x, is_ours = step.unpack(received, space), True
+            del received
+        elif isinstance(step, Narrow):
+            x = view_of(x, step.region)
+            if is_ours and not space.lends:
+                x = x.clone(memory_format=torch.contiguous_format)
+        else:
+            x, is_ours = x.fill_(step.value) if is_ours and not space.lends else torch.full_like(x, step.value), True
+    if is_ours or space.lends:
+        return x
+    return x.clone(memory_format=torch.contiguous_format if steps else torch.preserve_format)
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
@@ -111,13 +125,13 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _request(step: Transfer, x: Any, space: Session) -> Request:
-    collective = step.collective
+    collective, packed = step.collective, step.packed
     if not space.lends:
-        if collective.kind == "all_reduce" and step.packed is None and not space.traces:
-            buffer = x  # of any shape
-        else:
-            buffer = space.flat(x) if step.packed is None else step.packed.pack(x, space)
-        return Request(step, buffer, space.to_receive(collective, buffer))
+        if packed is not None:
+            buffer = packed.pack(x, space)
+        else:  # a sum is of tensors of any shape
+            buffer = x if collective.kind == "all_reduce" and not space.traces else x.reshape(-1)
+        return Request(step, buffer, space.to_receive(collective, buffer) if space.in_flight else None)
     match collective.kind:
         case "all_gather":
             out = space.take((sum(collective.recv),), x)
@@ -129,7 +143,7 @@ def _request(step: Transfer, x: Any, space: Session) -> Request:
             out.view(x.shape).copy_(x)
             return Request(step, out, out)
         case _:
-            buffer = space.flat(x) if step.packed is None else step.packed.pack(x, space)
+            buffer = space.flat(x) if packed is None else packed.pack(x, space)
             out = space.take((sum(collective.recv),), x)
             return Request(step, buffer, out, None if same_memory(buffer, x) else buffer)
 

@@ -61,8 +61,7 @@ class Transfer:
 
     `packed` are the pieces that are sent, `unpacked` those received; None for the flat tensor. Joined pieces are of
     several local tensors. `terms`, if not 0, is the number of equal terms that arrive and are reduced first. `shape` is
-    the shape of the local tensor afterwards. `begins` has the functions that begin the collective, each for a dtype and
-    a group.
+    the shape of the local tensor afterwards. `begins` keeps for a dtype what begins the collective.
     """
 
     collective: Collective
@@ -70,7 +69,7 @@ class Transfer:
     unpacked: Pieces | JoinedPieces | JoinedViews | None
     shape: Shape
     terms: int = 0
-    begins: dict[torch.dtype, tuple[object, Any]] = field(default_factory=dict, compare=False, repr=False)
+    begins: dict[torch.dtype, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def elements(self) -> int:

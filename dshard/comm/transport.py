@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.comm import collectives
 from dshard.comm.collective import MOVES, Collective, CollectiveReport, Kind, by_slot, collectives_for, reduce
-from dshard.comm.collectives import Begin, Factor, Wait
+from dshard.comm.collectives import Begin, Wait
 from dshard.comm.events import LISTENERS, emit, measuring
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group
@@ -30,36 +30,16 @@ _FEW_BYTES = 2**18
 _NUMBER = 2**24  # the tag of messages that reduce a number, which no other message has
 
 
-def launch(
-    c: Collective,
-    x: Tensor,
-    group: Group,
-    out: Tensor | None = None,
-    factor: Factor | None = None,
-    begins: dict[torch.dtype, tuple[object, Begin]] | None = None,
-) -> Wait:
+def launch(c: Collective, x: Tensor, group: Group, out: Tensor | None = None) -> Wait:
     """Begin a collective that sends the flat `x` and receives in `out`; returns the function that waits for it.
 
-    The wait returns the buffer received: `out`, or a new one; or, with the other `factor` of a matmul that is fused
-    with the collective, its result. Listeners hear of the collective when it begins; those that measure make it end
-    first. `begins` keeps the primitives of this collective outside of graphs.
+    The wait returns the buffer received: `out`, or a new one. Listeners hear of the collective when it begins; those
+    that measure make it end first.
     """
-    if factor is None:
-        begin = _begin_of(c, x, group, begins)
-        if RECORDERS:
-            begin = recorded_begin(c, begin)
-    else:
-        begin = partial(collectives.multiply, factor, group)
+    begin = primitive(c, x.dtype, group, is_traced=traced(x))
+    if RECORDERS:
+        begin = recorded_begin(c, begin)
     return begin(x, out) if c.report is None or not LISTENERS else report(c.report, group, begin, x, out)
-
-
-def _begin_of(c: Collective, x: Tensor, group: Group, begins: dict[torch.dtype, tuple[object, Begin]] | None) -> Begin:
-    if begins is None:
-        return primitive(c, x.dtype, group, is_traced=traced(x))
-    known = begins.get(x.dtype)
-    if known is None or known[0] is not group:
-        known = begins[x.dtype] = group, primitive(c, x.dtype, group, is_traced=False)
-    return known[1]
 
 
 def report(what: CollectiveReport, group: Group, begin: Begin, x: Tensor, out: Tensor | None = None) -> Wait:

@@ -14,24 +14,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dshard.comm import rank_checks
+from dshard.comm import collectives, rank_checks
 from dshard.comm.backends import SIMULATED, Backend
-from dshard.comm.collectives import Wait
+from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.program_steps import Steps, Transfer
-from dshard.comm.recorded_calls import RECORDERS
-from dshard.comm.runtime import LocalTensor, is_outside, own_coordinate, own_runtime, planned_backend
+from dshard.comm.recorded_calls import RECORDERS, recorded_begin
+from dshard.comm.runtime import Group, LocalTensor, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import run_in_step
 from dshard.comm.traced_collectives import traced
-from dshard.comm.transport import launch
+from dshard.comm.transport import primitive, report
 from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
 from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
 
 T = TypeVar("T")
+Prepared = tuple[Runtime, Group, Begin]
 Planned = tuple[str, tuple[str, ...], int]
 """A collective: its kind, its mesh axes, and the bytes that the busiest rank receives."""
 
@@ -77,6 +78,10 @@ class Moving:
         if first.requires_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 return self(x)
+        if type(first) is Tensor and not first.is_meta and not self.compares:  # in few calls, for it is most frequent
+            world, steps = self.processes, self.known.get(self.dtype or first.dtype)
+            if world is not None and steps is not None:
+                return advance_alone(redistributed(steps, x, world.at_once), world.launch, [])
         return self._world(first).redistribute(self, x, self.dtype or first.dtype)
 
     def begin(self, x: Any, owns: bool = False) -> Once | None:
@@ -133,7 +138,7 @@ class OnProcesses(World):
         self.runtime, self.coordinate = own_runtime(mesh)
 
     def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
-        return advance(redistributed(self.steps(moving, dtype), x, self.at_once), self.launch)
+        return advance_alone(redistributed(self.steps(moving, dtype), x, self.at_once), self.launch, [])
 
     def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
         steps = self.steps(moving, dtype)
@@ -161,9 +166,28 @@ class OnProcesses(World):
 
     def launch(self, request: Request) -> Wait:
         """Begin a collective on its process group, and return the function that waits for its end."""
-        step = request.transfer
+        step, buffer = request.transfer, request.buffer
+        known = step.begins.get(buffer.dtype)
+        if known is None or known[0] is not self.runtime or self.at_once.traces or request.factor is not None:
+            known = self.prepared(request)
+        _, group, begin = known
+        if RECORDERS and request.factor is None:
+            begin = recorded_begin(step.collective, begin)
+        what = step.collective.report
+        if LISTENERS and what is not None:
+            return report(what, group, begin, buffer, request.out)
+        return begin(buffer, request.out)
+
+    def prepared(self, request: Request) -> Prepared:
+        """The group of a collective, and the primitive that begins it, which are kept with its step."""
+        step, dtype = request.transfer, request.buffer.dtype
         group = self.runtime.group(step.collective.axes)
-        return launch(step.collective, request.buffer, group, request.out, request.factor, step.begins)
+        if request.factor is not None:
+            return self.runtime, group, partial(collectives.multiply, request.factor, group)
+        prepared = self.runtime, group, primitive(step.collective, dtype, group, is_traced=self.at_once.traces)
+        if not self.at_once.traces:
+            step.begins[dtype] = prepared
+        return prepared
 
 
 class InGraph(OnProcesses):
@@ -179,10 +203,6 @@ class InGraph(OnProcesses):
 
     def steps(self, moving: Moving, dtype: torch.dtype) -> Steps:
         return moving.steps(self.coordinate, dtype, self.runtime.backend)
-
-    def launch(self, request: Request) -> Wait:
-        collective = request.transfer.collective
-        return launch(collective, request.buffer, self.runtime.group(collective.axes), request.out, request.factor)
 
 
 class OfSimulatedRanks(World):
@@ -250,25 +270,36 @@ def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
     return InGraph(mesh) if any(map(traced, tensors)) else OnProcesses(mesh)
 
 
-def advance(program: Program[T], launch: Callable[[Request], Wait], wait: Wait | None = None) -> T:
-    """Run a program to its end, and return its value; `launch` begins each collective, `wait` ends the one begun."""
+def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
+    """Run a program to its end, and return its value; `launch` begins each collective."""
     try:
+        request = next(program)
         while True:
-            wait = _letting_go(launch(program.send(wait)))  # type: ignore[arg-type]
+            request = program.send(launch(request))
     except StopIteration as stop:
         value: T = stop.value
         return value
 
 
+def advance_alone(program: Program[Any], launch: Callable[[Request], Wait], waits: list[Wait]) -> Any:
+    """Run a program of which one collective after the other is in flight, the first perhaps already, by `waits`.
+
+    Neither what was sent nor its wait, which holds it, stay in memory while the next is packed.
+    """
+    received: list[Tensor] = []
+    try:
+        if not waits:
+            waits.append(launch(next(program)))
+        while True:
+            received.append(waits.pop()())
+            waits.append(launch(program.send(received.pop)))
+    except StopIteration as stop:
+        return stop.value
+
+
 def begun(program: Program[Any], launch: Callable[[Request], Wait]) -> Once:
     """Begin the first collective of a program that has one; the rest runs when its result is first used."""
-    return Once(partial(advance, program, launch, _letting_go(launch(next(program)))))
-
-
-def _letting_go(wait: Wait) -> Wait:
-    """`wait` for one call: it holds what was sent, which would stay in memory while the next collective is packed."""
-    waits = [wait]
-    return lambda: waits.pop()()
+    return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
 
 class Once:
