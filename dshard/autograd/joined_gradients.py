@@ -83,7 +83,7 @@ Key: TypeAlias = tuple[int, object]
 """The number of a leaf, and what stands for how its gradient is redistributed."""
 
 
-class Pending:
+class GradientInFlight:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
     One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
@@ -134,9 +134,9 @@ class MeshLeaves:
         self.before = self.last = self.awaited
         self.sizes: Counter[tuple[int, int]] = Counter()
 
-    def cut(self, gradients: Sequence[Pending]) -> None:
+    def cut(self, gradients: Sequence[GradientInFlight]) -> None:
         """Cut the lanes of these gradients, in order, into buckets: those lanes in which one has no bucket yet."""
-        lanes: defaultdict[object, list[Pending]] = defaultdict(list)
+        lanes: defaultdict[object, list[GradientInFlight]] = defaultdict(list)
         for x in gradients:
             alone = x.move.lane is None  # a step of another kind, or several kinds
             lanes[x.leaf.number if alone else (x.move.lane, x.move.spec.dtype, x.move.spec.device)].append(x)
@@ -160,7 +160,7 @@ _MESHES: Cache = Cache("gradient meshes", 256, record=True)
 """The leaves of each mesh, for each topology, device and type of local tensors."""
 
 
-class MeshPass:
+class PassOnMesh:
     """The gradients on one mesh in one backward pass: those that arrived by bucket, `rest` those that nobody awaited.
 
     `awaited` are those still to come, `missing` how many of each bucket, `turns` the buckets to begin, the next last.
@@ -173,11 +173,11 @@ class MeshPass:
         self.leaves, self.expected = leaves, leaves.awaited
         self.awaited, self.missing = self.expected.copy(), dict(leaves.sizes)
         self.turns = [*reversed(self.missing)]
-        self.arrived: defaultdict[tuple[int, int], list[Pending]] = defaultdict(list)
-        self.rest: list[Pending] = []
+        self.arrived: defaultdict[tuple[int, int], list[GradientInFlight]] = defaultdict(list)
+        self.rest: list[GradientInFlight] = []
         self.has_steps = False
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: GradientInFlight) -> None:
         """Add a gradient, and begin each bucket that is complete and next in order."""
         bucket, turns, missing = self.awaited.pop(pending.key, None), self.turns, self.missing
         self.has_steps |= pending.move.has_steps
@@ -208,7 +208,7 @@ class MeshPass:
             if x.move.has_steps:  # so that later ones begin in one order, too
                 x()
 
-    def every(self) -> list[Pending]:
+    def every(self) -> list[GradientInFlight]:
         """All gradients of the pass, in order: backward passes mostly reach last the leaves that were made first."""
         return sorted(chain(*self.arrived.values(), self.rest), key=_NUMBER, reverse=True)
 
@@ -219,10 +219,10 @@ class BackwardPass:
     __slots__ = ("__weakref__", "meshes", "sums")
 
     def __init__(self) -> None:
-        self.meshes: dict[MeshLeaves, MeshPass] = {}
+        self.meshes: dict[MeshLeaves, PassOnMesh] = {}
         self.sums: list[Wrapper] = []
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: GradientInFlight) -> None:
         """Add a gradient to the pass over its mesh."""
         leaf, local, move = pending.leaf, pending.local, pending.move
         assert local is not None
@@ -236,7 +236,7 @@ class BackwardPass:
                 leaf.joined = move, leaves
         mesh = self.meshes.get(leaves)
         if mesh is None:
-            mesh = self.meshes[leaves] = MeshPass(leaves)
+            mesh = self.meshes[leaves] = PassOnMesh(leaves)
         mesh.add(pending)
 
     def end(self) -> None:
@@ -261,7 +261,7 @@ def join(leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool
     number = graph_task_id()
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
-    pending = Pending(leaf, local, move, own)
+    pending = GradientInFlight(leaf, local, move, own)
     _running(number).add(pending)
     spec = move.spec
     return wrap_in_flight(pending, spec if spec.dtype is local.dtype else spec.with_dtype(local.dtype))
@@ -290,7 +290,7 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     torch accumulates a gradient in place as soon as it arises, which would wait for its collective.
     """
     pending, number = grad.__dict__.get("_lazy_local"), graph_task_id()
-    if not isinstance(pending, Pending) or number < 0 or total._spec.layout is not grad._spec.layout:
+    if not isinstance(pending, GradientInFlight) or number < 0 or total._spec.layout is not grad._spec.layout:
         return False
     if total._spec.dtype != grad._spec.dtype or total._view_sync is not None:
         return False
@@ -308,14 +308,14 @@ def add_later(total: Wrapper, grad: Wrapper) -> bool:
     return True
 
 
-def _cut(pendings: list[Pending]) -> Iterable[list[Pending]]:
+def _cut(pendings: list[GradientInFlight]) -> Iterable[list[GradientInFlight]]:
     """Cut the gradients of a lane, in order, into buckets of the size that takes the least time."""
     lane = pendings[0].move.lane
     if lane is None:
         return [pendings]
     sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in pendings]
     limit = bucket_bytes(sum(sizes), lane, planning_context().topology_of(lane.mesh))
-    buckets, nbytes = [list[Pending]()], 0
+    buckets, nbytes = [list[GradientInFlight]()], 0
     for pending, size in zip(pendings, sizes, strict=True):
         if nbytes and nbytes >= limit:
             buckets.append([])
@@ -339,7 +339,7 @@ def bucket_bytes(total: int, lane: comm.Lane, topology: Topology) -> float:
     return total / max(1, int(sqrt(transfer / latency))) if latency > 0 else 0.0
 
 
-def _begin(members: Sequence[Pending]) -> None:
+def _begin(members: Sequence[GradientInFlight]) -> None:
     """Begin the collective of one lane's gradients, except those that have begun or were used before."""
     waiting = [pending for pending in members if pending.local is not None]
     for pending in waiting:

@@ -22,7 +22,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 _NAMES: dict[tuple[Callable[..., object], tuple[object, ...]], str] = {}
 
 
-def bound(function: Callable[..., object], *values: object) -> str:
+def as_graph_function(function: Callable[..., object], *values: object) -> str:
     """Register `function` with these first arguments, and return the name under which a graph may call it."""
     name = _NAMES.setdefault((function, values), f"{function.__name__} {len(_NAMES)}")
     FUNCTIONS[name] = partial(function, *values)

@@ -22,7 +22,7 @@ from dshard.core.trees import leaves, replace_leaves
 from dshard.core.wrapper import Wrapper
 
 
-class Instead(TorchFunctionMode):
+class FunctionReplacement(TorchFunctionMode):
     """Replace the functions of torch in a table by functions of `FUNCTIONS`, given by name."""
 
     def __init__(self, names: Mapping[Function, str]) -> None:

@@ -131,7 +131,7 @@ def tolist(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return numbers_of(of_first_rank(x.full_tensor()))
 
 
-def number(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def python_number(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`float` and the like of elements of `torch.tensor([loss, ...])`, within which torch runs no Python kernel."""
     [x] = args
     if not is_key_excluded(DispatchKey.Python):
@@ -153,7 +153,7 @@ def new_of_numbers(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return wrapped(new, x)
 
 
-def packed(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.lstm` and the like; batch sizes of packed sequences stay plain, as torch reads them from memory.
 
     Torch's fused LSTM of oneDNN is switched off: it cannot be sharded, and exists only on CPUs in single and half
@@ -308,7 +308,7 @@ COMPOSITES: dict[object, Function] = {
     Tensor.tensor_split: tensor_split,
     Tensor.__getitem__: getitem,
     Tensor.tolist: tolist,
-    **{getattr(Tensor, f"__{kind}__"): number for kind in ("float", "int", "index", "bool", "complex")},
+    **{getattr(Tensor, f"__{kind}__"): python_number for kind in ("float", "int", "index", "bool", "complex")},
     **dict.fromkeys((Tensor.new_tensor, Tensor.new), new_of_numbers),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), memory_of_value),
     Tensor.share_memory_: share_memory,
@@ -369,6 +369,6 @@ REWRITTEN: dict[object, Function] = {
 }
 """Functions with handlers that call other functions, whose plans are cheaper; `__torch_function__` stays on."""
 
-WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), packed)
+WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), recurrent)
 WITH_PLAIN |= dict.fromkeys(COLLECTIVES_OF_TORCH, collective)
 """Functions whose handlers accept plain operands, and disable `__torch_function__` themselves."""

@@ -45,18 +45,18 @@ BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.g
 def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` on distributed tensors; an error of this rank is told to the others."""
     if _is_compiling():
-        return through(func, args, kwargs)
+        return call_function(func, args, kwargs)
     try:
         if func in BACKWARD and not _creates_graph(func, args, kwargs):
-            return through(func, args, kwargs)
+            return call_function(func, args, kwargs)
         if not torch.is_grad_enabled() or is_view_replay_enabled():
-            out = through(func, args, kwargs)
+            out = call_function(func, args, kwargs)
         else:
             # Autograd makes views again by their function, not by strides: by those of the global tensor a recorded
             # write through a view would gather.
             set_view_replay_enabled(True)
             try:
-                out = through(func, args, kwargs)
+                out = call_function(func, args, kwargs)
             finally:
                 set_view_replay_enabled(False)
         if Wrapper.keeps_terms and torch.is_grad_enabled():
@@ -96,7 +96,7 @@ def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
-def through(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function of torch: by its handler, as a composite operator, or as the operators that torch runs."""
     if is_transforming():
         return _transformed(func, args, kwargs)

@@ -4,7 +4,7 @@ from dshard.parallel.auto import Auto
 from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
-from dshard.parallel.integrations.huggingface import adopt
+from dshard.parallel.integrations.huggingface import wrap_for_huggingface
 from dshard.parallel.integrations.pretrained import from_pretrained
 from dshard.parallel.integrations.torch_styles import (
     ColwiseParallel,
@@ -46,4 +46,4 @@ __all__ = [
     "plan_model",
 ]
 
-AFTER_PARALLELIZE.append(adopt)
+AFTER_PARALLELIZE.append(wrap_for_huggingface)

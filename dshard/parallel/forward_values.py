@@ -92,7 +92,7 @@ def _has_mask(args: Args) -> bool:
     return not fills and any(map(is_mask, index if isinstance(index, tuple) else (index,)))
 
 
-class NoAnswers(Exception):
+class HostReadMissing(Exception):
     """A run without data and without answers read a host value."""
 
 
@@ -293,7 +293,7 @@ def _writes(func: Function, kwargs: Kwargs) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
-class Replies(_Rewriting):
+class HostReads(_Rewriting):
     """Within the block, functions of `QUESTIONS` return `answers`, in their order, for tensors without data."""
 
     def __init__(self, answers: Sequence[object] | None) -> None:
@@ -306,7 +306,7 @@ class Replies(_Rewriting):
         if not (is_counting or func in QUESTIONS) or not any(map(_has_no_data, tensors)):
             return func(*args, **kwargs)
         if self.rest is None:
-            raise NoAnswers
+            raise HostReadMissing
         if is_counting:
             for x in tensors:  # the operator has no rule
                 if isinstance(x, Wrapper):

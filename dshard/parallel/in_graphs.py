@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.compile.graph_functions import bound, call_in_graph
+from dshard.compile.graph_functions import as_graph_function, call_in_graph
 from dshard.compile.metadata import with_concrete_sizes
-from dshard.compile.modes import Instead, PlainReplicated
+from dshard.compile.modes import FunctionReplacement, PlainReplicated
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
@@ -32,22 +32,22 @@ _PRODUCTS: tuple[Function, ...] = (
 
 def plain_replicated(mesh: Mesh) -> PlainReplicated:
     """The mode in which plain tensors count as replicated on `mesh`."""
-    return PlainReplicated(bound(_as_replicated, mesh))
+    return PlainReplicated(as_graph_function(_as_replicated, mesh))
 
 
-def by_schedule(schedule: Schedule) -> Instead:
+def by_schedule(schedule: Schedule) -> FunctionReplacement:
     """The mode in which matmuls run by `schedule`."""
-    return Instead(_matmuls_by(schedule))
+    return FunctionReplacement(_matmuls_by(schedule))
 
 
 @cached("matmuls of graphs", 1024)
 def _matmuls_by(schedule: Schedule) -> dict[Function, str]:
-    return {function: bound(_scheduled, schedule, function) for function in _PRODUCTS}
+    return {function: as_graph_function(_scheduled, schedule, function) for function in _PRODUCTS}
 
 
-def by_loops(loops: AttentionLoops) -> Instead:
+def by_loops(loops: AttentionLoops) -> FunctionReplacement:
     """The mode in which attention has these loops, if gradients are recorded."""
-    return Instead({F.scaled_dot_product_attention: bound(_with_loops, loops)})
+    return FunctionReplacement({F.scaled_dot_product_attention: as_graph_function(_with_loops, loops)})
 
 
 class InputsInGraph:
@@ -55,8 +55,8 @@ class InputsInGraph:
 
     def __init__(self, mesh: Mesh, layouts: Mapping[OfBatch, Layout], ndim: int) -> None:
         self.ndim = ndim
-        self.distribute = {has: bound(_distributed, layout) for has, layout in layouts.items()}
-        self.differentiable = bound(_as_replicated, mesh)
+        self.distribute = {has: as_graph_function(_distributed, layout) for has, layout in layouts.items()}
+        self.differentiable = as_graph_function(_as_replicated, mesh)
 
     def __call__(self, inputs: object) -> Any:
         """`inputs` with distributed tensors for plain ones. Traced."""

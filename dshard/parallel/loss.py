@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.compile.graph_functions import bound
-from dshard.compile.modes import Instead
+from dshard.compile.graph_functions import as_graph_function
+from dshard.compile.modes import FunctionReplacement
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
@@ -53,11 +53,11 @@ def _along_classes(func: Function, handler: Function, *args: object, **kwargs: o
 
 
 _LOSS = partial(cross_entropy, always=True)
-_ALONG_CLASSES = Instead(
+_ALONG_CLASSES = FunctionReplacement(
     {
-        **{func: bound(_along_classes, func, _LOSS) for func in (F.cross_entropy, F.nll_loss)},
+        **{func: as_graph_function(_along_classes, func, _LOSS) for func in (F.cross_entropy, F.nll_loss)},
         **{
-            func: bound(_along_classes, func, log_softmax)
+            func: as_graph_function(_along_classes, func, log_softmax)
             for func in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)
         },
     }

@@ -18,7 +18,7 @@ from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.factors import stand_in_for, trace_factors, without_data
-from dshard.parallel.forward_values import NoAnswers, Replies
+from dshard.parallel.forward_values import HostReadMissing, HostReads
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.reachable_state import ReachableState
@@ -50,10 +50,10 @@ def price(
     try:
         try:
             return _priced(model, plan, (args, kwargs), reached, None)
-        except NoAnswers:
+        except HostReadMissing:
             answers = trace_factors(model, args, kwargs, reached).answers
             return _priced(model, plan, (args, kwargs), reached, answers)
-    except (NoAnswers, NotImplementedError) as error:
+    except (HostReadMissing, NotImplementedError) as error:
         reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
         raise LayoutError(
             f"a step of {type(model).__name__} does not run without data{reason}, and is not priced: lay it out by "
@@ -74,7 +74,7 @@ def _priced(
 
     def step() -> Iterator[None]:
         """A step, that stops between its passes."""
-        with Replies(answers):
+        with HostReads(answers):
             out = model(*args, **kwargs)
         yield
         _backward(out)

@@ -27,23 +27,23 @@ class State:
     `local` is the first rank's local shape, which begins at the origin and is the largest. `share` is the fraction of
     all elements that a rank holds on average, and that each holds if the layout is `even`. `exact` says for each dim
     whether it has elements and is sharded evenly. `split` is the dim that each mesh axis shards; `wide` are the axes of
-    more than one rank that shard each dim. `onward` and `straight` cache steps, `rest` lower bounds.
+    more than one rank that shard each dim. `successors` and `direct` cache steps, `rest` lower bounds.
     """
 
     __slots__ = (
         "axes",
+        "direct",
         "even",
         "exact",
         "local",
         "numel",
-        "onward",
         "partial",
         "rest",
         "shape",
         "share",
         "sizes",
         "split",
-        "straight",
+        "successors",
         "wide",
     )
 
@@ -63,8 +63,8 @@ class State:
         self.wide = axes if 1 not in sizes else tuple([tuple([a for a in s if sizes[a] > 1]) for s in axes])
         self.local, self.numel, self.share = tuple(local), prod(local), 1 / parts
         self.even = all(self.exact)
-        self.onward: dict[tuple[tuple[int, ...], Begins], tuple[LayoutEdge, ...]] = {}
-        self.straight: dict[State, LayoutEdge | None] = {}
+        self.successors: dict[tuple[tuple[int, ...], Begins], tuple[LayoutEdge, ...]] = {}
+        self.direct: dict[State, LayoutEdge | None] = {}
         self.rest: dict[State, float] = {}
 
     def others(self, dim: int) -> int:

@@ -192,11 +192,11 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
         if state is last:
             return here
         settled.add(state)
-        for move in space.onward(state, dims, begins):
+        for move in space.successors(state, dims, begins):
             if move.there.numel <= room and move.there not in settled:
                 queue.push(here, move)
         for target in targets:
-            straight = space.straight(state, target)
+            straight = space.direct(state, target)
             if straight is not None and target not in settled:
                 queue.push(here, straight)
     return None
@@ -235,8 +235,8 @@ def _greedy(space: Space, first: State, last: State) -> ReachedState | None:
     """
     here = ReachedState(None, first, 0.0, None)
     while here.state is not last:
-        state, straight, away = here.state, space.straight(here.state, last), _off(here.state, last)
-        moves = [*space.onward(state, useful_dims(state, last), begins_of(last)), *([straight] if straight else [])]
+        state, straight, away = here.state, space.direct(here.state, last), _off(here.state, last)
+        moves = [*space.successors(state, useful_dims(state, last), begins_of(last)), *([straight] if straight else [])]
         nearer = [move for move in moves if _off(move.there, last) < away]
         if not nearer:
             return None

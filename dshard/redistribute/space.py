@@ -167,15 +167,15 @@ class Space:
 
     # -- the steps from a state
 
-    def onward(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[LayoutEdge, ...]:
+    def successors(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[LayoutEdge, ...]:
         """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only as `begins` says."""
         key = (dims, begins)
-        moves = state.onward.get(key)
+        moves = state.successors.get(key)
         if moves is None:
-            moves = state.onward[key] = tuple(self._onward(state, dims, dict(begins)))
+            moves = state.successors[key] = tuple(self._successors(state, dims, dict(begins)))
         return moves
 
-    def _onward(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[LayoutEdge]:
+    def _successors(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[LayoutEdge]:
         ops = list(dict.fromkeys([op for op in state.partial if op is not None]))
         for axis, op in enumerate(state.partial):
             if op is not None:
@@ -228,12 +228,12 @@ class Space:
 
     # -- steps straight to some state
 
-    def straight(self, state: State, target: State) -> LayoutEdge | None:
+    def direct(self, state: State, target: State) -> LayoutEdge | None:
         """The single step from `state` to `target`, if there is one; an exchange has a lower bound on its seconds."""
-        if target not in state.straight:
+        if target not in state.direct:
             find = self._exchange if state.partial == target.partial else self._reduce_exchange
-            state.straight[target] = find(state, target)
-        return state.straight[target]
+            state.direct[target] = find(state, target)
+        return state.direct[target]
 
     def _exchange(self, state: State, target: State) -> LayoutEdge | None:
         """The exchange to `target`, which is partial on the same axes; a slice if it only cuts chunks."""
@@ -260,7 +260,7 @@ class Space:
         return LayoutEdge(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
 
     def exact(self, state: State, target: State) -> LayoutEdge:
-        """The exchange from `state` to `target` with its seconds, cached; `straight` only bounds them.
+        """The exchange from `state` to `target` with its seconds, cached; `direct` only bounds them.
 
         It does not replace the bound: of plans of one price a search would find another one after other searches, and
         ranks that have not planned the same before would begin different collectives.

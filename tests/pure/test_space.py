@@ -38,7 +38,7 @@ def test_steps_on_one_axis_are_those_of_layouts(case: Redistribution, topology: 
     space, dims = Space(src.mesh, topology, shape, 4), useful_dims(src, dst, shape)
     begins = tuple((i, p.reduce_op) for i, p in enumerate(dst.placements) if isinstance(p, Partial))
 
-    found = space.onward(space.state_of(src), dims, begins)
+    found = space.successors(space.state_of(src), dims, begins)
 
     steps = steps_from(src, dims, dict(begins))
     assert [step_of(space, space.state_of(src), move) for move in found] == steps
@@ -53,7 +53,7 @@ def test_a_step_straight_to_the_end_is_that_of_layouts(
     space, steps = Space(src.mesh, topology, shape, 4), steps_straight(src, dst)
     ends = space.state_of(src), space.state_of(dst)
 
-    found = space.straight(*ends)
+    found = space.direct(*ends)
 
     assert (found is None) == (not steps)
     if found is not None:

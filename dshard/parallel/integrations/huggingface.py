@@ -220,7 +220,7 @@ def gathered(model: nn.Module, state: dict[str, object], kept: bool) -> dict[str
     return out
 
 
-def adopt(model: nn.Module, boundary: Boundary) -> None:
+def wrap_for_huggingface(model: nn.Module, boundary: Boundary) -> None:
     """Give the models of transformers and peft in `model` the classes of parallelized models."""
     library, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
