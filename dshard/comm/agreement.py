@@ -42,7 +42,6 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
     collective.
 
     Raises:
-        ShapeError: other ranks have local tensors of other shapes.
         DtypeError, LayoutError: other ranks give other dtypes or placements.
     """
     shape = _even_global_shape(_shape(local), layout)
@@ -64,7 +63,6 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
     """The global shape of the tensor with these local tensors under `layout`, by an all_gather of their shapes.
 
     Raises:
-        ShapeError: the local shapes are not those of one tensor.
         DtypeError, LayoutError: the ranks give different dtypes or placements.
     """
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
@@ -106,11 +104,7 @@ def _exchanges_shapes(local: Tensor, runtime: Runtime) -> bool:
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
-    """Check that this rank's local tensor has the shape that `layout` gives it for `shape`, and return `shape`.
-
-    Raises:
-        ShapeError: the local tensor has another shape.
-    """
+    """Check that this rank's local tensor has the shape that `layout` gives it for `shape`, and return `shape`."""
     layout.check(shape)
     mesh = layout.mesh
     if type(local) is LocalTensor:
@@ -187,11 +181,7 @@ def group_with_data(mesh: Mesh) -> Group | None:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks of a process group, or of the world; `[value]` without processes.
-
-    Raises:
-        PeerError: a rank has ended, or waits for this one in another collective.
-    """
+    """The values of all ranks of a process group, or of the world; `[value]` without processes."""
     if not dist.is_initialized() or simulated_ranks() is not None:
         return [value]
     process_group: Any = group or dist.group.WORLD
@@ -321,12 +311,7 @@ def _dtypes() -> list[torch.dtype]:
 
 
 def _check_same_kind(rows: dict[Coordinate, list[int]], layout: Layout) -> None:
-    """Refuse local tensors of different dtypes or layouts, by the gathered rows of all ranks.
-
-    Raises:
-        DtypeError: the local tensors have different dtypes.
-        LayoutError: the ranks gave different placements.
-    """
+    """Refuse local tensors of different dtypes or layouts, by the gathered rows of all ranks."""
     dtypes = {at: _dtypes()[row[0]] for at, row in rows.items()}
     if len(set(dtypes.values())) > 1:
         first = {dtype: at for at, dtype in reversed(dtypes.items())}

@@ -122,11 +122,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_reduced(dtype: torch.dtype, what: str) -> None:
-    """Refuse a reduction in a floating-point dtype that torch does not add: terms rounded to it make no sum.
-
-    Raises:
-        DtypeError: float8, or less.
-    """
+    """Refuse a reduction in a floating-point dtype that torch does not add: terms rounded to it make no sum."""
     if dtype.is_floating_point and dtype.itemsize < 2:
         raise DtypeError(
             f"{what} in {dtype}: torch has no sums in this dtype, and terms rounded to it lose small numbers; reduce "

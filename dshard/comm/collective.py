@@ -105,11 +105,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def reduce(terms: Tensor, op: ReduceOp) -> Tensor:
-    """Terms along dim 0 -> their reduction, in the terms' own dtype; half precision is reduced in single.
-
-    Raises:
-        ShapeError: the max or min of complex numbers, or the mean of integers.
-    """
+    """Terms along dim 0 -> their reduction, in the terms' own dtype; half precision is reduced in single."""
     dtype = terms.dtype
     if dtype in _SIGNED:
         signed = terms.view(_SIGNED[dtype])

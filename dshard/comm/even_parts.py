@@ -71,12 +71,7 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
 
 
 def _compare(own: _Taken) -> None:
-    """Wait until all ranks of the mesh have assumed the same shape and dtype.
-
-    Raises:
-        ShapeError: a rank has assumed another shape.
-        DtypeError: a rank has assumed another dtype.
-    """
+    """Wait until all ranks of the mesh have assumed the same shape and dtype."""
     if own.world != this_world().count:
         return
     end, pause = monotonic() + SECONDS, 0.001

@@ -184,7 +184,6 @@ def wait_for(work: dist.Work, group: Group) -> None:
 
     Raises:
         Exception: of the kind that was raised on another rank.
-        PeerError: a rank has ended, or waits for this one in another collective.
     """
     if not group.backend.waits_on_host:
         host_wait(work.wait, group)
@@ -288,11 +287,7 @@ def not_begun(error: Exception, group: Group) -> Exception:
 
 
 def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:
-    """Wait once more, up to the timeout; whether the collective has completed.
-
-    Raises:
-        PeerError: the collective has ended with an error.
-    """
+    """Wait once more, up to the timeout; whether the collective has completed."""
     try:
         wait()
     except (RuntimeError, Late):
@@ -364,11 +359,7 @@ def _as_raised_on_peer(failed: Failed, here: Waiting) -> Exception:
 
 
 def _peer_waits(here: Waiting, seen: Mapping[int, Waiting]) -> dict[int, Waiting]:
-    """The waits of all ranks on which this rank depends, directly or by the ranks of their groups.
-
-    Raises:
-        PeerError: these ranks have waited in the same collectives since the last check, and are deadlocked.
-    """
+    """The waits of all ranks on which this rank depends, directly or by the ranks of their groups."""
     waits: dict[int, Waiting] = {}
     queue, visited = [*here.ranks], set[int]()
     while queue:

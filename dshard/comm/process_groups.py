@@ -167,9 +167,6 @@ def _new_group(ranks: tuple[int, ...], which: str, backend: str | None) -> dist.
 
     torch has arguments for neither: its functions that find a name, and a communicator to split, are replaced, for this
     thread alone. A split would be a call of all ranks of the world.
-
-    Raises:
-        MeshError: this torch ignores the name: ranks with different numbers of groups would wait for each other.
     """
     name = f"dshard:{','.join(map(str, ranks))}:{which}"
     with _answered(_process_group_name=name, _get_split_source=None):

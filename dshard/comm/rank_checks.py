@@ -61,22 +61,14 @@ def plan_text(plan: Plan) -> str:
 
 
 def compare_on(text: str, group: Group, device: torch.device) -> None:
-    """Check that every rank of the group is about to run the same plan, which `text` describes.
-
-    Raises:
-        MeshError: on every rank, naming who is about to run what.
-    """
+    """Check that every rank of the group is about to run the same plan, which `text` describes."""
     listed = _differences(text, group, device, "run")
     if listed:
         raise MeshError(f"the ranks are about to run different plans, so their programs have diverged: {listed}")
 
 
 def compare_draws(text: str, mesh: Mesh) -> None:
-    """In debug mode, check that every rank of the mesh is about to draw the same random numbers.
-
-    Raises:
-        MeshError: on every rank, naming who is about to draw what.
-    """
+    """In debug mode, check that every rank of the mesh is about to draw the same random numbers."""
     listed = _mesh_differences(text, mesh, "make")
     if listed:
         raise MeshError(
@@ -86,11 +78,7 @@ def compare_draws(text: str, mesh: Mesh) -> None:
 
 
 def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> None:
-    """In debug mode, check that every rank of the mesh makes the same call, with the same `contents`.
-
-    Raises:
-        MeshError: on every rank, naming who makes which call.
-    """
+    """In debug mode, check that every rank of the mesh makes the same call, with the same `contents`."""
     if not enabled() or (contents is not None and traced(contents)):
         return
     if contents is not None and type(contents.detach()) is Tensor and not contents.is_meta:
@@ -155,9 +143,6 @@ def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None
     """In debug mode, check that the ranks have equal tensors `x` along the axes on which `layout` replicates.
 
     They compare a norm and a random projection, so tensors that differ by rounding count as equal.
-
-    Raises:
-        LayoutError: on every rank, naming ranks that differ.
     """
     mesh = layout.mesh
     axes = [name for name, placement in zip(mesh.names, layout.placements, strict=True) if placement == Replicate()]
@@ -207,11 +192,7 @@ def _differences(text: str, group: Group, device: torch.device, verb: str) -> st
 
 
 def _gather_texts(text: str, group: Group, device: torch.device) -> dict[str, list[int]]:
-    """Exchange the texts of the ranks of the group; return the ranks of each different text.
-
-    Raises:
-        MeshError: not all ranks came to compare.
-    """
+    """Exchange the texts of the ranks of the group; return the ranks of each different text."""
     row = _row(text)
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     rows = mine.new_empty(len(group.ranks) * WIDTH)

@@ -53,9 +53,6 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
 
     Every rank of either mesh must call it. On a rank outside the source mesh only the dtype and the device of `x`
     count, and it may be empty; a rank outside the destination mesh gets None.
-
-    Raises:
-        MeshError: a mesh has no processes, or this rank is in neither.
     """
     if type(x) is LocalTensor:
         return _simulate(plan, x)
@@ -76,9 +73,6 @@ def begin_reshard(plan: ReshardPlan, x: Tensor, *, tag: int = 0, timeout: float 
     all ranks that they share, whatever their tags, and `begin_reshard` forwards chunks. Each tag has a process group,
     so that a plan does not wait for another's. Waits have no `timeout`, which would stop the host: torch's watchdog
     applies the limit of the process group.
-
-    Raises:
-        MeshError: a mesh has no processes, or this rank is in neither.
     """
     runtime = _runtime(plan)
     if not measuring():

@@ -108,9 +108,6 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
     """Flat pieces for each rank of the group along `axes` -> the flat pieces from each, in the order of the group.
 
     `sizes` says how many elements the rank at a coordinate sends to, and receives from, each.
-
-    Raises:
-        MeshError: the mesh has no processes.
     """
     with torch.no_grad():
         return _Swap(mesh, axes, sizes)(x)  # type: ignore[no-any-return]
@@ -141,9 +138,6 @@ def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequen
 
     Collectives run beside the computation between their begin and their end. In debug mode the ranks first compare
     `plans`.
-
-    Raises:
-        MeshError: the mesh has no processes.
     """
     with torch.no_grad():
         return world_of(mesh, tensors).run(mesh, make, tensors, plans)

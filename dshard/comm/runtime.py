@@ -130,11 +130,7 @@ _RUNTIMES: dict[Mesh, Runtime] = {}
 
 
 def bind(device_mesh: DeviceMesh) -> Mesh:
-    """The pure mesh of a torch DeviceMesh; its process groups are cached for `runtime_of`.
-
-    Raises:
-        MeshError: there is no process group, or the mesh has ranks beyond the world.
-    """
+    """The pure mesh of a torch DeviceMesh; its process groups are cached for `runtime_of`."""
     if not dist.is_initialized():
         raise MeshError(
             "a DeviceMesh needs a process group: call torch.distributed.init_process_group first, "
@@ -215,11 +211,7 @@ def init_device_mesh(
 
 
 def _device_type(name: object) -> str:
-    """The device type called `name`: any that torch knows, including those of custom backends.
-
-    Raises:
-        MeshError: torch knows no device type of this name, or the name has an index.
-    """
+    """The device type called `name`: any that torch knows, including those of custom backends."""
     try:
         known = torch.device(name) if isinstance(name, str) else None
     except RuntimeError:
@@ -266,11 +258,7 @@ def planned_backend(mesh: Mesh) -> Backend:
 
 
 def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
-    """The runtime of `mesh`, and the coordinate of this process on it.
-
-    Raises:
-        MeshError: the mesh has no processes, or this process is not in it.
-    """
+    """The runtime of `mesh`, and the coordinate of this process on it."""
     runtime = runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         why = "has no processes" if runtime is None else f"does not contain this rank, {runtime.rank}"
@@ -320,11 +308,7 @@ def planning() -> Iterator[None]:
 
 
 def current_mesh() -> DeviceMesh:
-    """torch's mesh of the innermost `with mesh:` block around the call.
-
-    Raises:
-        MeshError: the call is in no such block.
-    """
+    """torch's mesh of the innermost `with mesh:` block around the call."""
     try:
         device_mesh: DeviceMesh = mesh_environment.get_current_mesh()
     except RuntimeError as error:
@@ -333,11 +317,7 @@ def current_mesh() -> DeviceMesh:
 
 
 def as_mesh(mesh: DeviceMesh | Mesh | None) -> Mesh:
-    """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call.
-
-    Raises:
-        MeshError: it is no mesh, or has no process group; or there is no such block.
-    """
+    """The pure mesh of `mesh`, or without one of the `with mesh:` block around the call."""
     if isinstance(mesh, Mesh):
         return mesh
     mesh = current_mesh() if mesh is None else mesh

@@ -30,9 +30,6 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     The rank number `source` of the mesh sends each rank its local tensor; with None each rank slices its own `x`, and
     nothing is sent. A slice has the memory order of `x`; what is sent is contiguous, as ranks may differ in that order.
     A rank outside the mesh gets a tensor without data, as all do without processes.
-
-    Raises:
-        MeshError: `source` is not a rank of the mesh.
     """
     mesh = layout.mesh
     if source is not None and (not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < mesh.size):

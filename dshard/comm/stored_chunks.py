@@ -25,12 +25,7 @@ def _torch() -> tuple[Any, Any]:
 
 
 def boxes(layout: Layout, shape: Shape) -> list[Region]:
-    """The boxes that this rank holds: one or none.
-
-    Raises:
-        LayoutError: the tensor is partial on a mesh axis.
-        MeshError: the mesh has no processes.
-    """
+    """The boxes that this rank holds: one or none."""
     _check_values(layout)
     runtime = runtime_of(layout.mesh)
     if runtime is None:
@@ -78,10 +73,6 @@ def chunks(layout: Layout, shape: Shape) -> list[Any]:
 
 
 def part(local: Tensor, layout: Layout, shape: Shape) -> Tensor:
-    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape.
-
-    Raises:
-        LayoutError: the tensor is partial on a mesh axis.
-    """
+    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape."""
     _check_values(layout)
     return local.new_empty(shape) if 0 in shape else local.detach()

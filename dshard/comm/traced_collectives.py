@@ -57,11 +57,7 @@ def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
 
 
 def outside_graphs(what: str) -> None:
-    """Refuse a block within a region that torch.compile traces, where it would apply to tracing, not to running.
-
-    Raises:
-        CompileError: within such a region.
-    """
+    """Refuse a block within a region that torch.compile traces, where it would apply to tracing, not to running."""
     if is_dynamo_compiling():
         raise CompileError(
             f"{what} within a compiled region: choices are made when the region is compiled; "

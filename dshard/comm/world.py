@@ -69,11 +69,7 @@ class Moving:
         raise NotImplementedError
 
     def __call__(self, x: Any) -> Any:
-        """The local tensor, or tensors, of `x` once moved: they share no memory with `x`.
-
-        Raises:
-            MeshError: the mesh has no processes.
-        """
+        """The local tensor, or tensors, of `x` once moved: they share no memory with `x`."""
         first: Tensor = x if self.dtype is None else x[0]
         if first.requires_grad and torch.is_grad_enabled():
             with torch.no_grad():
@@ -258,11 +254,7 @@ SIMULATED_RANKS, SHAPES = OfSimulatedRanks(), OfShapes()
 
 
 def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
-    """Where these local tensors of a mesh live.
-
-    Raises:
-        MeshError: nowhere: they have data, but the mesh has no processes, or this one is not in it.
-    """
+    """Where these local tensors of a mesh live."""
     if any(type(x) is LocalTensor for x in tensors):
         return SIMULATED_RANKS
     if any(x.is_meta for x in tensors):

@@ -127,9 +127,6 @@ def ways_of(requested: RequestedLoops, rule: Rule, layouts: Sequence[Layout]) ->
 
     Axes without a role may have any loop. Without a requested loop an axis on which all operands are replicated stays
     so, and a ring goes around axes that shard the sequence of keys, the first of them outermost.
-
-    Raises:
-        StrategyError: no such name or loop, more loops than mesh axes, or a ring around an axis of one rank.
     """
     mesh, axes = layouts[0].mesh, range(layouts[0].mesh.ndim)
     if isinstance(requested, tuple) and len(requested) != mesh.ndim:
@@ -184,11 +181,7 @@ def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:
 
 
 def check_attention(requested: object) -> RequestedLoops:
-    """Check a name of `ATTENTIONS`, or loops, one for each mesh axis or None for any, and return it.
-
-    Raises:
-        StrategyError: neither, with the known names.
-    """
+    """Check a name of `ATTENTIONS`, or loops, one for each mesh axis or None for any, and return it."""
     if isinstance(requested, str) and requested in ATTENTIONS:
         return requested
     if isinstance(requested, tuple | list) and requested and all(loop in (None, *LOOPS, *RINGS) for loop in requested):

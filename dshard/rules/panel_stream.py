@@ -53,9 +53,6 @@ class AutoPanels:
     Symmetric memory is one more choice, on topologies that say that NVLink joins the ranks on one host. The choice is
     limited to those whose buffers take at most `limit` bytes on a rank, or else to the smallest buffers. It is made
     for each gradient anew.
-
-    Raises:
-        StrategyError: a limit below zero.
     """
 
     limit: int | None = None

@@ -82,10 +82,6 @@ class Candidates:
 
     Candidates are of these `kinds`, beside those with whole keys. `reach` says which keys queries may see, where that
     is known. `held` says whether the scores are held in memory.
-
-    Raises:
-        StrategyError: what is asked for cannot be, for these heads or on this mesh.
-        CompileError: a ring in a compiled region.
     """
 
     def __init__(
@@ -241,11 +237,7 @@ class Candidates:
 
 
 def _forms(balanced: bool | None, call: RingCall) -> tuple[bool, ...]:
-    """Whether halves are swapped: nothing is gained by it where queries see all keys.
-
-    Raises:
-        StrategyError: a balanced ring with a mask, whose rows lie as those of the queries.
-    """
+    """Whether halves are swapped: nothing is gained by it where queries see all keys."""
     if balanced and len(call.specs) > 3:
         raise StrategyError(
             "attention='balanced ring' with attn_mask: halves are swapped where is_causal says what is seen; use 'ring'"

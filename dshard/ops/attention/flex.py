@@ -88,11 +88,7 @@ def flex_attention(
 
 
 def flex_attention_operator(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, None, None]:
-    """The operator that torch's own `flex_attention` calls, without the statistics of the scores.
-
-    Raises:
-        LayoutError: the statistics are requested.
-    """
+    """The operator that torch's own `flex_attention` calls, without the statistics of the scores."""
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "of_scores", "of_mask")
     q, k, v, score_mod, mask, scale, kernel_options, *used = bind_arguments(names, args, kwargs)
     recorded = any(x.requires_grad for x in (q, k, v))  # for which torch asks for the first of them itself

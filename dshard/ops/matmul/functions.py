@@ -60,10 +60,6 @@ def choose_matmul(
     """The cheapest matmul of these tensors within the options; cached.
 
     `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
-
-    Raises:
-        MeshError: operands on different meshes.
-        DtypeError: operands of different dtypes.
     """
     recorded = torch.is_grad_enabled()
     called = (name, key, None if options is NO_OPTIONS else options)  # which has no hash at hand
@@ -121,12 +117,7 @@ def _cut_spec(spec: Spec, operand: Operand) -> Spec:
 
 
 def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """The operands as distributed tensors: plain tensors of zeros that autograd made become replicated ones.
-
-    Raises:
-        MeshError: operands on different meshes.
-        MixedError: a plain tensor among them.
-    """
+    """The operands as distributed tensors: plain tensors of zeros that autograd made become replicated ones."""
     mesh = common_mesh(name, list(tensors))
     return [as_distributed(t, replicated(mesh)) for t in tensors]
 

@@ -47,11 +47,7 @@ class MatmulOptions:
         return (self.strategy if isinstance(self.strategy, Schedule) else strategy_named(self.strategy).schedule).stream
 
     def constraints(self, rule: Rule, mesh: Mesh, needs: Sequence[bool], leaf: Sequence[bool]) -> Constraints:
-        """The constraints for one matmul; `needs`: which operands need a gradient, `leaf`: which are autograd leaves.
-
-        Raises:
-            StrategyError: there is no such strategy, or not on this mesh; or saved="moved" with panels.
-        """
+        """The constraints for one matmul; `needs`: which operands need a gradient, `leaf`: which are leaves."""
         stream = self.streamed()
         if stream is not None and self.saved == "moved":
             raise StrategyError(
@@ -197,31 +193,19 @@ def enter_options(options: MatmulOptions) -> Callable[[], None]:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse what is neither the name of a strategy nor a schedule.
-
-    Raises:
-        StrategyError: with the names there are.
-    """
+    """Refuse what is neither the name of a strategy nor a schedule."""
     if not isinstance(strategy, Schedule):
         strategy_named(strategy)  # type: ignore[arg-type]  # it refuses what is no name
 
 
 def check_saved(saved: object) -> None:
-    """Refuse another choice than those of `Saved`.
-
-    Raises:
-        StrategyError: with the choices.
-    """
+    """Refuse another choice than those of `Saved`."""
     if saved not in ("auto", "moved", "stored"):
         raise StrategyError(f"saved={saved!r}: use 'auto', 'moved' or 'stored'")
 
 
 def stream_of(panels: int | Literal["auto"] | Stream | None, limit: int | None = None) -> Stream | AutoPanels | None:
-    """A number of panels as a stream, or as a choice within a limit of bytes in buffers.
-
-    Raises:
-        StrategyError: less than one panel, or no number; a limit, but no choice.
-    """
+    """A number of panels as a stream, or as a choice within a limit of bytes in buffers."""
     if panels == "auto":
         return AutoPanels(limit)
     if limit is not None:

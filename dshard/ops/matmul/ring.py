@@ -62,9 +62,6 @@ def executor(
     Collectives replace a ring along several axes, for sums in half precision, which a ring would round at every rank,
     and for replicated results, which a ring would leave different in their last bits. They replace symmetric memory
     where `fused_matmul` finds no kernel.
-
-    Raises:
-        StrategyError: symmetric memory on processes that have none.
     """
     if stream.transport == "symmetric":
         check_symmetric(stream, plans[0].src.mesh, topology)

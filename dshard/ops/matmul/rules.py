@@ -25,11 +25,7 @@ def notation(text: str) -> Operator:
 
 
 def same_dtype(name: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse operands of a matmul that differ in dtype, which torch does not check on meta tensors.
-
-    Raises:
-        DtypeError: they differ.
-    """
+    """Refuse operands of a matmul that differ in dtype, which torch does not check on meta tensors."""
     if len(set(dtypes)) > 1:
         listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(f"{name}: operands of dtype {listed}; a matmul takes one dtype, so convert with .to(dtype)")

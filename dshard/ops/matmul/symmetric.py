@@ -77,11 +77,7 @@ class FusedMatmul:
 
 
 def check_symmetric(stream: Stream, mesh: Mesh, topology: Topology) -> None:
-    """Refuse symmetric memory where the processes of a mesh, or this torch, have none.
-
-    Raises:
-        StrategyError: they are not NCCL's, or are simulated.
-    """
+    """Refuse symmetric memory where the processes of a mesh, or this torch, have none."""
     if not (_has_symmetric_memory(mesh, topology) and _has_loaded()):
         who = "simulated ranks" if simulated_ranks() is not None else f"backend {planned_backend(mesh).name!r}"
         raise StrategyError(

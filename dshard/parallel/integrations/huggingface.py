@@ -87,11 +87,7 @@ class ParallelizedModel(Adopted):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """True, so that the Trainer and accelerate do not wrap the model or reduce its gradients.
-
-        Raises:
-            LayoutError: the caller is a Trainer that would load other data on the ranks than the model takes.
-        """
+        """True, so that the Trainer and accelerate do not wrap the model or reduce its gradients."""
         _check_data_of_trainer(boundary_of(self))
         return True
 
@@ -148,11 +144,7 @@ def shard_static_caches(model: nn.Module, args: tuple[object, ...], kwargs: dict
 
 
 def _check_data_of_trainer(boundary: Boundary) -> None:
-    """Refuse the Trainer, which loads other rows on each rank, if ranks must take the same rows.
-
-    Raises:
-        LayoutError: naming what to change.
-    """
+    """Refuse the Trainer, which loads other rows on each rank, if ranks must take the same rows."""
     mesh, shared = boundary.plan.mesh, _ranks_per_batch(boundary)
     if runtime_of(mesh) is None or mesh.size == 1 or shared == 1 or mesh.device_type != "cpu":
         return

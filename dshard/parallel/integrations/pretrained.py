@@ -173,11 +173,7 @@ class _Load:
 
 
 def _class_of(model_class: Any, name: Any, library: Any, options: Mapping[str, Any]) -> Any:
-    """The class of the model: `model_class`, or the class that it chooses by the configuration.
-
-    Raises:
-        ArgumentError: no class of models of transformers.
-    """
+    """The class of the model: `model_class`, or the class that it chooses by the configuration."""
     if hasattr(model_class, "from_config"):
         taken = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
         config = options.get("config") or library.AutoConfig.from_pretrained(

@@ -139,11 +139,7 @@ class SequenceParallel(ParallelStyle):
 
 
 def _placement(name: str, placement: Placement | None, default: Placement) -> Placement:
-    """The placement given to a style, or its default.
-
-    Raises:
-        LayoutError: no placement.
-    """
+    """The placement given to a style, or its default."""
     if placement is None:
         return default
     check_placement(name, placement)
@@ -151,11 +147,7 @@ def _placement(name: str, placement: Placement | None, default: Placement) -> Pl
 
 
 def check_placement(name: str, placement: object) -> None:
-    """Refuse a value that is no placement.
-
-    Raises:
-        LayoutError: with the name of the argument.
-    """
+    """Refuse a value that is no placement."""
     way_out = "give one placement, Shard(dim), Replicate() or Partial(op)"
     check_type(placement, Shard | Replicate | Partial, name, way_out, LayoutError)
 
@@ -166,10 +158,6 @@ def distributed_input(
     """An input as a DTensor with placements `desired`; a plain one is this rank's local tensor under `layouts`.
 
     `size` is the size of the last dim, if the module knows it. Other dims count as even, as in `DTensor.from_local`.
-
-    Raises:
-        MixedError: the input is no tensor.
-        LayoutError: a mesh of several axes, or a dim that the input does not have.
     """
     if not isinstance(x, Tensor):
         raise MixedError(
@@ -228,11 +216,7 @@ def _returned(
 
 
 def one_axis(mesh: AnyMesh) -> Mesh:
-    """The pure mesh of `mesh`; refuses more than one axis.
-
-    Raises:
-        LayoutError: it has several.
-    """
+    """The pure mesh of `mesh`; refuses more than one axis."""
     pure = as_mesh(mesh)
     if pure.ndim != 1:
         raise LayoutError(

@@ -60,9 +60,6 @@ def export(value: Exported | Drawing, path: str | PathLike[str], *, form: str | 
     """Write an explanation, a trace or a table to a file: "html", "svg" or "txt", or "json" for machines.
 
     The form is the file's ending unless given.
-
-    Raises:
-        NotationError: another form, or "json" for a table, which has no data.
     """
     file = Path(path)
     form = form or file.suffix.removeprefix(".")
