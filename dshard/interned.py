@@ -6,6 +6,7 @@ when it is made; from then on its hash and its comparison are those of any objec
 
 from __future__ import annotations
 
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,9 +20,8 @@ class _Interning(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
-        key = (cls, *made.fields())
         with _LOCK:
-            return _VALUES.setdefault(key, made)
+            return _VALUES.setdefault((cls, made.fields()), made)
 
 
 class Interned(metaclass=_Interning):
@@ -35,7 +35,8 @@ class Interned(metaclass=_Interning):
 
     def fields(self) -> tuple[Any, ...]:
         """The values of the fields that `__init__` takes, as `__post_init__` has left them."""
-        return tuple([getattr(self, name) for name in self.__match_args__])
+        values: tuple[Any, ...] = attrgetter(*self.__match_args__)(self)
+        return values
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), self.fields()

@@ -24,6 +24,7 @@ from dshard.placements import (
     nested_chunk,
     parse_placements,
 )
+from dshard.placements.types import TORCH_TWINS
 from dshard.validate import check_type, of_wrong_type, shown
 
 _set = object.__setattr__
@@ -60,7 +61,10 @@ class Layout(Interned, Drawn):
             raise of_wrong_type(LayoutError)(
                 f"a layout on {shown(self.mesh)}: give a dshard.Mesh, such as Mesh((2, 4), ('dp', 'tp'))"
             )
-        placements, strided = from_torch(placements_on(self.mesh, self.placements), self.mesh.shape)
+        placements, order = placements_on(self.mesh, self.placements), self.order
+        if not {*map(type, placements)} <= TORCH_TWINS.keys():
+            placements, strided = from_torch(placements, self.mesh.shape)
+            order = order or strided
         _check_placements(self.mesh, placements)
         axes: dict[int, tuple[int, ...]] = {}
         for i, placement in enumerate(placements):
@@ -69,7 +73,7 @@ class Layout(Interned, Drawn):
                 if dim < 0:
                     raise LayoutError(f"{placement} in a layout, which is of tensors of any shape: count dims from 0")
                 axes[dim] = (*axes[dim], i) if dim in axes else (i,)
-        order = _canonical_order(axes, _pairs(self.order or strided)) if self.order or strided else ()
+        order = _canonical_order(axes, _pairs(order)) if order else ()
         axes.update(order)
         for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
             _set(self, name, value)
@@ -90,7 +94,7 @@ class Layout(Interned, Drawn):
 
     def partial_axes(self) -> tuple[int, ...]:
         """The indices of the mesh axes on which the tensor is partial."""
-        return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))
+        return tuple([i for i, placement in enumerate(self.placements) if isinstance(placement, Partial)])
 
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
         """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
@@ -98,11 +102,11 @@ class Layout(Interned, Drawn):
 
     def region(self, shape: Sequence[int], coordinate: Coordinate) -> Region:
         """The region of a tensor of global shape `shape` that the rank at `coordinate` holds."""
-        return tuple(self.dim_range(dim, size, coordinate) for dim, size in enumerate(shape))
+        return tuple([self.dim_range(dim, size, coordinate) for dim, size in enumerate(shape)])
 
     def local_shape(self, shape: Sequence[int], coordinate: Coordinate) -> Shape:
         """The local shape, on the rank at `coordinate`, of a tensor of global shape `shape`."""
-        return tuple(len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape))
+        return tuple([len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape)])
 
     def local_numel(self, shape: Sequence[int]) -> int:
         """The number of elements of the largest local tensor."""
@@ -130,7 +134,7 @@ class Layout(Interned, Drawn):
 
     def names_of(self, dim: int) -> tuple[str, ...]:
         """The names of the mesh axes that shard tensor dim `dim`, from major to minor."""
-        return tuple(self.mesh.names[axis] for axis in self.axes_of(dim))
+        return tuple([self.mesh.names[axis] for axis in self.axes_of(dim)])
 
     def replace(self, axis: int, placement: Placement) -> Layout:
         """This layout with another placement on the mesh axis of index `axis`, which comes last in its tensor dim.
@@ -266,8 +270,8 @@ def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
 def _layout_of(mesh: Mesh, placements: tuple[object, ...], ndim: int) -> Layout:
     own, strided = from_torch(placements, mesh.shape)
     _check_placements(mesh, own)
-    resolved = tuple(_resolve(placement, ndim) for placement in own)
-    return Layout(mesh, resolved, tuple((dim % ndim, axes) for dim, axes in strided if ndim))
+    resolved = tuple([_resolve(placement, ndim) for placement in own])
+    return Layout(mesh, resolved, tuple([(dim % ndim, axes) for dim, axes in strided if ndim]))
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
@@ -285,7 +289,7 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
         dim, colon, names = word.partition(":")
         if not colon or not dim.isdecimal():
             raise NotationError(f"{word!r} is no order of mesh axes: write 'dim:major,minor', as in '0:tp,dp'")
-        pairs.append((int(dim), tuple(mesh.axis(name) for name in names.split(","))))
+        pairs.append((int(dim), tuple([mesh.axis(name) for name in names.split(",")])))
     return Layout(mesh, parse_placements(placements, mesh.names), tuple(pairs))
 
 

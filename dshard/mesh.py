@@ -50,12 +50,12 @@ class Mesh(Interned):
         _set(self, "ranks", _ranks(self.ranks) or tuple(range(prod(self.shape))))
         _check(self)
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)

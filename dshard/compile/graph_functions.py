@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, wraps
 from types import FunctionType
@@ -27,6 +27,11 @@ def as_graph_function(function: Callable[..., object], *values: object) -> str:
     name = _NAMES.setdefault((function, values), f"{function.__name__} {len(_NAMES)}")
     FUNCTIONS[name] = partial(function, *values)
     return name
+
+
+def as_graph_functions(function: Callable[..., object], value: object, others: Iterable[_T]) -> dict[_T, str]:
+    """The name under which a graph may call `function(value, other)`, for each of `others`."""
+    return {other: as_graph_function(function, value, other) for other in others}
 
 
 def call_in_graph(name: str, *args: object, **kwargs: object) -> Any:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+_TREES = (list, tuple, dict)
+
 
 def leaves(tree: object) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
-    if not isinstance(tree, list | tuple | dict):
+    if not isinstance(tree, _TREES):
         return [tree]
     out: list[Any] = []
     for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, list | tuple | dict):
+        if isinstance(item, _TREES):
             out += leaves(item)
         else:
             out.append(item)
@@ -23,13 +25,13 @@ def leaves(tree: object) -> list[Any]:
 
 def replace_leaves(tree: object, change: Callable[[Any], object]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each leaf, in order."""
-    if isinstance(tree, list):
-        return [replace_leaves(item, change) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(replace_leaves(item, change) for item in tree)
+    if not isinstance(tree, _TREES):
+        return change(tree)
+    items = tree.values() if isinstance(tree, dict) else tree
+    changed = [replace_leaves(item, change) if isinstance(item, _TREES) else change(item) for item in items]
     if isinstance(tree, dict):
-        return {name: replace_leaves(item, change) for name, item in tree.items()}
-    return change(tree)
+        return dict(zip(tree, changed, strict=True))
+    return changed if isinstance(tree, list) else tuple(changed)
 
 
 def tensors_in(tree: object) -> list[Tensor]:
@@ -40,3 +42,9 @@ def tensors_in(tree: object) -> list[Tensor]:
 def replace_tensors(tree: object, change: Callable[[Tensor], object]) -> Any:
     """`tree`, nested tuples, lists and dicts, with `change` applied to each tensor, in order."""
     return replace_leaves(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def with_tensors(tree: object, tensors: Iterable[object]) -> Any:
+    """`tree`, nested tuples, lists and dicts, with these in place of its tensors, in order."""
+    rest = iter(tensors)
+    return replace_leaves(tree, lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf)

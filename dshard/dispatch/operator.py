@@ -38,7 +38,7 @@ from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.subclasses import refuse_own_rules
-from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
+from dshard.core.trees import leaves, replace_leaves, tensors_in, with_tensors
 from dshard.core.view_sync import (
     COMPUTED,
     RESHAPED_VIEWS,
@@ -152,9 +152,8 @@ def _on_one_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
 
 def call_of(func: OpOverload, mesh: Mesh, args: Args, kwargs: Kwargs) -> tuple[Call, object]:
     """The call with specs in place of tensors, and its result on meta tensors."""
-    specs = tuple(spec_like(t, mesh) for t in tensors_in((args, kwargs)))
-    rest = iter(specs)
-    spec_args, spec_kwargs = replace_tensors((args, kwargs), lambda _: next(rest))
+    specs = tuple([spec_like(t, mesh) for t in tensors_in((args, kwargs))])
+    spec_args, spec_kwargs = with_tensors((args, kwargs), specs)
     result = infer(func, *replace_leaves((spec_args, spec_kwargs), lambda x: x.meta() if isinstance(x, Spec) else x))
     return Call(func, spec_args, spec_kwargs, specs, tuple(tensors_in(result))), result
 

@@ -22,7 +22,7 @@ from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
-from dshard.core.trees import replace_tensors, tensors_in
+from dshard.core.trees import replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
@@ -173,10 +173,10 @@ class Tracer:
 
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
-        if any(x.is_meta for x in tensors_in((args, kwargs))):
+        op, tensors = find(func), tensors_in((args, kwargs))
+        if len({x.is_meta for x in tensors}) > 1:
             args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
-        op = find(func)
-        tensors = tensors_in((args, kwargs))
+            tensors = tensors_in((args, kwargs))
         if op is None and tensors:
             function = DECOMPOSITIONS.get(func) or decomposition_of(func)
             if function is not None:
@@ -187,7 +187,7 @@ class Tracer:
         out = with_meta_form(func)(*args, **kwargs)
         outs = tensors_in(out)
         if tensors and outs and out is not args[0]:
-            rule = None if op is None else _rule(op.rule, func, args, kwargs, tensors, outs)
+            rule = None if op is None else _rule(op.rule, func, (args, kwargs), tensors, outs)
             self.join(rule, tensors, outs)
         return out
 
@@ -281,11 +281,10 @@ class Tracer:
 
 
 def _rule(
-    of: Callable[[Call], Rule], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Tensor], outs: Any
+    of: Callable[[Call], Rule], func: OpOverload, operands: Any, tensors: Sequence[Tensor], outs: Any
 ) -> Rule | None:
-    specs = tuple(spec_of(ONE, tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
-    rest = iter(specs)
-    spec_args, spec_kwargs = replace_tensors((args, kwargs), lambda _: next(rest))
+    specs = tuple([spec_of(ONE, tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors])
+    spec_args, spec_kwargs = with_tensors(operands, specs)
     return of(Call(func, spec_args, spec_kwargs, specs, tuple(outs)))
 
 

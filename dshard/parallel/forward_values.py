@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.composite_table import REWRITTEN
 from dshard.errors import LayoutError
@@ -168,6 +168,7 @@ class ForwardValues(_Rewriting):
         self.note(func, args, kwargs)
         if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors):
             args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
+            tensors = tensors_in((args, kwargs))
         try:
             out = func(*args, **kwargs)
         except RuntimeError:
@@ -176,7 +177,8 @@ class ForwardValues(_Rewriting):
             # torch refuses operands on two devices
             args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta else self._stand_in(x))
             out = func(*args, **kwargs)
-        origin = self._origin(func, args, kwargs)
+            tensors = tensors_in((args, kwargs))
+        origin = self._origin(func, args, kwargs, tensors)
         if writes:
             written = tensors_in((args[:1], kwargs.get("out")))
             self._forget(written, origin)
@@ -187,20 +189,11 @@ class ForwardValues(_Rewriting):
             self._note(tensors_in(out), origin)
         return out
 
-    def _origin(self, func: Function, args: Args, kwargs: Kwargs) -> Origin:
-        origins: list[Origin] = []
-
-        def known(leaf: object) -> Any:
-            if not isinstance(leaf, Tensor):
-                return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-            result = self.results.get(id(leaf))
-            if result is None:
-                return leaf
-            origins.append(result.origin)
-            return result
-
-        operands = replace_leaves((args, kwargs), known)
-        return Origin(func, operands, frozenset(name for each in origins for name in each.inputs), None, origins)
+    def _origin(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Origin:
+        known = [self.results.get(id(x), x) for x in tensors]
+        origins = [each.origin for each in known if isinstance(each, _Result)]
+        inputs = frozenset([name for each in origins for name in each.inputs])
+        return Origin(func, with_tensors((args, kwargs), known), inputs, None, origins)
 
     def _note(self, tensors: Sequence[Tensor], origin: Origin) -> None:
         for i, x in enumerate(tensors):
@@ -226,7 +219,7 @@ class ForwardValues(_Rewriting):
     def _count(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """The results, without data, of a function whose shapes depend on values; their values are kept."""
         results = self._answer(func, args, kwargs)
-        inputs = self._origin(func, args, kwargs).inputs
+        inputs = self._origin(func, args, kwargs, tensors_in((args, kwargs))).inputs
         self.answers.append(replace_tensors(results, _without_data))
         out = replace_tensors(results, _without_data)
         self._note(tensors_in(out), Origin(None, ((), {}), inputs, tensors_in(results)))
@@ -234,7 +227,7 @@ class ForwardValues(_Rewriting):
 
     @disable_modes()
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        question = self._origin(func, args, kwargs)
+        question = self._origin(func, args, kwargs, tensors_in((args, kwargs)))
         for each in question.origins:
             self._compute(each, question)
         with torch.no_grad():
@@ -273,6 +266,8 @@ def _value(leaf: object) -> Any:
     if isinstance(leaf, _Result):
         assert leaf.origin.results is not None
         leaf = leaf.origin.results[leaf.number]
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 

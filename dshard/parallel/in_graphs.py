@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.compile.graph_functions import as_graph_function, call_in_graph
+from dshard.compile.graph_functions import as_graph_function, as_graph_functions, call_in_graph
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import FunctionReplacement, PlainReplicated
 from dshard.core.signature import Function
@@ -42,7 +42,7 @@ def by_schedule(schedule: Schedule) -> FunctionReplacement:
 
 @cached("matmuls of graphs", 1024)
 def _matmuls_by(schedule: Schedule) -> dict[Function, str]:
-    return {function: as_graph_function(_scheduled, schedule, function) for function in _PRODUCTS}
+    return as_graph_functions(_scheduled, schedule, _PRODUCTS)
 
 
 def by_loops(loops: AttentionLoops) -> FunctionReplacement:

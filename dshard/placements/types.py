@@ -26,12 +26,23 @@ These initialise what they make in `__new__`.
 """
 
 
+_MADE: dict[tuple[object, ...], Any] = {}
+"""The one placement of a class with these arguments."""
+_OF_FIELDS = {int, str}
+
+
 class _Placement:
     """The questions that torch's placements answer. No slots: `TORCH_TWINS` derive from torch's, too."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        known: Any = _MADE.get((cls, *args)) if {*map(type, args)} <= _OF_FIELDS and not kwargs else None
+        if known is not None:
+            return known  # type: ignore[no-any-return]
         kind: Any = TORCH_TWINS.get(cls)
-        return super().__new__(cls) if kind is None else kind.__new__(kind, *args, **kwargs)
+        if kind is None:
+            return super().__new__(cls)
+        made: Any = kind.__new__(kind, *args, **kwargs)
+        return _MADE.setdefault((cls, *args), made) if not kwargs else made  # type: ignore[no-any-return]
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is a Shard, of tensor dim `dim` if one is given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 from dshard.caches import cached
@@ -47,6 +47,17 @@ from dshard.redistribute.step import (
 from dshard.topology import Topology
 
 
+class _StatesOf(dict[Layout, "State"]):
+    """The states of layouts in a space, made as they are asked for."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    def __missing__(self, layout: Layout) -> State:
+        state = self[layout] = self.space.state(*axes_and_partial(layout, len(self.space.shape)))
+        return state
+
+
 class Space:
     """The states of tensors of one shape on one mesh and topology, created as searches reach them."""
 
@@ -60,7 +71,8 @@ class Space:
         self.level = len(alone) < 2 and not any(link.measured for link in alone)
         """Whether it does not matter along which axes bytes are exchanged."""
         self.states: dict[tuple[Axes, Partials], State] = {}
-        self.by_layout: dict[Layout, State] = {}
+        self.state_of: Callable[[Layout], State] = _StatesOf(self).__getitem__
+        """The state of a `Layout`."""
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], ReachedState] = {}
         self.exchanges: dict[tuple[State, State], LayoutEdge] = {}
@@ -71,13 +83,6 @@ class Space:
         if cached is None:
             cached = self.states[axes, partial] = State(axes, partial, self.shape, self.sizes)
         return cached
-
-    def state_of(self, layout: Layout) -> State:
-        """The state of a `Layout`."""
-        state = self.by_layout.get(layout)
-        if state is None:
-            state = self.by_layout[layout] = self.state(*axes_and_partial(layout, len(self.shape)))
-        return state
 
     # -- states that differ only in the names of their mesh axes
 

@@ -112,7 +112,7 @@ def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...])
             for term, layout in layouts:
                 for dim, factors in enumerate(term):
                     if factor in factors:
-                        axes_of_dim = tuple(axis for axis in layout.axes_of(dim) if axis in axes)
+                        axes_of_dim = tuple([axis for axis in layout.axes_of(dim) if axis in axes])
                         orders |= {
                             order: None
                             for order in permutations(axes)
@@ -144,15 +144,17 @@ def expand(
             return None
     try:
         inputs = tuple(
-            operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
-            for i, term in enumerate(rule.inputs)
+            [
+                operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
+                for i, term in enumerate(rule.inputs)
+            ]
         )
         outputs = tuple(
-            _layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)
+            [_layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)]
         )
     except LayoutError:  # one tensor would be partial by two reductions
         return None
-    gradients = tuple(_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs))
+    gradients = tuple([_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs)])
     return Expansion(inputs, outputs, gradients, assignment, order)
 
 
@@ -177,9 +179,11 @@ def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, 
     A sharded factor that an output lacks leaves it partial, or, if the rule does not shard it, replicated.
     """
     factors: list[Row] = [next((f for f, axes in order.items() if axis in axes), None) for axis in range(mesh.ndim)]
-    rows = tuple(None if factor in rule.unsharded else factor for factor in factors)
-    inputs = tuple(term_layout(mesh, term, order) for term in rule.inputs)
-    return inputs, tuple(_layout(mesh, term, order, _output_rest(rule, i, rows)) for i, term in enumerate(rule.outputs))
+    rows = tuple([None if factor in rule.unsharded else factor for factor in factors])
+    inputs = tuple([term_layout(mesh, term, order) for term in rule.inputs])
+    return inputs, tuple(
+        [_layout(mesh, term, order, _output_rest(rule, i, rows)) for i, term in enumerate(rule.outputs)]
+    )
 
 
 Rest: TypeAlias = list[ReduceOp | None]
@@ -239,7 +243,7 @@ def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
     axes = _axes_of(dim, order)
     if not axes:
         return True
-    total = prod(sizes[factor] for factor in dim)
+    total = prod([sizes[factor] for factor in dim])
     for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
         at = dict(zip(axes, coordinate, strict=True))
         merged = nested_chunk(total, axes, mesh.shape, at)

@@ -91,7 +91,7 @@ def _parsed(
     if same_size:
         terms = _of_one_size(terms, [*shapes, *(outputs or [])], names)
     unsharded = frozenset(name[1:-1] for term in terms for dim in term for name in dim if name[0] == "[")
-    terms = [tuple(tuple(name.strip("[]") for name in dim) for dim in term) for term in terms]
+    terms = [tuple([tuple([name.strip("[]") for name in dim]) for dim in term]) for term in terms]
     inputs = _broadcast(terms[:n_operands], shapes, text)
     return Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded)
 
@@ -119,7 +119,7 @@ class Side:
 
     def example(self) -> list[Shape]:
         """Shapes that fit the terms, of the fewest dims and tensors."""
-        return [(2,) * sum(dim not in (_SHARED, _UNSHARED) for dim in term) for term in self.terms]
+        return [(2,) * sum([dim not in (_SHARED, _UNSHARED) for dim in term]) for term in self.terms]
 
 
 @cached("rule texts", 4096)
@@ -136,7 +136,7 @@ def _read_side(side: str, text: str) -> Side:
     repeated = [i for i, part in enumerate(parts) if part.startswith("*")]
     if len(repeated) > 1:
         raise NotationError(f"the rule {text!r} has several '*' on one side: it is not clear how many tensors each is")
-    return Side(tuple(_read_term(part.removeprefix("*"), text) for part in parts), *repeated)
+    return Side(tuple([_read_term(part.removeprefix("*"), text) for part in parts]), *repeated)
 
 
 def _read_term(term: str, text: str) -> Term:
@@ -209,7 +209,7 @@ def _expand(term: Term, names: list[str], positions: list[int], ndim: int | None
 
 def _numbered(dim: Dim, i: int) -> Dim:
     """The dim with a number in each name."""
-    return tuple(f"[{name[1:-1]}{i}]" if name[0] == "[" else f"{name}{i}" for name in dim)
+    return tuple([f"[{name[1:-1]}{i}]" if name[0] == "[" else f"{name}{i}" for name in dim])
 
 
 def _of_one_size(terms: Sequence[Term], shapes: Sequence[Shape], names: list[str]) -> list[Term]:
@@ -219,15 +219,17 @@ def _of_one_size(terms: Sequence[Term], shapes: Sequence[Shape], names: list[str
         for dim, n in zip(term, shape, strict=True):
             sizes.setdefault(dim, set()).add(n)
     unequal = {(name,) for name in names if len(sizes[name,]) > 1}
-    return [tuple(() if dim in unequal else dim for dim in term) for term in terms]
+    return [tuple([() if dim in unequal else dim for dim in term]) for term in terms]
 
 
 def _broadcast(terms: Sequence[Term], shapes: Sequence[Shape], rule: str) -> list[Term]:
     sizes = factor_sizes(terms, shapes, rule)
     return [
         tuple(
-            () if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim
-            for dim, n in zip(term, shape, strict=True)
+            [
+                () if n == 1 and len(dim) == 1 and sizes.get(dim[0], 1) != 1 else dim
+                for dim, n in zip(term, shape, strict=True)
+            ]
         )
         for term, shape in zip(terms, shapes, strict=True)
     ]

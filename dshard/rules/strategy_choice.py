@@ -51,7 +51,7 @@ def choose(
             heappush(queue, (bounds[i].seconds(price), i))
             continue
         strategy = upper if i == likely else price.of(candidates[i])
-        partial_count = sum(len(layout.partial_axes()) for layout in strategy.outputs)
+        partial_count = sum([len(layout.partial_axes()) for layout in strategy.outputs])
         alike = strategy.outputs[:1] != (first,)
         moves_number = not operands[0].shape and strategy.moves  # one that waits is reduced with others
         key = (
@@ -110,8 +110,10 @@ def alternative_strategy(
     inputs, results = layouts
     order = order_of(rule.inputs, inputs)
     passed = tuple(
-        PassThrough(frozenset({0}), (placement.reduce_op,)) if isinstance(placement, Partial) else None
-        for placement in inputs[0].placements
+        [
+            PassThrough(frozenset({0}), (placement.reduce_op,)) if isinstance(placement, Partial) else None
+            for placement in inputs[0].placements
+        ]
     )
     price = Price(rule, operands, outputs, topology, ANY)
     priced = price.of(Expansion(inputs, results, inputs, passed, order))

@@ -177,8 +177,10 @@ class Price:
             if needed:
                 backward += self.plan(i, self.spaces[i].state_of(expansion.gradients[i]), self.back[i]).seconds
         ends = tuple(
-            self.end(i, expansion, layout, shape, itemsize)
-            for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
+            [
+                self.end(i, expansion, layout, shape, itemsize)
+                for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
+            ]
         )
         passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
         for i, ((shape, itemsize), layout, end) in enumerate(zip(self.outputs, expansion.outputs, ends, strict=True)):
@@ -206,13 +208,15 @@ class Price:
     def local_work(self, expansion: Expansion) -> tuple[float, float]:
         """Seconds of the local work, and of the backward pass's: as much again for each gradient."""
         nbytes: float = sum(
-            layout.local_numel(operand.shape) * operand.itemsize
-            for operand, layout in zip(self.operands, expansion.inputs, strict=True)
+            [
+                layout.local_numel(operand.shape) * operand.itemsize
+                for operand, layout in zip(self.operands, expansion.inputs, strict=True)
+            ]
         )
         for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
             nbytes += layout.local_numel(shape) * itemsize
         local = self.local_sizes(expansion)
-        matmuls = sum(local.pop(factor) for factor in self.rule.apart) if self.rule.apart else 1
+        matmuls = sum([local.pop(factor) for factor in self.rule.apart]) if self.rule.apart else 1
         if self.rule.held:
             nbytes += HELD_PASSES * self.held(expansion)
             seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
@@ -226,15 +230,16 @@ class Price:
 
     def local_sizes(self, expansion: Expansion) -> dict[str, int]:
         """The size of each factor on the rank with the most."""
+        sizes = self.mesh.shape
         return {
-            factor: -(-size // prod(self.mesh.shape[a] for a in expansion.order.get(factor, ())))
+            factor: -(-size // prod([sizes[axis] for axis in expansion.order.get(factor, ())]))
             for factor, size in self.sizes.items()
         }
 
     def held(self, expansion: Expansion) -> int:
         """Bytes of the tensor that a rank holds between matmuls."""
         sizes = self.local_sizes(expansion)
-        return self.rule.held * prod(size for factor, size in sizes.items() if factor not in self.rule.apart)
+        return self.rule.held * prod([size for factor, size in sizes.items() if factor not in self.rule.apart])
 
     def _triangle(
         self, expansion: Expansion, sides: tuple[int, int], flops: float, nbytes: float
@@ -242,7 +247,7 @@ class Price:
         """The local work of the busiest rank by blocks of a triangle: `flops` for each pair, and joining of blocks."""
         assert self.rule.triangle is not None
         device, gradients = self.topology, sum(self.constraints.gradients)
-        axes = tuple(expansion.order.get(factor, ()) for factor in self.rule.triangle)
+        axes = tuple([expansion.order.get(factor, ()) for factor in self.rule.triangle])
         (shape, itemsize), wide = self.outputs[0], max(self.outputs[0][1], 4)
         rows, columns = (max(1, n) for n in sides)
         result = expansion.outputs[0].local_numel(shape) / rows * wide

@@ -17,7 +17,7 @@ from dshard.core.call import AlternativePlan, Call, Operator
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
-from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.operator import alternatives_of, call_of
 from dshard.dispatch.registry import known
 from dshard.errors import ArgumentError, LayoutError, NotationError, RuleError
@@ -163,8 +163,7 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The outputs for these operands."""
-        rest = iter(tensors)
-        args, kwargs = replace_tensors((self.args, self.kwargs), lambda _: next(rest))
+        args, kwargs = with_tensors((self.args, self.kwargs), tensors)
         return leaves(self.function(*args, **kwargs))
 
     def on_one_device(self, gradients: bool) -> _Expected:

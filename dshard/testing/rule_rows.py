@@ -12,7 +12,7 @@ from torch import Tensor
 from dshard.core.call import Call, Operator
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
-from dshard.core.trees import replace_tensors, tensors_in
+from dshard.core.trees import tensors_in, with_tensors
 from dshard.dispatch.operator import call_of
 from dshard.dispatch.registry import known
 from dshard.errors import RuleError
@@ -111,6 +111,5 @@ def _suggestive_placements(rule: Rule, operand: int, ndim: int) -> list[Placemen
 
 def run_on(func: Function, arguments: tuple[object, object], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Call `func` with `tensors` in place of the tensors among its arguments, and return the tensors it returns."""
-    rest = iter(tensors)
-    args, kwargs = replace_tensors(arguments, lambda _: next(rest))
+    args, kwargs = with_tensors(arguments, tensors)
     return tensors_in(func(*args, **kwargs))

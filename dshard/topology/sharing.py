@@ -173,7 +173,7 @@ def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[UnitShare]:
                 parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append(unit)
             for units in parents.values():
                 if len(units) > 1:
-                    crossing_parts[UnitShare(tuple(units), tuple(counts[unit] for unit in units))] += 1
+                    crossing_parts[UnitShare(tuple(units), tuple([counts[unit] for unit in units]))] += 1
     return crossing_parts
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.caches import clear_caches
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper
@@ -118,6 +119,59 @@ def long_walks() -> list[str]:
 @pytest.mark.ranks
 def test_each_walk_is_of_few_files_and_warm_of_few_frames(ranks: RankPool) -> None:
     assert ranks.run(long_walks, timeout=300) == [[]] * 4
+
+
+MAX_COLD_FRAMES, MAX_UNMATCHED_FRAMES, MAX_CHANGES_OF_FILE = 1000, 24, 1180
+
+
+def frames_of(call: Callable[[], object]) -> tuple[int, int]:
+    """The frames of dshard that a call passes, and how often it goes from one file of dshard to another."""
+    stack: list[str | None] = []
+    files: list[str] = []
+    frames = 0
+
+    def profile(frame: Any, event: str, arg: object) -> None:
+        nonlocal frames
+        if event == "call":
+            folder, _, file = frame.f_code.co_filename.rpartition("/dshard/")
+            stack.append(file if folder else None)
+            frames += bool(folder)
+        elif event == "return" and stack:
+            stack.pop()
+        at = next((file for file in reversed(stack) if file), None)
+        if at is not None and files[-1:] != [at]:
+            files.append(at)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return frames, len(files)
+
+
+def long_paths() -> list[str]:
+    """What passes more frames, or changes of file, than it may."""
+    x, w = laid((8, 8), Replicate(), False), laid((8, 8), Shard(0), True)
+    F.linear(x, w)
+    clear_caches()
+    (cold, _), (warm, _) = (frames_of(lambda: F.linear(x, w)) for _ in range(2))
+
+    def mlp() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    parallelize(mlp(), mesh(), "megatron", torch.randn(4, 8))
+    clear_caches()
+    model = mlp()
+    _, changes = frames_of(lambda: parallelize(model, mesh(), "megatron", torch.randn(4, 8)))
+    found = {"cold linear": (cold, MAX_COLD_FRAMES), "warm linear": (warm, MAX_UNMATCHED_FRAMES)}
+    found["parallelize"] = changes, MAX_CHANGES_OF_FILE
+    return [f"{name}: {number} > {most}" for name, (number, most) in found.items() if number > most]
+
+
+@pytest.mark.ranks
+def test_planning_passes_few_frames_and_files(ranks: RankPool) -> None:
+    assert ranks.run(long_paths, timeout=300) == [[]] * 4
 
 
 class Computed(TorchDispatchMode):
