@@ -1,10 +1,10 @@
 """A call, from torch's two entries to local operators and collectives.
 
-torch_calls.py       `__torch_function__`: by a handler, as a composite operator, or as the operators that torch runs
-composite_table.py   functions that run as one composite operator, and other handlers
-operator.py          `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
-registry.py          the row of an operator in the families' tables, and operators that run as others
-fallback.py          an operator without a rule: replicated operands, every rank computes all
+torch_calls.py     `__torch_function__`: by a handler, as a composite operator, or as the operators that torch runs
+function_table.py  the functions of torch that do not simply run as its operators, each with its row and handler
+operator.py        `__torch_dispatch__`: the call's key -> its executable: redistribute, run, wrap
+registry.py        the row of an operator in the families' tables, and operators that run as others
+fallback.py        an operator without a rule: replicated operands, every rank computes all
 
 Design: docs/design/0012-the-path-of-a-call.md
 """

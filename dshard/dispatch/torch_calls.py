@@ -26,7 +26,7 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.transforms import is_differentiating_forward, is_wrapped
 from dshard.core.trees import leaves, tensors_in
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.composite_table import AUTOGRAD_FUNCTIONS, COMPOSITES, WITH_PLAIN
+from dshard.dispatch.function_table import FUNCTIONS, FunctionRow
 from dshard.ops.custom import wrapped
 from dshard.placements import Replicate
 from dshard.rules.strategy import completed_layout
@@ -39,24 +39,24 @@ from dshard.torch_private import (
 )
 
 _is_compiling = torch.compiler.is_dynamo_compiling  # what traces operators is a mode
-BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call `func` on distributed tensors; an error of this rank is told to the others."""
+    row = FUNCTIONS.get(func)
     if _is_compiling():
-        return call_function(func, args, kwargs)
+        return call_function(row, func, args, kwargs)
     try:
-        if func in BACKWARD and not _creates_graph(func, args, kwargs):
-            return call_function(func, args, kwargs)
+        if row is not None and row.is_backward and not _creates_graph(func, args, kwargs):
+            return call_function(row, func, args, kwargs)
         if not torch.is_grad_enabled() or is_view_replay_enabled():
-            out = call_function(func, args, kwargs)
+            out = call_function(row, func, args, kwargs)
         else:
             # Autograd makes views again by their function, not by strides: by those of the global tensor a recorded
             # write through a view would gather.
             set_view_replay_enabled(True)
             try:
-                out = call_function(func, args, kwargs)
+                out = call_function(row, func, args, kwargs)
             finally:
                 set_view_replay_enabled(False)
         if Wrapper.keeps_terms and torch.is_grad_enabled():
@@ -96,47 +96,34 @@ def _creates_graph(func: Function, args: Args, kwargs: Kwargs) -> bool:
     return bool(args[position] if len(args) > position else kwargs.get("create_graph"))
 
 
-def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function of torch: by its handler, as a composite operator, or as the operators that torch runs."""
+def call_function(row: FunctionRow | None, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function of torch: by the handler of its row, or as the operators that torch runs."""
     if is_transforming():
-        return _transformed(func, args, kwargs)
-    if func in WITH_PLAIN:
-        return WITH_PLAIN[func](func, args, kwargs)
+        return _transformed(row, func, args, kwargs)
+    if row is not None and row.when == "with plain":
+        return row.handler(func, args, kwargs)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
-    handler = AUTOGRAD_FUNCTIONS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
-    composite = COMPOSITES.get(func)
+    if row is not None and row.when == "own":
+        return row.handler(func, args, kwargs)
     with no_torch_function():
         # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
-        if composite is not None and not is_exporting() and not is_differentiating_forward():
-            out = composite(func, args, kwargs)
+        if row is not None and not is_exporting() and not is_differentiating_forward():
+            out = row.handler(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
 
 
-def _transformed(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _transformed(row: FunctionRow | None, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function within a torch.func transform, as the operators that torch decomposes it into."""
-    if func in BACKWARD:
-        return AUTOGRAD_FUNCTIONS[func](func, args, kwargs)
+    if row is not None and row.is_backward:
+        return row.handler(func, args, kwargs)
     if not any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in leaves((args, kwargs))):
         refuse_plain(func, args, kwargs)
     with no_torch_function():
         return func(*args, **kwargs)
-
-
-_Tensor: Any = torch.Tensor
-QUERIES = frozenset(
-    {
-        *(_Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__),
-        *(torch.is_floating_point, torch.is_complex, _Tensor.is_floating_point, _Tensor.is_complex),
-        *(_Tensor.dim, _Tensor.numel, _Tensor.is_contiguous),
-    }
-)
-"""Queries that torch answers of any tensor, and that raise nothing."""
 
 
 def is_partial_number(x: object) -> bool:

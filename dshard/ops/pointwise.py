@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from dshard.core.call import Call, Operator
 from dshard.rules.rule import ANY, PassThrough, Rule, linear, together
-from dshard.torch_private import OpOverload
+from dshard.torch_private import OpOverload, OpOverloadPacket
 
 
 def pointwise(call: Call) -> Rule:
@@ -38,6 +40,24 @@ def _exact(call: Call, operand: int) -> bool:
 def is_pointwise(func: OpOverload) -> bool:
     """Whether torch tags the operator pointwise."""
     return torch.Tag.pointwise in func.tags
+
+
+def nonlinear_names(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are elementwise operators of one tensor which leave no partial sum partial."""
+    return [name for name in names if name not in COPIES and (name, 1) not in PASSING and _is_of_one_tensor(name)]
+
+
+def _is_of_one_tensor(name: str) -> bool:
+    packet = None if name.startswith("_") or name.endswith("_") else getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    for func in (getattr(packet, overload) for overload in overloads):
+        if not is_pointwise(func) or torch.Tag.nondeterministic_seeded in func.tags:
+            continue
+        arguments = func._schema.arguments
+        has_other = any(argument.name == "other" for argument in arguments)
+        if not has_other and sum("Tensor" in str(argument.type) for argument in arguments) == 1:
+            return True
+    return False
 
 
 _BOTH = together(0, 1)

@@ -24,7 +24,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.composite_table import REWRITTEN
+from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
@@ -66,8 +66,9 @@ _REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 
 def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
     """The call written as others, among them functions of `QUESTIONS`; None for most calls."""
-    if func in REWRITTEN:
-        return lambda: REWRITTEN[func](func, args, kwargs)
+    row = FUNCTIONS.get(func)
+    if row is not None and row.rewrites:
+        return partial(row.handler, func, args, kwargs)
     if func in (Tensor.cpu, Tensor.to) and _has_no_data(args[0]):
         return lambda: _without_devices(args, kwargs)
     if func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args):

@@ -227,3 +227,21 @@ def test_rms_norm_is_one_sum_each_way(mesh: Mesh, laid: str, dtype: torch.dtype)
     for mine, right in zip(found, (expected.detach(), leaf.grad), strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine, right, **tight)
+
+
+# -- sums that wait
+
+
+@pytest.mark.parametrize("name", ["abs", "erf", "exp", "sigmoid", "sin", "square"])
+def test_a_nonlinear_function_completes_a_sum_once_for_both_passes(name: str) -> None:
+    """Its rule says that it is nonlinear; a sum completed below autograd would be completed for the gradient anew."""
+    values, function = reals(6, 5), getattr(torch, name)
+    leaf = values.clone().requires_grad_()
+    function(leaf).sum().backward()
+    with simulated(LINE):
+        x = distribute(values, Layout(LINE, (Partial("sum"),))).requires_grad_()
+        with trace() as sent:
+            function(x).sum().backward()
+
+        torch.testing.assert_close(whole(x.grad), leaf.grad, rtol=1e-12, atol=1e-12)
+    assert collectives(sent) == {"all_reduce tp": 1}

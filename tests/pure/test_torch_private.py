@@ -14,7 +14,7 @@ import torch
 
 import dshard
 from dshard import DTensor, torch_private
-from dshard.dispatch import composite_table
+from dshard.dispatch import function_table
 from dshard.ops.random import state
 from dshard.torch_private import NAMES, PROTOCOLS, PrivateName, late
 
@@ -184,4 +184,4 @@ def test_another_backward_is_refused() -> None:
         """A function that does not ask `has_torch_function`."""
 
     with pytest.raises(ImportError, match=r"\.backward of torch .* is not the function that dshard"):
-        composite_table.keeping_torch_function(backward)
+        function_table.keeping_torch_function(backward)

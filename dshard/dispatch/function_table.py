@@ -1,9 +1,10 @@
-"""The functions that `__torch_function__` handles itself, and their handlers."""
+"""The functions of torch that `__torch_function__` handles itself: a row for each, and their handlers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,7 @@ from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
 from dshard.ops.losses import ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
+from dshard.ops.pointwise import nonlinear_names
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.ops.vocab_parallel import cross_entropy, rms_norm
 from dshard.rules.strategy import completed_layout
@@ -286,89 +288,101 @@ def _is_gradient_of(x: Tensor, gradient: Tensor | None) -> bool:
     return spec.shape == of_gradient.shape and spec.dtype is of_gradient.dtype
 
 
-_DATA: Any = Tensor.data
-COMPOSITES: dict[object, Function] = {
-    torch.matmul: matmul,
-    torch.mm: matmul,
-    Tensor.mm: matmul,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
-    torch.bmm: bmm,
-    Tensor.bmm: bmm,
-    torch.einsum: einsum,
-    torch.functional.einsum: einsum,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: rmatmul,
-    F.linear: linear,
-    F.scaled_dot_product_attention: attention,
-    torch.ops.higher_order.flex_attention: flex_attention_operator,
-    F.embedding: embedding,
-    torch.tensor_split: tensor_split,
-    Tensor.tensor_split: tensor_split,
-    Tensor.__getitem__: getitem,
-    Tensor.tolist: tolist,
-    **{getattr(Tensor, f"__{kind}__"): python_number for kind in ("float", "int", "index", "bool", "complex")},
-    **dict.fromkeys((Tensor.new_tensor, Tensor.new), new_of_numbers),
-    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), memory_of_value),
-    Tensor.share_memory_: share_memory,
-    Tensor.data_ptr: data_ptr,
-    Tensor.__setitem__: getitem,
-    _DATA.__get__: data,
-}
-NONLINEAR = (
-    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu")),
-    *(
-        getattr(F, name)
-        for name in ("softplus", "hardswish", "hardtanh", "logsigmoid", "glu", "softmax", "log_softmax")
-    ),
-    *(getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm", "cross_entropy", "normalize")),
-    *(getattr(module, name) for module in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "softmax", "exp")),
-    *(getattr(module, name) for module in (torch, Tensor) for name in ("log_softmax", "log", "sqrt", "rsqrt", "pow")),
-)
-COMPOSITES |= dict.fromkeys(NONLINEAR, reduce_partials_first)
-# Their gradients look for the results among the operands: a sum that is reduced twice may be rounded in two ways.
-COMPOSITES |= {
-    getattr(module, name): reduce_partials_first
-    for module in (torch, Tensor)
-    for name in ("index_reduce", "scatter_reduce")
-}
-COMPOSITES |= dict.fromkeys((Tensor.index_reduce_, Tensor.scatter_reduce_), reduce_partial_sources_first)
-COMPOSITES |= {
-    F.cross_entropy: or_reduce_partials_first(cross_entropy),
-    F.rms_norm: or_reduce_partials_first(rms_norm),
-    F.dropout: dropout,
-    F.batch_norm: batch_norm,
-}
-"""Functions that run as one composite operator, by handlers; called with `__torch_function__` disabled.
-
-A handler returns NotImplemented for calls that are left to torch's own function.
-"""
-
-AUTOGRAD_FUNCTIONS: dict[object, Function] = {
-    Tensor.register_hook: register_hook,
-    Tensor.register_post_accumulate_grad_hook: register_post_accumulate_grad_hook,
-    Tensor.retain_grad: retain_grad,
-    _DATA.__set__: set_data,
-    has_compatible_shallow_copy_type: lambda func, args, kwargs: all(type(x) is Wrapper.public for x in args),
-    Tensor.backward: partial(with_comparisons, backward),
-    torch.autograd.backward: partial(
-        with_comparisons, lambda func, args, kwargs: accumulating(_backward, args, kwargs)
-    ),
-    torch.autograd.grad: partial(with_comparisons, lambda func, args, kwargs: gradients(_grad, args, kwargs)),
-}
-"""Functions of autograd with their handlers, which disable `__torch_function__` themselves."""
+def backward_of_many(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.autograd.backward`."""
+    return accumulating(_backward, args, kwargs)
 
 
-REWRITTEN: dict[object, Function] = {
-    F.multi_head_attention_forward: multi_head_attention,
-    F.ctc_loss: ctc_loss,
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
-    torch_pack: pack_padded_sequence,
-    torch_pad: pad_packed_sequence,
-}
-"""Functions with handlers that call other functions, whose plans are cheaper; `__torch_function__` stays on."""
+def grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.autograd.grad`."""
+    return gradients(_grad, args, kwargs)
 
-WITH_PLAIN = REWRITTEN | dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), recurrent)
-WITH_PLAIN |= dict.fromkeys(COLLECTIVES_OF_TORCH, collective)
-"""Functions whose handlers accept plain operands, and disable `__torch_function__` themselves."""
+
+def have_public_type(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether both tensors are distributed, and so may take each other's place."""
+    return all(type(x) is Wrapper.public for x in args)
+
+
+_T: Any = Tensor
+
+
+class FunctionRow(NamedTuple):
+    """What runs in place of a function of torch whose operands are distributed.
+
+    Attributes:
+        handler: Called as `handler(func, args, kwargs)`.
+        when: Of a "composite" `__torch_function__` is off, plain operands are distributed, and NotImplemented leaves
+            the call to torch's function; one that is its "own" switches that off itself; one "with plain" operands
+            decides on these, too.
+        rewrites: Whether it calls other functions, whose plans are cheaper, with `__torch_function__` on.
+        is_backward: Whether it runs a backward pass.
+    """
+
+    handler: Function
+    when: Literal["composite", "own", "with plain"] = "composite"
+    rewrites: bool = False
+    is_backward: bool = False
+
+
+def _rows(row: FunctionRow, *functions: object) -> dict[object, FunctionRow]:
+    return dict.fromkeys(functions, row)
+
+
+def _of_names(row: FunctionRow, names: Iterable[str], *modules: object) -> dict[object, FunctionRow]:
+    """The row for the functions of these names that the modules have."""
+    functions = (getattr(module, name, None) for module in modules for name in names)
+    return {function: row for function in functions if function is not None}
+
+
+QUERY = FunctionRow(call_torch)
+"""The row of queries that torch answers of any tensor, and that raise nothing."""
+_COMPLETED = FunctionRow(reduce_partials_first)
+_ALONG_DIMS = ("softmax", "log_softmax", "logsigmoid", "glu", "hardswish", "layer_norm", "group_norm", "normalize")
+"""Nonlinear functions that are no elementwise operators of one tensor to torch."""
+
+FUNCTIONS: dict[object, FunctionRow] = {
+    **_of_names(_COMPLETED, (*nonlinear_names({*vars(torch), *vars(F)}), *_ALONG_DIMS), torch, Tensor, F),
+    # Their gradients look for the results among the operands: a sum that is reduced twice may be rounded in two ways.
+    **_of_names(_COMPLETED, ("index_reduce", "scatter_reduce"), torch, Tensor),
+    **_rows(FunctionRow(reduce_partial_sources_first), _T.index_reduce_, _T.scatter_reduce_),
+    **_rows(FunctionRow(matmul), torch.matmul, torch.mm, _T.mm, _T.matmul, _T.__matmul__),
+    **_rows(FunctionRow(rmatmul), _T.__rmatmul__),
+    **_rows(FunctionRow(addmm), torch.addmm, _T.addmm),
+    **_rows(FunctionRow(bmm), torch.bmm, _T.bmm),
+    **_rows(FunctionRow(einsum), torch.einsum, torch.functional.einsum),
+    F.linear: FunctionRow(linear),
+    F.scaled_dot_product_attention: FunctionRow(attention),
+    torch.ops.higher_order.flex_attention: FunctionRow(flex_attention_operator),
+    F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
+    F.embedding: FunctionRow(embedding),
+    F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy)),
+    F.ctc_loss: FunctionRow(ctc_loss, "with plain", rewrites=True),
+    F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm)),
+    F.batch_norm: FunctionRow(batch_norm),
+    F.dropout: FunctionRow(dropout),
+    **_rows(FunctionRow(recurrent, "with plain"), torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    torch_pack: FunctionRow(pack_padded_sequence, "with plain", rewrites=True),
+    torch_pad: FunctionRow(pad_packed_sequence, "with plain", rewrites=True),
+    **_rows(FunctionRow(masked_select, "with plain", rewrites=True), torch.masked_select, _T.masked_select),
+    **_rows(FunctionRow(tensor_split), torch.tensor_split, _T.tensor_split),
+    **_rows(FunctionRow(getitem), _T.__getitem__, _T.__setitem__),
+    **_of_names(FunctionRow(python_number), ("__float__", "__int__", "__index__", "__bool__", "__complex__"), Tensor),
+    _T.tolist: FunctionRow(tolist),
+    **_rows(FunctionRow(new_of_numbers), _T.new_tensor, _T.new),
+    **_rows(FunctionRow(memory_of_value), _T.numpy, _T.__array__, _T.__dlpack__),
+    _T.share_memory_: FunctionRow(share_memory),
+    _T.data_ptr: FunctionRow(data_ptr),
+    _T.data.__get__: FunctionRow(data),
+    _T.data.__set__: FunctionRow(set_data, "own"),
+    has_compatible_shallow_copy_type: FunctionRow(have_public_type, "own"),
+    _T.register_hook: FunctionRow(register_hook, "own"),
+    _T.register_post_accumulate_grad_hook: FunctionRow(register_post_accumulate_grad_hook, "own"),
+    _T.retain_grad: FunctionRow(retain_grad, "own"),
+    _T.backward: FunctionRow(partial(with_comparisons, backward), "own", is_backward=True),
+    torch.autograd.backward: FunctionRow(partial(with_comparisons, backward_of_many), "own", is_backward=True),
+    torch.autograd.grad: FunctionRow(partial(with_comparisons, grad), "own", is_backward=True),
+    **_rows(FunctionRow(collective, "with plain"), *COLLECTIVES_OF_TORCH),
+    **_rows(QUERY, _T.is_leaf.__get__, _T.requires_grad.__get__, torch.is_floating_point, torch.is_complex),
+    **_rows(QUERY, _T.is_floating_point, _T.is_complex, _T.dim, _T.numel, _T.is_contiguous),
+}
+"""The functions of torch that do not simply run as torch's operators, each with its row."""
