@@ -19,13 +19,13 @@ class CacheInfo(NamedTuple):
     bound: int
 
 
-_FUNCTIONS: dict[str, tuple[Any, bool]] = {}
-"""Each cached function, by name, and whether its cache is a record."""
+_FUNCTIONS: dict[str, list[Any]] = {}
+"""The cached functions, by the name of their cache."""
 _DICTS: dict[str, list[ref[Cache]]] = {}
 
 
-def cached(name: str, bound: int, *, record: bool = False) -> Callable[[F], F]:
-    """`functools.lru_cache`, under a name that `cache_info` shows; a `record` as of `Cache`.
+def cached(name: str, bound: int) -> Callable[[F], F]:
+    """`functools.lru_cache`, under a name that `cache_info` shows; functions of one layer share one.
 
     >>> @cached("squares", 2)
     ... def square(x):
@@ -38,7 +38,7 @@ def cached(name: str, bound: int, *, record: bool = False) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         cached_function: Any = lru_cache(maxsize=bound)(function)
-        _FUNCTIONS[name] = cached_function, record
+        _FUNCTIONS.setdefault(name, []).append(cached_function)
         return cached_function  # type: ignore[no-any-return]
 
     return decorate
@@ -76,13 +76,13 @@ def cache_info() -> dict[str, CacheInfo]:
     to planning.
     """
     infos = {}
-    for name in _DICTS:
-        totals = [(len(cache), cache.hits, cache.misses, cache.bound) for cache in _caches_named(name)]
-        if totals:
-            infos[name] = CacheInfo(*map(sum, zip(*totals, strict=True)))
-    for name, (function, _) in _FUNCTIONS.items():
-        hits, misses, bound, entries = function.cache_info()
-        infos[name] = CacheInfo(entries, hits, misses, bound)
+    for name in _DICTS.keys() | _FUNCTIONS.keys():
+        counts = [(len(cache), cache.hits, cache.misses, cache.bound) for cache in _caches_named(name)]
+        for function in _FUNCTIONS.get(name, ()):
+            hits, misses, bound, entries = function.cache_info()
+            counts.append((entries, hits, misses, bound))
+        if counts:
+            infos[name] = CacheInfo(*map(sum, zip(*counts, strict=True)))
     return infos
 
 
@@ -102,6 +102,6 @@ def _clear(*, records: bool) -> None:
             if records or not cache.record:
                 cache.clear()
                 cache.hits = cache.misses = 0
-    for function, record in _FUNCTIONS.values():
-        if records or not record:
+    for functions in _FUNCTIONS.values():
+        for function in functions:
             function.cache_clear()

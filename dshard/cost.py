@@ -146,7 +146,7 @@ class Terms(NamedTuple):
     algorithms: tuple[AlgorithmPrice, ...]
 
 
-@cached("terms of collectives", 8192)
+@cached("network", 8192)
 def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> Terms:
     """The terms of a collective along `axes`."""
     n = prod([mesh.shape[mesh.axis(axis)] for axis in axes])
@@ -164,7 +164,7 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
     return Terms(n, link, _algorithm_prices(topology, alike, n, *where, link.bandwidth))
 
 
-@cached("prices of algorithms", 1024)
+@cached("network", 1024)
 def _algorithm_prices(
     topology: Topology, collective: Collective, n: int, nodes: int, inside: Hardware | None, bandwidth: float
 ) -> tuple[AlgorithmPrice, ...]:
@@ -243,7 +243,7 @@ def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> fl
     return min(seconds, *(messages_seconds(nbytes, 1, link) for link in links))
 
 
-@cached("links along axes", 1024)
+@cached("network", 1024)
 def _links_along(mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[Link | None, ...]:
     """The link of an exchange along each of these axes alone; None along one of a single rank."""
     return tuple(

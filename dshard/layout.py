@@ -194,7 +194,7 @@ def overlap(a: Region, b: Region) -> Region | None:
     return both if all(both) else None
 
 
-@cached("cotangents", 65536)
+@cached("layouts", 65536)
 def _cotangent(layout: Layout) -> Layout:
     placements = tuple(map(cotangent, layout.placements))
     return layout if placements == layout.placements else Layout(layout.mesh, placements, layout.order)
@@ -266,7 +266,7 @@ def _pairs(order: Iterable[object]) -> tuple[DimOrder, ...]:
     )
 
 
-@cached("placements", 4096)
+@cached("layouts", 4096)
 def _layout_of(mesh: Mesh, placements: tuple[object, ...], ndim: int) -> Layout:
     own, strided = from_torch(placements, mesh.shape)
     _check_placements(mesh, own)

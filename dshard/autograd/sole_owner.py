@@ -73,7 +73,7 @@ class _Counting(torch.autograd.Function):
         return held[0].clone(), None
 
 
-@cached("backward references", 1)
+@cached("engine references", 1)
 def _references_in_backward() -> tuple[int, int] | None:
     """The references to a gradient in a backward pass if nothing else holds it; None if they tell nothing."""
     counts: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def _measured(make: Callable[[], Tensor]) -> tuple[int, ...] | None:
     return alone.pop() if len(alone) == 1 else None
 
 
-@cached("hook references", 1)
+@cached("engine references", 1)
 def _references_in_hook() -> int:
     """The references to a gradient in the hook of a leaf if nothing else holds it; -1 if they tell nothing."""
     counts: list[int] = []

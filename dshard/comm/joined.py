@@ -35,7 +35,7 @@ class Lane(NamedTuple):
 _KINDS: frozenset[Kind] = frozenset({"all_gather", "all_reduce", "reduce_scatter"})
 
 
-@cached("lanes", 16384)
+@cached("collective steps", 16384)
 def lane_of(plan: Plan) -> Lane | None:
     """The lane of a plan; None if it sends nothing, or has a step of another kind."""
     moved = moved_in(plan, (0,) * plan.src.mesh.ndim)
@@ -88,7 +88,7 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
     return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements))
 
 
-@cached("joined bytes", 4096)
+@cached("collective steps", 4096)
 def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
     """The collectives of joined plans of one lane: the kind, axes, and busiest rank's elements of each."""
     mesh, joined = plans[0].src.mesh, JoinedRun(plans, torch.float32)

@@ -113,14 +113,14 @@ def flat_exchange(
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
 
 
-@cached("groups of exchanges", 4096)
+@cached("collective steps", 4096)
 def _group(mesh: Mesh, axes: tuple[str, ...], at: Coordinate) -> tuple[tuple[int, ...], int]:
     """The ranks of the group of the rank at `at`, and its index among them."""
     ranks = mesh.group(axes, at)
     return ranks, ranks.index(mesh.rank(at))
 
 
-@cached("stages", 65536)
+@cached("collective steps", 65536)
 def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
     """The steps of the rank at `at` that redistribute a panel, or the whole tensor for None, by `plan`.
 

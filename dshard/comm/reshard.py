@@ -180,7 +180,7 @@ class _InFlight:
             raise RuntimeError(f"rank {self.op.peer} did not {what}: {error}") from error
 
 
-@cached("reshard operations", 65536)
+@cached("collective steps", 65536)
 def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
     """The sends and receives of a rank, in an order in which no chunk is forwarded before it arrives."""
     ops, times = [], _model_times(plan) if in_step else _byte_times(plan)
@@ -204,7 +204,7 @@ def _model_times(plan: ReshardPlan) -> list[Time]:
     return [chain.begins for chain in plan.chains]
 
 
-@cached("reshard times", 4096)
+@cached("reshard plans", 4096)
 def _byte_times(plan: ReshardPlan) -> list[Time]:
     """Times in bytes, where no rank delays its own chunks: the first hops of all pairs share the network.
 

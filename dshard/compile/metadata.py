@@ -72,7 +72,7 @@ class CompileMetadata(tuple[Any, ...]):
         return _restored, (self.origin, self.leaf, bool(self[-1]), self.settings.topology, self.options)
 
 
-@cached("library digest", 1)
+@cached("compile metadata", 1)
 def library_digest() -> str:
     """Return a hash of this library's code, which decides what a graph sends."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))

@@ -34,7 +34,7 @@ def check_strided(x: object, what: str, kind: str) -> None:
         raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")
 
 
-@cached("local layouts", 4096)
+@cached("local specs", 4096)
 def checked(layout: Layout, dtype: torch.dtype) -> tuple[Layout, bool]:
     """The layout of the gradient of a local tensor, and whether the ranks compare what they give, as in debug mode."""
     if layout.partial_axes():

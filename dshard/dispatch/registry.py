@@ -243,7 +243,7 @@ def _check_rule(rule: str, reduce: ReduceOp | Sequence[ReduceOp]) -> None:
         )
 
 
-@cached("operator rows", 16384)
+@cached("operators", 16384)
 def find(func: OpOverload) -> Operator | None:
     """The row of `func` in the tables; an in-place operator has the row of its functional form."""
     name = func._schema.name

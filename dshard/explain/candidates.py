@@ -45,7 +45,7 @@ class MoveCost:
         return self.before + (self.after if self.steps else 0)
 
 
-@cached("explained plans", 8192)
+@cached("explanations", 8192)
 def redistribution_cost(moved: Plan, itemsize: int) -> MoveCost:
     """A redistribution on one mesh."""
     before, after = (layout.local_numel(moved.shape) * itemsize for layout in (moved.src, moved.dst))

@@ -232,7 +232,7 @@ def _name(schedule: Schedule, mesh: Mesh) -> str:
     return " ".join(words if strategy is None else [*words, f"({strategy})"])
 
 
-@cached("strategy names", 1)
+@cached("explanations", 1)
 def _strategy_names() -> dict[tuple[tuple[str, ...], tuple[str, ...]], str]:
     """Names of strategies by loops and storage, for any order of the axes."""
     names: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}

@@ -26,7 +26,7 @@ _CROSSING = 1.0
 shorter crossing a stage would begin each receive only after it has sent what it computed last."""
 
 
-@cached("pipeline message orders", 64)
+@cached("pipeline actions", 64)
 def in_one_order(program: Program) -> tuple[tuple[Action, ...], ...]:
     """The actions of every stage, with receives at their place in a total order of the messages of all stages.
 

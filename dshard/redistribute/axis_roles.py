@@ -16,7 +16,7 @@ ALONG_ONE: tuple[Collective, ...] = ("all_gather", "all_to_all")
 """Those that steps run along a single mesh axis; but reductions over gloo run an all_to_all, see `dshard.cost`."""
 
 
-@cached("links of a mesh", 256)
+@cached("network", 256)
 def step_terms(mesh: Mesh, topology: Topology) -> dict[frozenset[int], dict[Collective, Terms]]:
     """The terms of each collective that steps run along each set of mesh axes; axes of one rank have none."""
     wide = [axis for axis, n in enumerate(mesh.shape) if n > 1]
@@ -29,7 +29,7 @@ def step_terms(mesh: Mesh, topology: Topology) -> dict[frozenset[int], dict[Coll
     return terms
 
 
-@cached("mesh roles", 256)
+@cached("network", 256)
 def roles(mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Groups of interchangeable mesh axes: of one size, and with the same terms, also together with any others.
 

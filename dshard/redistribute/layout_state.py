@@ -107,7 +107,7 @@ def axes_and_partial(layout: Layout, ndim: int) -> tuple[Axes, Partials]:
     return tuple(map(layout.axes_of, range(ndim))), partial
 
 
-@cached("states", 16384)
+@cached("plan spaces", 16384)
 def state_of(layout: Layout, shape: Shape) -> State:
     """The state of a layout of a tensor of global `shape`, outside of any search."""
     return State(*axes_and_partial(layout, len(shape)), shape, layout.mesh.shape)
@@ -302,7 +302,7 @@ def _needed_and_held(
     return fixed, tables
 
 
-@cached("exchange tables", 4096)
+@cached("plan spaces", 4096)
 def _table(
     size: int,
     have_axes: tuple[int, ...],

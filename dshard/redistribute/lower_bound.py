@@ -66,7 +66,7 @@ class _Ways(NamedTuple):
     along: tuple[tuple[float, ...], ...]
 
 
-@cached("least terms", 1024)
+@cached("plan spaces", 1024)
 def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> LeastTerms:
     """The bounds of plans on a mesh and topology whose reductions run along axes among `partial`."""
     moves, reducing = _moves_and_reductions(mesh, topology)
@@ -83,7 +83,7 @@ def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> Leas
     return LeastTerms(rate, moves.begin, reductions.begin, complete, tuple(slow))
 
 
-@cached("least moves", 256)
+@cached("plan spaces", 256)
 def _moves_and_reductions(mesh: Mesh, topology: Topology) -> tuple[_Ways, tuple[_Way, ...]]:
     # gloo reduces by an all_to_all, see `dshard.cost`
     kinds = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS

@@ -49,7 +49,7 @@ RUNS: dict[type[Step], Collective | None] = {
 """The collective that a step runs."""
 
 
-@cached("step loads", 16384)
+@cached("plan spaces", 16384)
 def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
     """The load of `step` from `layout`, in closed form, for a tensor of global `shape`.
 

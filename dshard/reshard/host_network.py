@@ -56,7 +56,7 @@ class HostNetwork:
         return (self.latency, self.bandwidth) if crosses else (self.inside_latency, self.inside)
 
 
-@cached("hosts", 256)
+@cached("network", 256)
 def host_network_of(topology: Topology) -> HostNetwork:
     """The hosts of a topology: its units of least bandwidth to their outside, the innermost of these.
 

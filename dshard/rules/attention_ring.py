@@ -133,7 +133,7 @@ class RingPlan:
         return max(start + seconds for start, seconds in zip(starts, work[-1], strict=True))
 
 
-@cached("rings of attention", 4096)
+@cached("rings", 4096)
 def ring_plan(
     shape: tuple[int, ...],
     queries: tuple[Positions, ...],

@@ -227,7 +227,7 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
     return tuple([axis for factor in factors for axis in order.get(factor, ())])
 
 
-@cached("expanded layouts", 16384)
+@cached("layouts", 16384)
 def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple[ReduceOp | None, ...]) -> Layout:
     """The cached layout, one object for all expansions that have it; `split` are the mesh axes that shard each dim."""
     placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in rest]

@@ -122,7 +122,7 @@ class Side:
         return [(2,) * sum([dim not in (_SHARED, _UNSHARED) for dim in term]) for term in self.terms]
 
 
-@cached("rule texts", 4096)
+@cached("rules", 4096)
 def read_rule(text: str) -> tuple[Side, Side]:
     """The terms on both sides of a rule's arrow. Names in brackets keep their brackets."""
     left, arrow, right = text.partition("->")

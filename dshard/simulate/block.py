@@ -146,7 +146,7 @@ class BlockMatmul:
         return float(sum(parts) * costs.itemsize)
 
 
-@cached("worked layouts", 4096)
+@cached("simulated setups", 4096)
 def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     """The layouts of x, w and y in which local matmuls make the local tensors of the result.
 
@@ -159,7 +159,7 @@ def worked_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout, Layout]:
     return tuple(Layout(mesh, tuple(dims.get(loop, Replicate()) for loop in loops)) for dims in (x, w, y))  # type: ignore[return-value]
 
 
-@cached("gradient layouts", 4096)
+@cached("simulated setups", 4096)
 def gradient_layouts(mesh: Mesh, loops: str) -> tuple[Layout, Layout]:
     """The layouts in which the gradients of x and w arise: partial on the axes that shard the other operand alone."""
     x: dict[str, Placement] = {"s": Shard(0), "m": Shard(1), "k": Shard(2), "n": Partial()}

@@ -102,7 +102,7 @@ class Operators:
         return self.making * topology.dispatch + self.writing * topology.in_place
 
 
-@cached("operators of phases", 1)
+@cached("simulated setups", 1)
 def operators_of_phases() -> tuple[Operators, Operators, Operators]:
     """Count the distributed operators of the block's forward pass, backward pass and optimiser step.
 

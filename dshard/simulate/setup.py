@@ -217,12 +217,12 @@ class Setup:
         return ", ".join(word for word in words if word)
 
 
-@cached("simulated layouts", 4096)
+@cached("simulated setups", 4096)
 def _layout_on(mesh: Mesh, placements: Placements) -> Layout:
     return Layout(mesh, placements)
 
 
-@cached("simulated meshes", 1024)
+@cached("simulated setups", 1024)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
     """A cached mesh: one of thousands of ranks takes a while to make."""
     return Mesh(shape, names, ranks)

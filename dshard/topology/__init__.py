@@ -38,7 +38,7 @@ BYTES = Topology.preset("bytes")
 """A network on which a plan's seconds are the bytes that its busiest rank receives: the cheapest sends the fewest."""
 
 
-@cached("default topologies", 64)
+@cached("network", 64)
 def default_topology(device_type: str, ranks_per_host: int | None = None) -> Topology:
     """The topology assumed for ranks that compute on `device_type` where none is given.
 

@@ -303,7 +303,7 @@ def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
         )
 
 
-@cached("links", 8192)
+@cached("network", 8192)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
     check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
     if collective is not None and collective not in COLLECTIVES:
@@ -320,7 +320,7 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     return link
 
 
-@cached("links of messages", 4096)
+@cached("network", 4096)
 def _link_within(topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]) -> Link:
     first = [coordinate for coordinate in mesh.coordinates() if not any(coordinate[mesh.axis(axis)] for axis in axes)]
     groups = [[*map(mesh.rank, mesh.peers(axes, coordinate))] for coordinate in first]
@@ -328,7 +328,7 @@ def _link_within(topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: t
     return link_within(topology.measured, topology.layers, tuple(sorted(messages)))
 
 
-@cached("topology layers", 256)
+@cached("network", 256)
 def _bytes_only(topology: Topology) -> Topology:
     return replace(
         topology,

@@ -51,7 +51,7 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
     return _groups_of(mesh, frozenset(mesh.axis(axis) for axis in axes))
 
 
-@cached("link sharing", 1024)
+@cached("network", 1024)
 def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
     starts, offsets, stride = [0], [0], 1
     for axis in reversed(range(mesh.ndim)):
@@ -93,7 +93,7 @@ def shared_link(layers: Sequence[Layer], groups: Groups, collective: Collective 
     return _shared_link(tuple(layers), groups, collective if collective in DIRECT else None)
 
 
-@cached("shared links", 4096)
+@cached("network", 4096)
 def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collective | None) -> Link:
     latency, bandwidth = None, inf
     below = _ranks_below(layers)
@@ -109,7 +109,7 @@ def _shared_link(layers: tuple[Layer, ...], groups: Groups, collective: Collecti
     return Link(latency or 0.0, bandwidth)
 
 
-@cached("nodes of groups", 1024)
+@cached("network", 1024)
 def nodes_of(layers: tuple[Layer, ...], groups: Groups) -> tuple[int, Hardware | None] | None:
     """Return the most nodes that a group spans, and the connection within one; None if a layer's is unknown."""
     nodes, inside = 1, None
@@ -159,7 +159,7 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
             assert_never(collective)
 
 
-@cached("crossings", 1024)
+@cached("network", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[UnitShare]:
     """Count the parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     crossing_parts: Counter[UnitShare] = Counter()

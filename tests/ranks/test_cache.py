@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 from functools import cache
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -50,6 +52,15 @@ def test_no_cache_is_without_a_bound() -> None:
     for name, found in dshard.cache_info().items():
         assert 0 < found.bound <= 65536 * (MAX_TOPOLOGIES + 2), name
         assert found.entries <= found.bound, name
+
+
+def test_layers_have_few_caches() -> None:
+    for module in pkgutil.walk_packages(dshard.__path__, "dshard."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    given = set(dshard.cache_info()) - {"three", "one of two", "squares"}
+
+    assert len(given) <= 40, given
 
 
 def test_what_was_decided_on_many_topologies_is_forgotten_but_for_the_last() -> None:

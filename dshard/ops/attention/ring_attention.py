@@ -128,7 +128,7 @@ class RingAttention:
         return (*results, _sum_to(of_mask, operands[3], operands[0]))
 
 
-@cached("plans of rings of attention", 4096)
+@cached("rings", 4096)
 def _plan(attention: RingAttention, at: Coordinate) -> RingPlan:
     mesh = attention.layouts[0].mesh
     shape = tuple(mesh.shape[axis] for axis in attention.ring.axes)
