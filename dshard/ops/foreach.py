@@ -24,6 +24,7 @@ from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
+from dshard.ops.pointwise import adds_up
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
@@ -347,7 +348,9 @@ def _adds_up(spec: Spec, row: Sequence[object]) -> bool:
 
 
 def _is_linear(func: OpOverload) -> bool:
-    return (func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), func._overloadname) in LINEAR
+    """Whether partial sums in all lists leave the results partial, by the rule for one entry."""
+    lists = sum(str(argument.type) == "List[Tensor]" for argument in func._schema.arguments)
+    return adds_up(func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), lists)
 
 
 def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
@@ -356,16 +359,6 @@ def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:
         return [t._local_tensor if isinstance(t, Wrapper) else t for t in arg]
     return number_on(func, arg, mesh) if isinstance(arg, Wrapper) else arg
 
-
-LINEAR = frozenset(
-    {
-        *((name, "default") for name in ("neg", "zero", "clone", "copy")),
-        *((name, "List") for name in ("add", "sub")),
-        *((name, overload) for name in ("mul", "div") for overload in ("Scalar", "ScalarList", "Tensor")),
-        *(("lerp", overload) for overload in ("Scalar", "ScalarList")),
-    }
-)
-"""The operators through which partial sums pass."""
 
 _NOT_ELEMENTWISE: dict[str, ForEach] = {
     "_foreach_max": one_by_one,

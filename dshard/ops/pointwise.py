@@ -42,6 +42,12 @@ def is_pointwise(func: OpOverload) -> bool:
     return torch.Tag.pointwise in func.tags
 
 
+def adds_up(name: str, n: int) -> bool:
+    """Whether the operator of this name leaves the output a partial sum where all of its `n` operands are."""
+    passes = PASSING.get((name, n), ())
+    return name in COPIES or any(len(p.operands) == n and "sum" in p.ops for p in passes)
+
+
 def nonlinear_names(names: Iterable[str]) -> list[str]:
     """Those of `names` that are elementwise operators of one tensor which leave no partial sum partial."""
     return [name for name in names if name not in COPIES and (name, 1) not in PASSING and _is_of_one_tensor(name)]
@@ -71,6 +77,7 @@ PASSING: dict[tuple[str, int], tuple[PassThrough, ...]] = {
     ("div", 1): linear(0),
     ("div", 2): linear(0),
     ("neg", 1): linear(0),
+    ("zero", 1): linear(0),
     ("real", 1): linear(0),
     ("imag", 1): linear(0),
     ("maximum", 2): together(0, 1, ops=("max",)),
