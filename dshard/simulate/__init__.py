@@ -1,9 +1,8 @@
 """Simulation of a training step without launching it: time, bytes and memory, on any number of devices."""
 
-from dshard.simulate.arrange import host_tiles
 from dshard.simulate.memory import Memory
 from dshard.simulate.recording import Recorded, record
-from dshard.simulate.setup import Setup
+from dshard.simulate.setup import Setup, host_tiles
 from dshard.simulate.setup_search import SearchResult, search
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, simulate_step, timeline

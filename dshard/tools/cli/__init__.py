@@ -13,12 +13,13 @@ import torch
 
 from dshard.errors import DShardError
 from dshard.tools import report
-from dshard.tools.cli.arguments import Help
+from dshard.tools.cli.arguments import Help, add_group
 from dshard.tools.cli.completion import add_completion
 from dshard.tools.cli.demo_command import add_demo
+from dshard.tools.cli.model_commands import add_simulate_step
+from dshard.tools.cli.pipeline_commands import add_simulate_pipeline
 from dshard.tools.cli.plan_commands import add_explain, add_plan
 from dshard.tools.cli.selftest_command import add_selftest
-from dshard.tools.cli.simulate_commands import add_simulate
 from dshard.tools.cli.topology_commands import add_topology
 from dshard.version import __version__
 
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     add_plan(commands)
     add_explain(commands)
     add_topology(commands)
-    add_simulate(commands)
+    what = "what a training step or a pipeline would do, before it is launched"
+    kinds = add_group(commands, "simulate", what, title="what to simulate")
+    add_simulate_step(kinds)
+    add_simulate_pipeline(kinds)
     add_completion(commands, parser)
     return parser
