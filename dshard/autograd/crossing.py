@@ -303,7 +303,7 @@ def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     typed = torch.empty(0, dtype=spec.dtype, device=comm.device_of(layout.mesh)) if outside else local
     if OBSERVERS:
         operand = Operand(spec.layout, spec.shape, spec.itemsize)
-        decision = Decision("redistribute", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
+        decision = Decision("redistribute", (operand,), topology, crossing=crossing, why=ASKED)
         out: Tensor | None = observed(decision, comm.reshard, (crossing, typed))
     else:
         out = comm.reshard(crossing, typed)

@@ -28,7 +28,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy import ANY, Constraints, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import choose
 from dshard.torch_private import OpOverload
 from dshard.torch_private import make_wrapper_subclass as make
@@ -182,7 +182,7 @@ class AlternativeExecutable(ComposedExecutable):
     def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
         layouts = list(zip(specs, plan.inputs, strict=True))
         plans = tuple(plan_to(spec, layout) for spec, layout in layouts)
-        decision = replace(decision, strategy=strategy, plans=plans, exchanges=strategy.exchanges)
+        decision = replace(decision, plans=plans, exchanges=strategy.exchanges)
         super().__init__(decision, partial(_run_alternative, plan.run, layouts))
 
 
@@ -204,7 +204,7 @@ def decision_of(func: OpOverload, args: Args, kwargs: Kwargs, why: str = NEEDED)
     """The decision of an operator without a strategy, whose run makes other decisions."""
     operands = tuple(operand_of(t._spec) for t in leaves((args, kwargs)) if isinstance(t, Wrapper))
     topology = planning_context().topology_of(operands[0].layout.mesh)  # those of a list may be on several meshes
-    return Decision(str(func), operands, (), None, None, (), topology, why=why)
+    return Decision(str(func), operands, topology, why=why)
 
 
 def positions_of(args: Args, kwargs: Kwargs) -> list[int] | None:
@@ -216,13 +216,14 @@ def positions_of(args: Args, kwargs: Kwargs) -> list[int] | None:
 
 def decide(
     op: str, rule: Rule, specs: Sequence[Spec], outs: Sequence[Tensor], constraints: Constraints = ANY
-) -> tuple[Decision, Strategy]:
+) -> tuple[Decision, StrategyChoice]:
     """The decision for the cheapest strategy of `rule`, for operands of these specs and outputs like `outs`."""
     operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
     topology = planning_context().topology_of(operands[0].layout.mesh)
     strategy = choose(rule, operands, outputs, topology, constraints)
     plans = plans_to(specs, strategy.inputs)
-    return Decision(op, operands, outputs, rule, strategy, plans, topology, constraints=constraints), strategy
+    choice = StrategyChoice(rule, outputs, strategy, constraints)
+    return Decision(op, operands, topology, choice, plans), choice
 
 
 def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:

@@ -119,7 +119,7 @@ def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tu
         planned_collective(kind, mesh, axes, elements * sources[0].itemsize, topology)
         for kind, axes, elements in comm.joined_received(plans)
     )
-    return Decision(op, operands, (), None, None, (), topology, exchanges=sent, why=_why(moves, members))
+    return Decision(op, operands, topology, exchanges=sent, why=_why(moves, members))
 
 
 def _why(moves: Sequence[LocalRedistribution], members: tuple[int, ...]) -> str | Members:

@@ -119,8 +119,7 @@ class LocalRedistribution:
         """The decision to redistribute, because the operator named `op` needs it, or at the user's request."""
         operand = Operand(self.source.layout, self.source.shape, self.source.itemsize)
         topology = planning_context().topology_of(self.source.layout.mesh)
-        outputs = ((self.spec.shape, self.spec.itemsize),)
-        return Decision(op, (operand,), outputs, None, None, (self.plan,), topology, why=ASKED if explicit else NEEDED)
+        return Decision(op, (operand,), topology, plans=(self.plan,), why=ASKED if explicit else NEEDED)
 
 
 def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
@@ -151,7 +150,7 @@ def sending(
     topology = planning_context().topology_of(mesh)
     sent = tuple(planned_collective(kind, mesh, axes, nbytes, topology) for kind, axes, nbytes in collectives)
     operands = tuple(Operand(spec.layout, spec.shape, spec.itemsize) for spec in specs)
-    return Decision(op, operands, (), None, None, (), topology, why=ASKED if explicit else NEEDED, exchanges=sent)
+    return Decision(op, operands, topology, exchanges=sent, why=ASKED if explicit else NEEDED)
 
 
 def replica_broadcasts(spec: Spec) -> list[tuple[str, tuple[str, ...], int]]:

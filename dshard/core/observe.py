@@ -21,13 +21,11 @@ from dshard.comm.workspace import borrowed_now, in_use
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
-from dshard.layout import Shape
 from dshard.redistribute import Plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.expand import Operand
 from dshard.rules.panel_stream import IN_BULK, Panels
-from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy import Strategy, StrategyChoice
 from dshard.topology import Topology
 from dshard.torch_private import TorchDispatchMode
 
@@ -48,28 +46,29 @@ class Members(NamedTuple):
 class Decision:
     """One operator on given operands, and the strategy or redistributions that were chosen for it.
 
-    `rule` and `strategy` are None for an operator that only redistributes or has no rule. `plans` redistribute the
-    operands, then a matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further
-    collectives. `why` says what needs the communication; `ASKED` or `Members`: the user. `alternatives` are the
-    alternatives to the rule that apply. A chosen one, or a `composed` operator, has all of its communication here, and
-    decisions made while it runs repeat it. `panels` are those of a matmul, `crossing` is the plan to another mesh.
+    `choice` is None for an operator that only redistributes or has no rule. `plans` redistribute the operands, then a
+    matmul's bias, which no strategy counts, `ends` the outputs; `exchanges` are further collectives, `crossing` is the
+    plan to another mesh. `why` says what needs the communication; `ASKED` or `Members`: the user. An alternative to the
+    rule, or a `composed` operator, has all of its communication here, and decisions made while it runs repeat it.
+    `panels` are those of a matmul.
     """
 
     op: str
     operands: tuple[Operand, ...]
-    outputs: tuple[tuple[Shape, int], ...]
-    rule: Rule | None
-    strategy: Strategy | None
-    plans: tuple[Plan, ...]
     topology: Topology
-    constraints: Constraints = ANY
-    panels: Panels = IN_BULK
-    crossing: ReshardPlan | None = None
-    exchanges: tuple[PlannedCollective, ...] = ()
-    alternatives: tuple[Strategy, ...] = ()
-    why: str | Members = NEEDED
+    choice: StrategyChoice | None = None
+    plans: tuple[Plan, ...] = ()
     ends: tuple[Plan, ...] = ()
+    exchanges: tuple[PlannedCollective, ...] = ()
+    crossing: ReshardPlan | None = None
+    why: str | Members = NEEDED
+    panels: Panels = IN_BULK
     composed: bool = False
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy chosen, if the operator has one."""
+        return None if self.choice is None else self.choice.strategy
 
     @property
     def bias(self) -> Plan | None:
@@ -104,7 +103,8 @@ class Decision:
     def moves(self) -> tuple[tuple[Plan, int], ...]:
         """The plans that have steps, each with the bytes of one element."""
         plans = [(p, operand.itemsize) for p, operand in zip(self.plans, self.operands, strict=False)]
-        plans += [(p, self.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
+        if self.choice is not None:
+            plans += [(p, self.choice.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
         return tuple((p, itemsize) for p, itemsize in plans if p.steps)
 
     def collectives(self) -> tuple[PlannedCollective, ...]:

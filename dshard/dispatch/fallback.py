@@ -54,7 +54,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     specs = [spec_like(t, mesh) for t in tensors]
     plans = tuple(plan_to(spec, layout) for spec in specs)
     topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
-    decision = Decision(str(func), tuple(map(operand_of, specs)), (), None, None, plans, topology, why=why)
+    decision = Decision(str(func), tuple(map(operand_of, specs)), topology, plans=plans, why=why)
     local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else with_meta_form(func)
     return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))
 

@@ -184,12 +184,12 @@ def operator_executable(
     keeps = writes_first(call.func) or call.func in _KEEP_LAYOUT
     constraints = Constraints(keep=call.specs[0].layout) if keeps else ANY
     rule = op.rule(call)
-    decision, strategy = decide(str(call.func), rule, call.specs, call.outs, constraints)
+    decision, choice = decide(str(call.func), rule, call.specs, call.outs, constraints)
     alternatives = alternatives_of(op, rule, call)
-    decision = replace(decision, alternatives=tuple(alternatives))
-    best = cheapest(strategy, decision.alternatives)
-    if best in alternatives:
-        return AlternativeExecutable(decision, call.specs, best, alternatives[best])
+    strategy = cheapest(choice.strategy, [*alternatives])
+    decision = replace(decision, choice=replace(choice, strategy=strategy, alternatives=tuple(alternatives)))
+    if strategy in alternatives:
+        return AlternativeExecutable(decision, call.specs, strategy, alternatives[strategy])
     device = call.kwargs.get("device")
     specs = result_specs(strategy, call.outs, call.specs[0].device if device is None else torch.device(device))
     is_moved = bool(decision.plans[0].steps)

@@ -9,7 +9,7 @@ from math import prod
 from dshard.caches import cached
 from dshard.cost import PlannedCollective
 from dshard.explain.report_values import Candidate
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.redistribute import Plan, plan
@@ -17,12 +17,10 @@ from dshard.reshard import ReshardPlan
 from dshard.rules.communication_bounds import attention_bytes_bound, matmul_lower_bound
 from dshard.rules.expand import Operand, Row
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy import Strategy, StrategyChoice
 from dshard.rules.strategy_choice import strategies
 from dshard.tables import human_bytes
 from dshard.topology import Topology
-
-Outputs = tuple[tuple[Shape, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +85,19 @@ def exchange_costs(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[M
 
 
 def rule_candidates(
-    rule: Rule,
-    operands: tuple[Operand, ...],
-    outputs: Outputs,
-    topology: Topology,
-    constraints: Constraints = ANY,
-    alternatives: tuple[Strategy, ...] = (),
+    choice: StrategyChoice, operands: tuple[Operand, ...], topology: Topology
 ) -> dict[Strategy, Candidate]:
     """The candidates of an operator's rule, and the alternatives to it, from cheapest to most expensive."""
-    every = (*strategies(rule, operands, outputs, topology, constraints), *alternatives)
-    priced = sorted(every, key=lambda s: (s.seconds, s.moves))
-    return {strategy: candidate(rule, strategy, operands, outputs, topology) for strategy in priced}
+    ruled = strategies(choice.rule, operands, choice.outputs, topology, choice.constraints)
+    priced = sorted((*ruled, *choice.alternatives), key=lambda s: (s.seconds, s.moves))
+    return {strategy: candidate(choice, strategy, operands, topology) for strategy in priced}
 
 
 def candidate(
-    rule: Rule, strategy: Strategy, operands: tuple[Operand, ...], outputs: Outputs, topology: Topology
+    choice: StrategyChoice, strategy: Strategy, operands: tuple[Operand, ...], topology: Topology
 ) -> Candidate:
     """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
-    mesh = operands[0].layout.mesh
+    mesh, rule, outputs = operands[0].layout.mesh, choice.rule, choice.outputs
     moves = [
         redistribution_cost(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)

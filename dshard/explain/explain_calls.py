@@ -19,7 +19,7 @@ from dshard.explain.candidates import (
     rule_candidates,
 )
 from dshard.explain.report_values import Candidate, Explanation, Report, why_chosen
-from dshard.rules.strategy import Strategy
+from dshard.rules.strategy import Strategy, StrategyChoice
 from dshard.torch_private import TracingContext
 from dshard.validate import check_callable
 
@@ -67,14 +67,11 @@ class _Call:
 
 def explanation(decision: Decision, topology_why: str, within: tuple[Decision, ...] = ()) -> Explanation:
     """The candidates of one decision, priced again, and why one was chosen."""
-    topology, ruled = decision.topology, dict[Strategy, Candidate]()
-    if decision.rule is not None:
-        ruled = rule_candidates(
-            *(decision.rule, decision.operands, decision.outputs, topology), decision.constraints, decision.alternatives
-        )
-    if decision.strategy is not None:
-        chosen = _add_decisions(_chosen_candidate(decision, ruled), within)
-        every = tuple(chosen if strategy == decision.strategy else priced for strategy, priced in ruled.items())
+    topology, choice = decision.topology, decision.choice
+    if choice is not None:
+        ruled = rule_candidates(choice, decision.operands, topology)
+        chosen = _add_decisions(_chosen_candidate(decision, choice, ruled), within)
+        every = tuple(chosen if strategy == choice.strategy else priced for strategy, priced in ruled.items())
         every = every if chosen in every else (chosen, *every)
         in_place = decision.is_alternative and not all(each.name for each in ruled)
         why = _why_alternative(ruled) if in_place else why_chosen(chosen, every)
@@ -85,7 +82,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),
-        "" if decision.rule is None else str(decision.rule),
+        "" if choice is None else str(choice.rule),
         topology.name,
         str(topology),
         topology_why,
@@ -100,15 +97,13 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     )
 
 
-def _chosen_candidate(decision: Decision, ruled: dict[Strategy, Candidate]) -> Candidate:
-    rule, strategy = decision.rule, decision.strategy
-    assert rule is not None
-    assert strategy is not None
-    chosen = ruled.get(strategy)
-    if chosen is None:
-        chosen = candidate(rule, strategy, decision.operands, decision.outputs, decision.topology)
-    bias = [] if decision.bias is None else [redistribution_cost(decision.bias, decision.outputs[0][1])]
-    return add_moves(chosen, bias) if bias else chosen
+def _chosen_candidate(decision: Decision, choice: StrategyChoice, ruled: dict[Strategy, Candidate]) -> Candidate:
+    chosen = ruled.get(choice.strategy) or candidate(choice, choice.strategy, decision.operands, decision.topology)
+    return (
+        chosen
+        if decision.bias is None
+        else add_moves(chosen, [redistribution_cost(decision.bias, choice.outputs[0][1])])
+    )
 
 
 def _why_alternative(ruled: dict[Strategy, Candidate]) -> str:

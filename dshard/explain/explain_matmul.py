@@ -28,6 +28,7 @@ from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_loops import STORAGES, Schedule, schedules, stored_layout
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
+from dshard.rules.strategy import StrategyChoice
 from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
@@ -158,8 +159,8 @@ def _candidates_of(matmul: MatmulCase, a: Layout, b: Layout) -> tuple[list[Candi
     itemsize, (shape_a, shape_b, shape) = matmul.dtype.itemsize, matmul.shapes
     operands, outputs = (Operand(a, shape_a, itemsize), Operand(b, shape_b, itemsize)), ((shape, itemsize),)
     rule = matmul_rule(shape_a, shape_b)
-    candidates = rule_candidates(rule, operands, outputs, matmul.topology)
     chosen = choose(rule, operands, outputs, matmul.topology)
+    candidates = rule_candidates(StrategyChoice(rule, outputs, chosen), operands, matmul.topology)
     ends = ((a, chosen.inputs[0]), (b, chosen.inputs[1]), (chosen.outputs[0], chosen.ends[0]))
     first, second, end = (
         plan(src, dst, shape, itemsize, matmul.topology) for (src, dst), shape in zip(ends, matmul.shapes, strict=True)

@@ -77,7 +77,8 @@ def _choose_composite(
     specs = [spec_like(t, mesh) for t in tensors]
     with torch.no_grad(), for_shapes():
         out = local(*(spec.meta() for spec in specs))
-    decision, strategy = decide(name, rule(), specs, [out])
+    decision, choice = decide(name, rule(), specs, [out])
+    strategy = choice.strategy
     results = result_specs(strategy, [out], specs[0].device)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)

@@ -186,7 +186,7 @@ def _observed(plan: ReshardPlan, run: Function, args: Sequence[object], crossing
     if not OBSERVERS:
         return run(*args)
     operand, topology = Operand(plan.src, plan.shape, plan.itemsize), planning_context().topology_of(plan.src.mesh)
-    decision = Decision("pipeline", (operand,), (), None, None, (), topology, why=ASKED, crossing=crossing)
+    decision = Decision("pipeline", (operand,), topology, crossing=crossing, why=ASKED)
     return observed(decision, run, args)
 
 

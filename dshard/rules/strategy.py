@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dshard.cost import PlannedCollective
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Replicate
 from dshard.rules.expand import Allowed, Order, Row
+from dshard.rules.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,20 @@ class Strategy:
 
     def __hash__(self) -> int:
         return hash((self.inputs, self.outputs, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """What a chooser of strategies was asked, and its answer: an alternative to the rule, or one of its strategies.
+
+    `outputs` are pairs of global shape and itemsize; `alternatives` those to the rule that apply.
+    """
+
+    rule: Rule
+    outputs: tuple[tuple[Shape, int], ...]
+    strategy: Strategy
+    constraints: Constraints = ANY
+    alternatives: tuple[Strategy, ...] = ()
 
 
 def completed_layout(layout: Layout) -> Layout:

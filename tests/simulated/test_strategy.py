@@ -28,7 +28,7 @@ from dshard.rules.expand import Operand, merges
 from dshard.rules.matmul_loops import STORAGES, Loop, Schedule
 from dshard.rules.rule import MOVES, PassThrough, Rule, linear
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Constraints, Strategy, completed_layout
+from dshard.rules.strategy import Constraints, Strategy, StrategyChoice, completed_layout
 from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rule_rows import every_strategy
@@ -247,7 +247,7 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
 def executable_of(rule: Rule, strategy: Strategy, local: Any, operands: list[Any], out: torch.Tensor) -> Executable:
     specs, result = [x._spec for x in operands], spec(out, strategy.outputs[0])
     plans = tuple(plan_to(each, layout) for each, layout in zip(specs, strategy.inputs, strict=True))
-    decision = Decision("joint", tuple(map(operand_of, specs)), (), rule, strategy, plans, FLAT_CPU)
+    decision = Decision("joint", tuple(map(operand_of, specs)), FLAT_CPU, StrategyChoice(rule, (), strategy), plans)
     positions = range(len(operands))
     return Executable(decision, lambda at: local, [result], positions, wrap_as(result), gradients=strategy.gradients)
 

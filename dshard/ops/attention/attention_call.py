@@ -106,14 +106,14 @@ def _of_own_key_heads(
     choice: AttentionChoice, specs: Sequence[Spec], result: Spec, options: Options, positions: Sequence[int]
 ) -> RepeatedKeyHeads:
     """Attention of ranks that receive only the key heads of their queries."""
-    strategy, times = choice.how.local, choice.how.repeats
+    strategy, times, asked = choice.how.local, choice.how.repeats, choice.decision.choice
     assert strategy is not None
+    assert asked is not None
     inner = repeated(specs, times)
     inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
     plans = plans_to(inner, strategy.inputs)
-    decision = replace(
-        choice.decision, operands=tuple(map(operand_of, inner)), strategy=strategy, plans=plans, exchanges=()
-    )
+    operands, asked = tuple(map(operand_of, inner)), replace(asked, strategy=strategy)
+    decision = replace(choice.decision, operands=operands, choice=asked, plans=plans, exchanges=())
     within = replace(choice, decision=decision, strategy=strategy)
     return RepeatedKeyHeads(choice.decision, strategy, times, _of_whole_keys(within, inner, result, options, positions))
 

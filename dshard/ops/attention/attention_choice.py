@@ -38,7 +38,7 @@ from dshard.rules.attention_loops import (
 from dshard.rules.attention_ring import Ring
 from dshard.rules.expand import Allowed, Operand, expansions
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import Constraints, Strategy, completed_layout
+from dshard.rules.strategy import Constraints, Strategy, StrategyChoice, completed_layout
 from dshard.rules.strategy_choice import cheapest, choose, strategies_within
 from dshard.rules.strategy_price import Price, returned_layout
 from dshard.topology import Topology
@@ -126,15 +126,17 @@ class Candidates:
         decision = Decision(
             "attention",
             self.operands,
-            self.outputs,
-            self.rules["whole"],
-            strategy,
-            plans_to(self.specs, strategy.inputs),
             self.topology,
-            constraints=replace(self.constraints, among=self.allowed),
-            exchanges=strategy.exchanges,
-            alternatives=tuple(each for each, runs in self.how.items() if runs != How("whole")),
+            StrategyChoice(
+                self.rules["whole"],
+                self.outputs,
+                strategy,
+                replace(self.constraints, among=self.allowed),
+                tuple(each for each, runs in self.how.items() if runs != How("whole")),
+            ),
+            plans_to(self.specs, strategy.inputs),
             ends=(plan(result, end, shape, itemsize, self.topology),),
+            exchanges=strategy.exchanges,
         )
         return AttentionChoice(decision, strategy, how, end)
 

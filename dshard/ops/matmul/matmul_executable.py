@@ -29,7 +29,7 @@ from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
 from dshard.rules.panel_stream import AutoPanels, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.split_contraction import SplitContraction
-from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy import Constraints, Strategy, StrategyChoice
 
 NEITHER = (False, False)
 
@@ -78,7 +78,9 @@ class Matmul:
             return self.streamed
         if self._in_bulk is None:
             decision = self.executable.decision
-            self._in_bulk = PanelExecutor(_rule(decision), self.plans(), self.out.dtype, Stream(1), decision.bias)
+            self._in_bulk = PanelExecutor(
+                _choice(decision).rule, self.plans(), self.out.dtype, Stream(1), decision.bias
+            )
         return self._in_bulk
 
     def leaves_whole(self, i: int) -> bool:
@@ -106,8 +108,7 @@ class Matmul:
 
     def _gradient(self, i: int, grad: Spec, other: Spec) -> Matmul:
         decision = self.executable.decision
-        rule, strategy = _rule(decision), decision.strategy
-        assert strategy is not None
+        rule, strategy = _choice(decision).rule, _choice(decision).strategy
         (a, b), (out,) = rule.inputs, rule.outputs
         terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
         of_gradient = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
@@ -153,12 +154,11 @@ def matmul_of_strategy(
         plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
         gradients = (*gradients, with_bias.gradients[2])
     decision = Decision(
-        *(name, tuple(map(operand_of, pair)), ((out.shape, out.itemsize),), rule, strategy, plans, topology),
-        ends=(end,),
-        constraints=constraints,
+        *(name, tuple(map(operand_of, pair)), topology),
+        *(StrategyChoice(rule, ((out.shape, out.itemsize),), strategy, constraints), plans, (end,)),
     )
     decision = replace(decision, panels=Panels(partial(in_panels, rule, _three(decision), out.dtype, topology)))
-    streamed = _streamed(decision, out, stream)
+    streamed = _streamed(rule, decision, out, stream)
     make: Callable[..., Executable] = Executable
     if streamed is not None:
         make = partial(StreamedExecutable, streamed)
@@ -169,9 +169,9 @@ def matmul_of_strategy(
     return Matmul(executable, specs, constraints, cut, stream, streamed)
 
 
-def _rule(decision: Decision) -> Rule:
-    assert decision.rule is not None
-    return decision.rule
+def _choice(decision: Decision) -> StrategyChoice:
+    assert decision.choice is not None
+    return decision.choice
 
 
 def _three(decision: Decision) -> tuple[Plan, Plan, Plan]:
@@ -179,7 +179,7 @@ def _three(decision: Decision) -> tuple[Plan, Plan, Plan]:
     return decision.plans[0], decision.plans[1], decision.ends[0]
 
 
-def _streamed(decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
+def _streamed(rule: Rule, decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
     """The executor in panels, if panels are requested and something is communicated; else None."""
     plans = _three(decision)
     if stream is None or not any(map(sends, plans)):
@@ -187,7 +187,7 @@ def _streamed(decision: Decision, out: Spec, stream: Stream | AutoPanels | None)
     if isinstance(stream, AutoPanels):
         best = cheapest(decision.panels.costs(), stream.limit)
         stream = Stream(best.panels, transport=best.transport)
-    return executor(_rule(decision), plans, out.dtype, stream, decision.bias, decision.topology)
+    return executor(rule, plans, out.dtype, stream, decision.bias, decision.topology)
 
 
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:
