@@ -153,6 +153,15 @@ def test_each_design_note_is_named_by_the_mechanism_that_it_explains() -> None:
     assert named == {path.name for path in (DOCS / "design").glob("*.md")}
 
 
+@pytest.mark.parametrize(
+    "page", [*(DOCS / "design").glob("*.md"), ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
+)
+def test_files_that_a_note_names_are_there(page: Path) -> None:
+    named = re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
+
+    assert [name for name in named if not ((ROOT / "dshard" / name).exists() or (ROOT / name).exists())] == []
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
