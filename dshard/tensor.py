@@ -29,7 +29,7 @@ from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
-from dshard.dispatch.function_table import FUNCTIONS, QUERY
+from dshard.dispatch.function_table import QUERIES
 from dshard.dispatch.operator import dispatch
 from dshard.dispatch.torch_calls import by_other_class
 from dshard.errors import ArgumentError, LayoutError, MeshError, ShapeError
@@ -264,7 +264,7 @@ class DTensor(Wrapper):
             return out
         if ENTERED and (answer := HERE.answer) is not None:
             return answer(func, args, kwargs or {})
-        if FUNCTIONS.get(func) is QUERY and type(args[0]) is DTensor:
+        if func in QUERIES and type(args[0]) is DTensor:
             with no_torch_function():  # optimisers ask these of each parameter, and models of each tensor
                 return func(*args, **(kwargs or {}))
         return torch_calls.call(func, args, kwargs or {})

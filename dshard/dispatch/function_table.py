@@ -386,3 +386,4 @@ FUNCTIONS: dict[object, FunctionRow] = {
     **_rows(QUERY, _T.is_floating_point, _T.is_complex, _T.dim, _T.numel, _T.is_contiguous),
 }
 """The functions of torch that do not simply run as torch's operators, each with its row."""
+QUERIES = frozenset(function for function, row in FUNCTIONS.items() if row is QUERY)

@@ -99,11 +99,8 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
 
 def _chosen_candidate(decision: Decision, choice: StrategyChoice, ruled: dict[Strategy, Candidate]) -> Candidate:
     chosen = ruled.get(choice.strategy) or candidate(choice, choice.strategy, decision.operands, decision.topology)
-    return (
-        chosen
-        if decision.bias is None
-        else add_moves(chosen, [redistribution_cost(decision.bias, choice.outputs[0][1])])
-    )
+    bias = [] if decision.bias is None else [redistribution_cost(decision.bias, choice.outputs[0][1])]
+    return add_moves(chosen, bias) if bias else chosen
 
 
 def _why_alternative(ruled: dict[Strategy, Candidate]) -> str:
