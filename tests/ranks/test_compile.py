@@ -272,7 +272,7 @@ def other_sizes(sizes: tuple[int, ...]) -> None:
     assert counter.frame_count == len(set(sizes))
 
 
-@pytest.mark.parametrize("sizes", [(5, 8, 1), pytest.param((8, 5, 3, 8, 5, 1), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 1), pytest.param((8, 5, 3, 8, 5, 1), marks=pytest.mark.thorough)], ids=str)
 def test_each_size_has_its_graph(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     ranks.run(other_sizes, sizes)
 

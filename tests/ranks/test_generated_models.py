@@ -27,7 +27,7 @@ def failures(pool: RankPool, seeds: range, cases: Counter[str], what: str = "") 
 
 @pytest.mark.ranks
 def test_a_model_learns_what_it_learns_on_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
-    failed = failures(ranks, range(8), cases_run)
+    failed = failures(ranks, range(4), cases_run)
     assert not failed, "\n\n".join(failed)
 
 
@@ -50,7 +50,7 @@ def test_compiled_models_learn_the_same(first: int, what: str, ranks: RankPool, 
 
 @pytest.mark.ranks
 def test_replayed_models_learn_the_same(ranks: RankPool, cases_run: Counter[str]) -> None:
-    failed = failures(ranks, range(5), cases_run, "replayed")
+    failed = failures(ranks, range(3), cases_run, "replayed")
     assert not failed, "\n\n".join(failed)
 
 

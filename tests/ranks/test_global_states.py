@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.global_states import STATES
 
-DEFAULT = ("bfloat16", "meta", "inference", "function mode", "no numpy")
+DEFAULT = ("meta", "function mode")
 
 
 def run(names: list[str], *options: str, **environment: str) -> str:

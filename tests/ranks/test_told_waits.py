@@ -149,7 +149,7 @@ def test_a_wait_that_the_program_ends_is_one_error_on_all_ranks() -> None:
 # -- where the host waits in a later call
 
 
-@pytest.mark.parametrize("name", MADE_ALONE)
+@pytest.mark.parametrize("name", ["norm", pytest.param("full_tensor", marks=pytest.mark.thorough)])
 def test_over_nccl_a_thread_tells_where_the_host_waits(name: str) -> None:
     with RankPool(4, "nccl_contract") as pool:
         (told, values), *others = pool.run(late, name, SOON)

@@ -19,7 +19,7 @@ from dshard.core.trees import replace_tensors, tensors_in
 from dshard.testing import RankPool
 
 MESHES = {(4,): ("a",), (2, 2): ("a", "b")}
-BY_DEFAULT = 3
+BY_DEFAULT = 5
 """Each third module is tested by default, and those that were once wrong."""
 ONCE_WRONG = {"nn.MultiLabelMarginLoss", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"}
 NAMES = [info.name for info in module_db]
