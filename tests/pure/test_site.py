@@ -150,7 +150,7 @@ def test_each_design_note_is_named_by_the_mechanism_that_it_explains() -> None:
     files = [path.read_text() for path in Path(dshard.__file__).parent.rglob("*.py")]
     named = {name for text in files for name in re.findall(r"docs/design/(\d{4}[\w-]*\.md)", text)}
 
-    assert named == {path.name for path in (DOCS / "design").glob("*.md")}
+    assert named == {path.name for path in (DOCS / "design").glob("0*.md")}
 
 
 @pytest.mark.parametrize(
