@@ -234,14 +234,6 @@ class TestPlan:
         assert status == 1
         assert "S(2) is out of range" in capsys.readouterr().err
 
-    def test_meshes_are_ranked(self, capsys):
-        main(["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128", "--json"])
-
-        rows = json.loads(capsys.readouterr().out)["rows"]
-
-        assert sorted(tuple(row["mesh"]) for row in rows) == [(1, 8), (2, 4), (4, 2), (8, 1)]
-        assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
-
     def test_the_topology_is_named_and_how_it_came_to_be_used(self, capsys):
         main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R"])
         by_default = capsys.readouterr().out
@@ -259,7 +251,7 @@ class TestPlan:
         assert given["topology_why"] == "as given"
 
     def test_an_unknown_machine_names_those_there_are(self, capsys):
-        status = main(["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128", "--topology", "abacus"])
+        status = main([*self.REDISTRIBUTE, "--from", "R S(0)", "--to", "R R", "--topology", "abacus"])
 
         assert status == 1
         assert "dgx-h100" in capsys.readouterr().err
@@ -373,7 +365,6 @@ class TestExplain:
     [
         ["plan", "redistribute", "--mesh", "2x4", "--shape", "8x8", "--from", "R S(0)", "--to", "R R"],
         ["plan", "reshard", "--mesh", "2", "--to-mesh", "3", "--shape", "8x8", "--from", "S(0)", "--to", "R"],
-        ["plan", "mesh", "--devices", "8", "--hidden", "64", "--tokens", "128"],
         ["plan", "matmul", "--m", "64", "--k", "64", "--n", "64", "--mesh", "2x4"],
         ["explain", "x.sum()", "--mesh", "2x4", "--tensor", "x: 8x8 R S(0)"],
     ],
