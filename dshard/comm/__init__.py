@@ -6,7 +6,8 @@ A plan is run in these stages, each in a file:
   `pieces` of the local tensors that they send and receive, and a `collective` as a value.
 - `drive`: the steps as a generator, which begins collectives and waits for them later, in buffers of a `workspace`.
 - `world`: where local tensors live, and so where programs run: on processes, in a graph, for all ranks in one process
-  (`simulated`), or without data. `run`: plans, exchanges and programs, wherever their tensors live.
+  (`simulated`), or without data; `local_tensors`: what callers ask of them. `run`: plans, exchanges and programs,
+  wherever their tensors live.
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
@@ -32,7 +33,6 @@ from dshard.comm.agreement import (
     global_shape,
     group_of_hosts,
     group_rank,
-    group_with_data,
     noting_rows,
     ranks_in,
     ranks_of_group,
@@ -50,6 +50,23 @@ from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import JoinedRun, Lane, joined_received, lane_of
+from dshard.comm.local_tensors import (
+    are_simulated,
+    by_rank,
+    has_data,
+    is_absent,
+    is_any_meta,
+    is_own,
+    mapped,
+    neutral_state,
+    of_first_rank,
+    of_rank,
+    on_all_ranks,
+    on_each,
+    plain,
+    stack,
+    unstack,
+)
 from dshard.comm.peer_failure import (
     is_from_peer,
     is_published,
@@ -83,6 +100,8 @@ from dshard.comm.runtime import (
     current_mesh,
     device_mesh_of,
     group_of,
+    group_with_data,
+    has_processes,
     init_device_mesh,
     is_first_rank,
     is_outside,
@@ -94,10 +113,10 @@ from dshard.comm.runtime import (
     ranks_per_host,
     runtime_of,
     simulated_ranks,
+    taking_part,
 )
 from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
 from dshard.comm.scoped import Changes, Scoped, ScopedState
-from dshard.comm.simulated import neutral_state, of_first_rank, plain, stack, unstack
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured
 from dshard.comm.told_waits import read_number, tell_waits

@@ -19,11 +19,11 @@ from dshard.comm import transport
 from dshard.comm.backends import backend_of
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
+from dshard.comm.local_tensors import are_simulated, by_rank, has_data, per_rank
 from dshard.comm.process_groups import backend_name, group_with_shared_waits, process_group_of
-from dshard.comm.runtime import DeviceMesh, Group, LocalTensor, Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import DeviceMesh, Group, group_with_data, has_processes, runtime_of, taking_part
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.scoped import Scoped
-from dshard.comm.simulated import per_rank, plain, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, DtypeError, LayoutError, ShapeError
 from dshard.layout import Layout, Shape
@@ -45,7 +45,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
         DtypeError, LayoutError: other ranks give other dtypes or placements.
     """
     shape = _even_global_shape(_shape(local), layout)
-    if type(local) is LocalTensor or (compared and local.ndim <= MAX_DIMS):
+    if are_simulated([local]) or (compared and local.ndim <= MAX_DIMS):
         shapes = _local_shapes(local, layout)
         if shapes is not None and len(set(shapes.values())) > 1:
             actual = _global_shape_of(shapes, layout)
@@ -54,7 +54,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
                 f"a tensor of shape {shape}, and nothing is sent; give the global shape, shape={actual}, or let the "
                 "ranks tell each other, run_check=True"
             )
-    elif not traced(local) and not local.is_meta:
+    elif has_data(local):
         take_as_even(_shape(local), local.dtype, layout)
     return shape
 
@@ -76,43 +76,32 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
 
 def _local_shapes(local: Tensor, layout: Layout) -> dict[Coordinate, Shape] | None:
     """The shapes of all ranks' local tensors, by an all_gather; None if no collective can run."""
-    mesh = layout.mesh
-    if type(local) is LocalTensor:
-        with plain():
-            tensors = unstack(local)
-            return {mesh.coordinate(rank): _shape(tensors[rank]) for rank in mesh.ranks}
-    runtime = runtime_of(mesh)
-    if runtime is None or not _exchanges_shapes(local, runtime):
-        return None
-    return _gather_shapes(local, layout, runtime)
+    if are_simulated([local]):
+        return _shapes_here(local, layout.mesh)
+    group = _group_for_shapes(local, layout.mesh)
+    return None if group is None else _gather_shapes(local, layout, group)
+
+
+def _shapes_here(local: Tensor, mesh: Mesh) -> dict[Coordinate, Shape]:
+    return {mesh.coordinate(rank): _shape(part) for rank, part in by_rank(local, mesh).items()}
 
 
 def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, ...], int]]:
     """The collective that gathers the local shapes: its kind, axes and bytes received; an empty list if none runs."""
     mesh = layout.mesh
-    runtime = runtime_of(mesh)
-    if type(local) is LocalTensor or runtime is None or not _exchanges_shapes(local, runtime):
+    if _group_for_shapes(local, mesh) is None:
         return []
     return [("all_gather", mesh.names, 8 * (MAX_DIMS + 3) * (mesh.size - 1))]
 
 
-def _exchanges_shapes(local: Tensor, runtime: Runtime) -> bool:
-    mesh = runtime.mesh
-    if runtime.coordinate is None or mesh.size == 1 or traced(local):
-        return False
-    return runtime.group(mesh.names).backend.carries_data
+def _group_for_shapes(local: Tensor, mesh: Mesh) -> Group | None:
+    return None if traced(local) else group_with_data(mesh)
 
 
 def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
     """Check that this rank's local tensor has the shape that `layout` gives it for `shape`, and return `shape`."""
     layout.check(shape)
-    mesh = layout.mesh
-    if type(local) is LocalTensor:
-        local_shapes = {mesh.coordinate(rank): _shape(unstack(local)[rank]) for rank in mesh.ranks}
-    else:
-        runtime = runtime_of(mesh)
-        coordinate = (0,) * mesh.ndim if runtime is None else runtime.coordinate
-        local_shapes = {} if coordinate is None else {coordinate: _shape(local)}
+    local_shapes = _shapes_here(local, layout.mesh)
     _check(local_shapes, layout, shape)
     return shape
 
@@ -171,18 +160,9 @@ def begin_rows(
     return lambda: dict(zip(at, map(tuple, wait().view(len(at), -1).tolist()), strict=True))
 
 
-def group_with_data(mesh: Mesh) -> Group | None:
-    """The group of all ranks of the mesh, if this rank is one of several that can send each other values."""
-    runtime = runtime_of(mesh)
-    if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
-        return None
-    group = runtime.group(mesh.names)
-    return group if group.backend.carries_data else None
-
-
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of a process group, or of the world; `[value]` without processes."""
-    if not dist.is_initialized() or simulated_ranks() is not None:
+    if not has_processes():
         return [value]
     process_group: Any = group or dist.group.WORLD
     n, backend = dist.get_world_size(process_group), backend_of(backend_name(process_group), "cpu")
@@ -200,8 +180,8 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 def group_of_hosts(mesh: Mesh) -> dist.ProcessGroup | None:
     """A gloo group of the mesh's ranks for what hosts ask beside a step; None where this rank has nobody to ask."""
-    runtime = runtime_of(mesh) if simulated_ranks() is None and mesh.size > 1 else None
-    if runtime is None or runtime.coordinate is None or not runtime.backend.carries_data:
+    runtime = taking_part(mesh) if mesh.size > 1 else None
+    if runtime is None or not runtime.backend.carries_data:
         return None
     return process_group_of(tuple(sorted(mesh.ranks)), runtime.world, -1, "gloo")  # of a tag that no other group has
 
@@ -260,11 +240,8 @@ def same_topology(topology: Topology, mesh: Mesh) -> Topology:
 
     Two broadcasts: the size of its JSON, then the JSON. Without processes, or with one rank, nothing is sent.
     """
-    runtime = runtime_of(mesh)
-    if simulated_ranks() is not None or runtime is None or runtime.coordinate is None or mesh.size == 1:
-        return topology
-    group = runtime.group(mesh.names)
-    if not group.backend.carries_data:
+    group = group_with_data(mesh)
+    if group is None:
         return topology
     device, first = device_of(mesh), group.index == 0
     text = torch.frombuffer(bytearray(topology.to_json().encode()), dtype=torch.uint8).to(device)
@@ -277,8 +254,8 @@ def same_topology(topology: Topology, mesh: Mesh) -> Topology:
 
 def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
     name = mesh.names[axis]
-    if type(local) is LocalTensor:
-        tensors = unstack(local)
+    if are_simulated([local]):
+        tensors = by_rank(local, mesh)
         first = {rank: mesh.group([name], mesh.coordinate(rank))[0] for rank in mesh.ranks}
         emit("broadcast", mesh, (name,), next(iter(tensors.values())).nbytes)
         return per_rank(mesh, lambda rank: tensors[first[rank]].clone())
@@ -289,7 +266,7 @@ def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:
     return transport.broadcast(flat, 0, runtime.group((name,)), mesh).view(local.shape)
 
 
-def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coordinate, Shape]:
+def _gather_shapes(local: Tensor, layout: Layout, group: Group) -> dict[Coordinate, Shape]:
     if local.ndim > MAX_DIMS:
         raise ShapeError(
             f"from_local takes tensors of at most {MAX_DIMS} dims unless shape= is given, got {local.ndim}"
@@ -297,7 +274,7 @@ def _gather_shapes(local: Tensor, layout: Layout, runtime: Runtime) -> dict[Coor
     mesh = layout.mesh
     header = [_dtypes().index(local.dtype), crc32(str(layout).encode()), local.ndim]
     own_row = torch.tensor([*header, *local.shape, *([0] * (MAX_DIMS - local.ndim))], device=local.device)
-    gathered = transport.all_gather(own_row, [own_row.numel()] * mesh.size, runtime.group(mesh.names), mesh)
+    gathered = transport.all_gather(own_row, [own_row.numel()] * mesh.size, group, mesh)
     rows = dict(zip(mesh.coordinates(), gathered.view(mesh.size, -1).tolist(), strict=True))
     _check_same_kind(rows, layout)
     return {at: tuple(row[3 : 3 + row[2]]) for at, row in rows.items()}

@@ -36,7 +36,7 @@ from dshard.comm import store_messages
 from dshard.comm.backends import waits_on_host
 from dshard.comm.deadlock import Waiting, stuck
 from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
-from dshard.comm.runtime import simulated_ranks
+from dshard.comm.runtime import has_processes
 from dshard.comm.told_waits import WAITING, host_wait, own_wait, tell_if_long
 from dshard.errors import DShardError, PeerError, ReplayError
 from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
@@ -91,9 +91,7 @@ def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
 
 def _has_others() -> bool:
     """Whether there are other ranks that read the records of this one."""
-    if simulated_ranks() is not None or not dist.is_initialized():
-        return False
-    return dist.get_world_size() > 1 and waits_on_host(backend_name())
+    return has_processes() and dist.get_world_size() > 1 and waits_on_host(backend_name())
 
 
 def watch_backward(x: Tensor, ranks: Collection[int]) -> None:

@@ -18,10 +18,10 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
+from dshard.comm.local_tensors import are_simulated, by_rank, has_data, plain
 from dshard.comm.peer_failure import is_from_peer, wait_for
-from dshard.comm.runtime import Group, LocalTensor, Runtime, runtime_of, simulated_ranks
+from dshard.comm.runtime import Group, Runtime, group_with_data
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.simulated import plain, unstack
 from dshard.comm.traced_collectives import traced
 from dshard.comm.transport import bytes_of
 from dshard.comm.user_code import user_line
@@ -81,7 +81,7 @@ def compare_calls(text: str, mesh: Mesh, *, contents: Tensor | None = None) -> N
     """In debug mode, check that every rank of the mesh makes the same call, with the same `contents`."""
     if not enabled() or (contents is not None and traced(contents)):
         return
-    if contents is not None and type(contents.detach()) is Tensor and not contents.is_meta:
+    if contents is not None and type(contents.detach()) is Tensor and has_data(contents):
         text = f"{text}, checksum {checksum(contents):016x}"
     listed = _mesh_differences(text, mesh, "call")
     if listed:
@@ -146,7 +146,7 @@ def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None
     """
     mesh = layout.mesh
     axes = [name for name, placement in zip(mesh.names, layout.placements, strict=True) if placement == Replicate()]
-    if not enabled() or not axes or mesh.size == 1 or traced(x) or x.is_meta:
+    if not enabled() or not axes or mesh.size == 1 or not has_data(x):
         return
     digests = _digests(x.detach(), mesh)
     for first, rank in ((mesh.group(axes, at)[0], mesh.rank(at)) for at in mesh.coordinates() if digests):
@@ -159,12 +159,11 @@ def compare_replicas(x: Tensor, layout: Layout, what: str, way_out: str) -> None
 
 def _digests(x: Tensor, mesh: Mesh) -> dict[int, list[int]]:
     """The digest of each rank's tensor; empty if the ranks cannot compare them."""
-    if type(x) is LocalTensor:
+    if are_simulated([x]):
         with plain():
-            return {rank: digest(local).tolist() for rank, local in unstack(x).items()}
-    runtime = runtime_of(mesh)
-    group = None if runtime is None or runtime.coordinate is None else runtime.group(mesh.names)
-    if group is None or not group.backend.carries_data:
+            return {rank: digest(part).tolist() for rank, part in by_rank(x, mesh).items()}
+    group = group_with_data(mesh)
+    if group is None:
         return {}
     texts = _gather_texts("{} {} {}".format(*digest(x).tolist()), group, device_of(mesh))
     return {rank: [*map(int, text.split())] for text, ranks in texts.items() for rank in ranks}
@@ -179,11 +178,8 @@ _ODD = -7046029254386353131
 
 def _mesh_differences(text: str, mesh: Mesh, verb: str) -> str:
     """The different texts of the mesh's ranks, each with its ranks; "" if all agree or debug mode is off."""
-    runtime = runtime_of(mesh) if enabled() and simulated_ranks() is None else None
-    if runtime is None or runtime.coordinate is None or mesh.size == 1:
-        return ""
-    group = runtime.group(mesh.names)
-    return _differences(text, group, device_of(mesh), verb) if group.backend.carries_data else ""
+    group = group_with_data(mesh) if enabled() else None
+    return "" if group is None else _differences(text, group, device_of(mesh), verb)
 
 
 def _differences(text: str, group: Group, device: torch.device, verb: str) -> str:

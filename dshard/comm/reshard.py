@@ -18,11 +18,11 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.events import LISTENERS, CommEvent, measuring, tell
+from dshard.comm.local_tensors import are_simulated, has_data, plain, stack, unstack
 from dshard.comm.reshard_buffers import Buffers
 from dshard.comm.run import run
-from dshard.comm.runtime import Group, LocalTensor, Runtime, group_of, runtime_of
+from dshard.comm.runtime import Group, Runtime, group_of, runtime_of
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.simulated import plain, stack, unstack
 from dshard.comm.transport import timed
 from dshard.errors import MeshError
 from dshard.reshard import ReshardPlan
@@ -54,9 +54,9 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
     Every rank of either mesh must call it. On a rank outside the source mesh only the dtype and the device of `x`
     count, and it may be empty; a rank outside the destination mesh gets None.
     """
-    if type(x) is LocalTensor:
+    if are_simulated([x]):
         return _simulate(plan, x)
-    if x.is_meta:
+    if not has_data(x):
         _emit(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
         return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
     return _measure(plan, x) if measuring() else begin_reshard(plan, x).finish()

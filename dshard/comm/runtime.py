@@ -266,6 +266,24 @@ def own_runtime(mesh: Mesh) -> tuple[Runtime, Coordinate]:
     return runtime, runtime.coordinate
 
 
+def has_processes() -> bool:
+    """Whether this process is one of several ranks, or of one, and simulates none."""
+    return dist.is_initialized() and simulated_ranks() is None
+
+
+def taking_part(mesh: Mesh) -> Runtime | None:
+    """The runtime of `mesh` where this process is one of its ranks, and simulates none; else None."""
+    runtime = runtime_of(mesh)
+    return None if runtime is None or runtime.coordinate is None or simulated_ranks() is not None else runtime
+
+
+def group_with_data(mesh: Mesh) -> Group | None:
+    """The group of all ranks of the mesh, if this rank is one of several that can send each other values."""
+    runtime = taking_part(mesh) if mesh.size > 1 else None
+    group = None if runtime is None else runtime.group(mesh.names)
+    return group if group is not None and group.backend.carries_data else None
+
+
 def is_outside(mesh: Mesh) -> bool:
     """Whether this process is a rank outside the mesh: tensors on the mesh have no data here, and send nothing."""
     runtime = runtime_of(mesh)

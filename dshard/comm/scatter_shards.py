@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.local_tensors import is_absent, of_rank, per_rank
 from dshard.comm.pieces import view_of
-from dshard.comm.runtime import LocalTensor, is_outside, runtime_of, simulated_ranks
-from dshard.comm.simulated import per_rank, unstack
+from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
@@ -37,33 +37,30 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
             f"src_data_rank {source!r}: the mesh ({mesh}) has ranks number 0 to {mesh.size - 1}; "
             "or give None to send nothing"
         )
+
+    def shard(at: Coordinate, device: torch.device) -> Tensor:
+        if device.type == "meta":
+            return x.new_empty(layout.local_shape(x.shape, at), device=device)
+        tensor = of_rank(mesh.rank(at) if source is None else mesh.ranks[source], x)
+        return local_shard(tensor, layout.region(tuple(tensor.shape), at), memory_format)
+
+    memory_format = torch.preserve_format if source is None else torch.contiguous_format
     with torch.no_grad():
-        if type(x) is LocalTensor or simulated_ranks() is not None:
-            return _simulate(x, layout, source)
-        runtime = runtime_of(mesh)
-        if runtime is None or runtime.coordinate is None:
-            return x.new_empty(layout.local_shape(x.shape, (0,) * mesh.ndim), device="meta")
-        if source is not None and traced(x):
-            if TracingContext.try_get() is None:  # in FakeTensorMode: any rank's part looks like this
-                return local_shard(x, layout.region(x.shape, runtime.coordinate))
-            raise CompileError(
-                f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
-                "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
-            )
-        if not scatters(x, layout, source):
-            return local_shard(x, layout.region(x.shape, runtime.coordinate), _memory_format(source))
-        assert source is not None
-        return _scatter(x, layout, source)
-
-
-def _memory_format(source: int | None) -> torch.memory_format:
-    return torch.preserve_format if source is None else torch.contiguous_format
+        if source is None or not scatters(x, layout, source):
+            return local_of(layout, shard)
+        if not traced(x):
+            return _scatter(x, layout, source)
+        if TracingContext.try_get() is None:  # in FakeTensorMode: any rank's part looks like this
+            return local_of(layout, shard)
+        raise CompileError(
+            f"distribute_tensor from rank {source} within a compiled region: a graph sends no whole tensors; "
+            "pass src_data_rank=None, so that each rank cuts its own part, or distribute it before"
+        )
 
 
 def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
     """Whether `scatter_shards` sends anything for these arguments: a broadcast of replicas, or a scatter."""
-    runtime = runtime_of(layout.mesh)
-    if source is None or simulated_ranks() is not None or runtime is None or runtime.coordinate is None:
+    if source is None or taking_part(layout.mesh) is None:
         return False
     return layout.mesh.size > 1 and x.numel() > 0 and not x.is_meta
 
@@ -82,18 +79,6 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     return transport.scatter(flat, [prod(shape) for shape in shapes], source, group, mesh).view(shapes[group.index])
 
 
-def _simulate(x: Tensor, layout: Layout, source: int | None) -> Tensor:
-    mesh = layout.mesh
-    tensors = unstack(x) if type(x) is LocalTensor else dict.fromkeys(mesh.ranks, x)
-
-    def shard_of(rank: int) -> Tensor:
-        tensor = tensors[rank if source is None else mesh.ranks[source]]
-        region = layout.region(tuple(tensor.shape), mesh.coordinate(rank))
-        return local_shard(tensor, region, _memory_format(source))
-
-    return per_rank(mesh, shard_of)
-
-
 def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor]) -> Tensor:
     """The tensor `make(coordinate, device)` of this rank, or of all ranks if they are simulated.
 
@@ -110,7 +95,7 @@ def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor])
 
 def device_of_result(local: Tensor, mesh: Mesh) -> torch.device:
     """The device of a tensor with the computed local tensor `local`: the mesh's device if `local` has no data."""
-    return device_of(mesh) if local.is_meta and is_outside(mesh) else local.device
+    return device_of(mesh) if is_absent(local, mesh) else local.device
 
 
 def device_of(mesh: Mesh) -> torch.device:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,60 +12,11 @@ from torch import Tensor
 from dshard.comm.collective import Collective, reduce
 from dshard.comm.drive import Make, Program, Request, Results
 from dshard.comm.events import emit
+from dshard.comm.local_tensors import plain, stack, unstack
 from dshard.comm.workspace import Session
 from dshard.mesh import Mesh
-from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, no_functions
 
 T = TypeVar("T")
-
-
-@contextmanager
-def plain() -> Iterator[None]:
-    """Compute on plain tensors within the block, outside torch's LocalTensorMode."""
-    mode = local_tensor_mode()
-    if mode is None:
-        yield
-    else:
-        with mode.disable():
-            yield
-
-
-@contextmanager
-def neutral_state() -> Iterator[None]:
-    """Within the block no modes, autocast or hooks of saved tensors of the program act, and gradients are recorded.
-
-    Default dtype and device stay: whoever makes a tensor names them.
-    """
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    cast = torch.autocast("cpu", enabled=False)
-    with disable_modes(), no_functions(), torch.inference_mode(False), torch.enable_grad(), cast, hooks:
-        yield
-
-
-def of_first_rank(x: Tensor) -> Tensor:
-    """The local tensor of the first simulated rank; `x` itself where ranks are not simulated."""
-    return next(iter(unstack(x).values())) if type(x) is LocalTensor else x
-
-
-def unstack(x: Tensor) -> dict[int, Tensor]:
-    """The tensors of a LocalTensor by rank."""
-    assert isinstance(x, LocalTensor)
-    tensors: dict[int, Tensor] = x._local_tensors
-    return tensors
-
-
-def stack(tensors: Mapping[int, Tensor]) -> Tensor:
-    """A LocalTensor of these tensors by rank; other simulated ranks, which are outside the mesh, get an empty one."""
-    mode, like = local_tensor_mode(), next(iter(tensors.values()))
-    others = frozenset() if mode is None else mode.ranks - tensors.keys()
-    out: Tensor = LocalTensor({**tensors, **{rank: like.new_zeros((0,) * like.ndim) for rank in others}})
-    return out
-
-
-def per_rank(mesh: Mesh, function: Callable[[int], Tensor]) -> Tensor:
-    """Call `function(rank)` for each rank of the mesh, and stack the tensors that it returns."""
-    with plain():
-        return stack({rank: function(rank) for rank in mesh.ranks})
 
 
 def run_in_step(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:

@@ -24,10 +24,10 @@ from dshard.comm import (
     device_of,
     digest,
     group_with_data,
+    has_data,
     is_captured,
     runtime_of,
     simulated_ranks,
-    traced,
 )
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import tensors_in
@@ -93,7 +93,7 @@ class Comparisons:
 
     def put_down(self, x: Tensor, place: Hashable, what: Callable[[], str]) -> None:
         """Put down a tensor, if it is new at this `place`, or the ranks meet next; `what` it is tells the error."""
-        if _is_apart(self.mesh) or x.is_meta or traced(x):
+        if _is_apart(self.mesh) or not has_data(x):
             return
         visits = self._visits.setdefault(place, [0])
         visits[0] += 1

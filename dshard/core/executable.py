@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, compare_calls, comparing, is_outside, own_coordinate, run, runner, runtime_of
+from dshard.comm import compare_calls, comparing, is_absent, on_all_ranks, run, runner
 from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.moves import local_redistribution, on_all_ranks, run_on_ranks
+from dshard.core.moves import local_redistribution, operator_on, run_on_ranks
 from dshard.core.observe import NEEDED, Decision
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.signature import Args, Function, Kwargs
@@ -26,7 +26,6 @@ from dshard.core.trees import leaves, replace_leaves, replace_tensors
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
-from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import choose
@@ -58,7 +57,7 @@ class Executable:
         "local_op",
         "mesh",
         "moves",
-        "operator",
+        "operators",
         "plans",
         "prepare",
         "specs",
@@ -81,7 +80,7 @@ class Executable:
         self.mesh = decision.operands[0].layout.mesh
         self.plans = decision.plans
         self.compared = comparing()
-        self.operator: LocalOp | None = None
+        self.operators: dict[type[Tensor], LocalOp] = {}
         self.moves: list[tuple[int, LocalOp]] = []
         self.end: LocalOp | None = None
 
@@ -101,33 +100,31 @@ class Executable:
     def run(self, local: list[Any], kwargs: Kwargs = _NO_KWARGS) -> Any:
         """Run the local operator; local tensors in the list `local` are first replaced by their redistributed ones."""
         assert self.tensors is not None
-        for i in self.tensors:
-            if type(local[i]) is LocalTensor:
-                local[:], out = self._run_nested(local, kwargs)
-                return out
-        operator = self.operator or self.compile(local)
+        operator = self.operators.get(type(local[self.tensors[0]])) or self.compile(local)
         for i, move in self.moves:
             local[i] = move(local[i])
         out = operator(*local, **kwargs)
         return out if self.end is None else self.end(out)
 
     def compile(self, local: Values) -> LocalOp:
-        """Compile the redistributions and the local operator for this rank's coordinate, once."""
+        """Compile the redistributions and the local operator, once for each type of local tensors."""
         operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
-        outside = is_outside(self.mesh)
-        without_data = outside or runtime_of(self.mesh) is None or any(local[i].is_meta for i in operands)
-
-        def compiled(plan: Plan) -> LocalOp:
-            return partial(run, plan) if without_data else runner(plan)
-
-        self.moves = [(i, compiled(plan)) for i, plan in zip(operands, self.plans, strict=True) if plan.steps]
+        assert self.tensors is not None
+        self.moves = [
+            (i, runner(plan) if i in self.tensors else partial(_move_plain, plan))
+            for i, plan in zip(operands, self.plans, strict=True)
+            if plan.steps
+        ]
         if self.prepare is not None:
             self.moves.insert(1 if self.plans[0].steps else 0, (operands[0], self.prepare))
         for end in self.decision.ends:
-            self.end = compiled(end) if end.steps else None
-        operator = self.local_op(own_coordinate(self.mesh))
-        self.operator = _without_data(operator) if outside and not hasattr(operator, "keeps_device") else operator
-        return self.operator
+            self.end = runner(end) if end.steps else None
+        first = local[operands[0]]
+        operator = operator_on(self.mesh, self.local_op, [first])
+        if is_absent(first, self.mesh) and not hasattr(operator, "keeps_device"):
+            operator = _without_data(operator)
+        self.operators[type(first)] = operator
+        return operator
 
     def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:
         """The redistributed positional arguments and the local result, on simulated ranks or of nested arguments."""
@@ -152,12 +149,16 @@ class Executable:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
 
 
+def _move_plain(plan: Plan, x: Tensor) -> Tensor:
+    return run(plan, on_all_ranks(x, plan.src.mesh))
+
+
 def _without_data(operator: LocalOp) -> LocalOp:
     """The local operator of a rank outside the mesh: its results have no data, whatever `device` the call names."""
 
     def run(*args: object, **kwargs: object) -> object:
-        args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta or x.dim() == 0 else x.to("meta"))
-        return replace_tensors(operator(*args, **kwargs), lambda x: x if x.is_meta else x.to("meta"))
+        args, kwargs = replace_tensors((args, kwargs), lambda x: x.to("meta") if x.dim() else x)
+        return replace_tensors(operator(*args, **kwargs), lambda x: x.to("meta"))
 
     return run
 

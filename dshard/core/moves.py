@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,15 @@ from dshard import comm
 from dshard.caches import Cache
 from dshard.comm import (
     RECORDERS,
-    LocalTensor,
+    are_simulated,
+    mapped,
+    of_rank,
+    on_each,
     own_coordinate,
     plain,
     record_alias,
     runner,
-    simulated_ranks,
     stack,
-    unstack,
 )
 from dshard.core.call import LocalOp
 from dshard.core.context import planning_context
@@ -178,11 +179,10 @@ def write_local(target: Tensor, value: Tensor) -> None:
 
     Of an expanded dim it writes the first entry, as all share its memory.
     """
-    if type(target) is LocalTensor:
-        with plain():
-            for rank, t in unstack(value).items():
-                write_local(unstack(target)[rank], t)
-        return
+    on_each(_write, target, value)
+
+
+def _write(target: Tensor, value: Tensor) -> None:
     entry = target
     if value.shape != target.shape:
         value = value.reshape(target.shape)
@@ -198,13 +198,12 @@ def expanded_as(spec: Spec, copy: Tensor) -> Tensor:
 
     A write to one entry is then a write to all. `copy` itself if no dim is expanded.
     """
-    if not spec.expanded_dims:
-        return copy
-    if type(copy) is LocalTensor:
-        with plain():
-            return stack({rank: expanded_as(spec, part) for rank, part in unstack(copy).items()})
+    return mapped(partial(_expanded, spec.expanded_dims), copy) if spec.expanded_dims else copy
+
+
+def _expanded(dims: Sequence[int], copy: Tensor) -> Tensor:
     first = copy
-    for dim in spec.expanded_dims:
+    for dim in dims:
         first = first.narrow(dim, 0, min(1, copy.shape[dim]))
     return first.expand(copy.shape)
 
@@ -218,8 +217,11 @@ def count_write(local: Tensor) -> None:
 def counting_as(source: Tensor, copy: Tensor) -> Tensor:
     """`copy` with the version counter of `source`, so that a backward pass which saved it notices a write to `source`.
 
-    On one device there is no copy, and torch saves the operand itself.
+    On one device there is no copy, and torch saves the operand itself. In graphs, and of simulated ranks, versions are
+    not compared.
     """
+    if type(copy) is not Tensor:
+        return copy
     out = source.detach()
     out.data = copy
     if RECORDERS:
@@ -264,26 +266,22 @@ def sharing_version(operator: LocalOp) -> LocalOp:
     return run
 
 
-def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
-    """A plain tensor, equal on all ranks, as a local tensor: stacked for all ranks if they are simulated."""
-    if simulated_ranks() is None or type(x) is LocalTensor:
-        return x
-    return stack(dict.fromkeys(mesh.ranks, x))
-
-
 def run_on_ranks(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, kwargs: Kwargs) -> Any:
     """Run the local operator on this rank, or on all ranks if they are simulated in one process."""
-    if any(type(leaf) is LocalTensor for leaf in leaves((args, kwargs))):
-        return simulate(mesh, local_op, args, kwargs)
-    return local_op(own_coordinate(mesh))(*args, **kwargs)
+    return operator_on(mesh, local_op, leaves((args, kwargs)))(*args, **kwargs)
 
 
-def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, kwargs: Kwargs) -> Any:
+def operator_on(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], local: Iterable[object]) -> LocalOp:
+    """The local operator of this rank, or one that runs those of all ranks if the tensors among `local` are theirs."""
+    return partial(_simulate, mesh, local_op) if are_simulated(local) else local_op(own_coordinate(mesh))
+
+
+def _simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], /, *args: Any, **kwargs: Any) -> Any:
     """Run the local operator on each simulated rank's tensors, and stack the results."""
     with plain():
         results = {}
         for rank in mesh.ranks:
-            rank_args, rank_kwargs = replace_leaves((args, kwargs), partial(_of_rank, rank))
+            rank_args, rank_kwargs = replace_leaves((args, kwargs), partial(of_rank, rank))
             results[rank] = local_op(mesh.coordinate(rank))(*rank_args, **rank_kwargs)
         tensors = {rank: iter(tensors_in(result)) for rank, result in results.items()}
 
@@ -291,7 +289,3 @@ def simulate(mesh: Mesh, local_op: Callable[[Coordinate], LocalOp], args: Args, 
             return stack({rank: next(rest) for rank, rest in tensors.items()}) if isinstance(leaf, Tensor) else leaf
 
         return replace_leaves(results[mesh.ranks[0]], join)
-
-
-def _of_rank(rank: int, leaf: object) -> object:
-    return unstack(leaf)[rank] if type(leaf) is LocalTensor else leaf

@@ -29,18 +29,21 @@ from torch.optim.swa_utils import AveragedModel
 from dshard.callers import asked_by, callers
 from dshard.comm import (
     LocalTensor,
+    are_simulated,
     checksum,
     compare_calls,
     comparing,
     gather_rows,
+    is_any_meta,
+    is_own,
     of_first_rank,
+    on_all_ranks,
     plain,
     simulated_ranks,
-    traced,
     user_frame,
 )
 from dshard.core.comparisons import Comparisons, comparisons_on
-from dshard.core.moves import on_all_ranks, wrap_counting
+from dshard.core.moves import wrap_counting
 from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
@@ -238,7 +241,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         takes_all, compared = _alike_or_refused(func, args, flat, meshes)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
-    meta = True in [t._local_tensor.is_meta for t in tensors if isinstance(t, Wrapper)]  # one call of Python, not many
+    meta = is_any_meta([t._local_tensor for t in tensors if isinstance(t, Wrapper)])
     if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
         return args, kwargs
     written, places, outs = _written(func, args), count(), leaves(kwargs.get("out"))
@@ -289,7 +292,7 @@ def _with_values(func: Function, args: Args, kwargs: Kwargs, is_recorded: bool) 
     Where those are without data, as in a forward pass that is priced, nothing is written: all are without data.
     """
     value = Wrapper.public.full_tensor if is_recorded else partial(plain_value, func)
-    meta = any(isinstance(x, Wrapper) and x._local_tensor.is_meta for x in leaves((args, kwargs)))
+    meta = is_any_meta([x._local_tensor for x in leaves((args, kwargs)) if isinstance(x, Wrapper)])
 
     def of(x: Any) -> Any:
         return value(x) if isinstance(x, Wrapper) else x.to("meta") if meta and isinstance(x, Tensor) else x
@@ -309,7 +312,7 @@ def _is_own(x: Tensor) -> bool:
     """Whether a plain tensor may be this rank's own, or cannot be laid out, as sparse ones."""
     if isinstance(x, Wrapper):
         return False
-    if type(x) is LocalTensor or x.layout is not torch.strided:
+    if are_simulated([x]) or x.layout is not torch.strided:
         return True
     return x.numel() <= _PARTS.get(x.untyped_storage(), 0)  # more is a tensor of which from_local took a part
 
@@ -405,7 +408,7 @@ _COMPARED: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 
 def compare_parameter(x: Parameter, mesh: Mesh) -> None:
     """Refuse a plain parameter, such as that of a module added later, that ranks first use with other values."""
-    if _COMPARED.get(id(x)) is x or x.is_meta or is_compiling() or traced(x) or simulated_ranks() is not None:
+    if _COMPARED.get(id(x)) is x or is_compiling() or not is_own(x):
         return
     _COMPARED[id(x)] = x
     of_rank = gather_rows([crc32(str((x.shape, x.dtype)).encode()), checksum(x) - 2**63], mesh, is_check=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dshard.callers import callers
-from dshard.comm import group_rank, is_outside, runtime_of, simulated_ranks, traced, warn_here
+from dshard.comm import group_rank, is_absent, is_own, runtime_of, warn_here
 from dshard.core.spec import Spec
 from dshard.errors import CheckpointError
 from dshard.layout import Layout, Shape
@@ -39,8 +39,7 @@ def plain_in_file(
     local: Tensor, spec: Spec, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]
 ) -> Tensor | None:
     """The plain tensor that is the value of a distributed one, in its memory; None if this rank has not all of it."""
-    is_simulated = traced(local) or simulated_ranks() is not None
-    if is_simulated or not spec.layout.is_replicated() or is_outside(spec.layout.mesh) or local.device != spec.device:
+    if not is_own(local) or not spec.layout.is_replicated() or local.device != spec.device:
         return None
     x = nn.Parameter(local, requires_grad) if is_parameter else local.requires_grad_(requires_grad)
     x.__dict__.update(attributes)
@@ -53,7 +52,7 @@ def warn_of_part(caller: FrameType, local: Tensor, spec: Spec) -> None:
     if line in _WARNED:
         return
     _WARNED.add(line)
-    held = "nothing" if is_outside(spec.layout.mesh) else f"a local tensor of shape {tuple(local.shape)}"
+    held = "nothing" if is_absent(local, spec.layout.mesh) else f"a local tensor of shape {tuple(local.shape)}"
     warn_here(
         f"torch.save writes what rank {group_rank()} holds, {held} of a tensor of shape {tuple(spec.shape)} laid out "
         f"[{spec.layout}] on ({spec.layout.mesh}). To write all of it, let all ranks call\n"

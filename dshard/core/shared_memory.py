@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, unstack
+from dshard.comm import of_first_rank
 from dshard.core.call import arguments_by_name, writes_first
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import for_shapes
@@ -86,8 +86,7 @@ def _memory(x: Wrapper) -> Tensor:
     while origin is not None and getattr(origin, "func", None) not in COMPUTED:
         x = origin.base
         origin = x._view_sync
-    local = x._local_tensor
-    return next(iter(unstack(local).values())) if type(local) is LocalTensor else local
+    return of_first_rank(x._local_tensor)
 
 
 def refuse_shared(func: OpOverload, written: Wrapper, operands: Kwargs) -> None:

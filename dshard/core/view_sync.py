@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, unstack
+from dshard.comm import on_each
 from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
@@ -69,8 +69,10 @@ def register_if_copy(view: Wrapper | None, local: Tensor, base: Wrapper) -> None
 
 def _is_copy(local: Tensor, base: Tensor) -> bool:
     """Whether a local tensor, or that of any simulated rank, has another memory than the one that it should view."""
-    if type(local) is LocalTensor:
-        return any(_is_copy(part, unstack(base)[rank]) for rank, part in unstack(local).items())
+    return any(on_each(_is_apart, local, base))
+
+
+def _is_apart(local: Tensor, base: Tensor) -> bool:
     return type(local) is type(base) is Tensor and local.data_ptr() != base.data_ptr() and local.numel() > 0
 
 

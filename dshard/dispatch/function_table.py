@@ -22,9 +22,9 @@ from dshard.autograd.gradients import (
     set_data,
 )
 from dshard.callers import asked_by
-from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, ranks_of_group
+from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, on_all_ranks, ranks_of_group
 from dshard.core.comparisons import with_comparisons
-from dshard.core.moves import on_all_ranks, redistribute_local
+from dshard.core.moves import redistribute_local
 from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import ToLocal, as_distributed, from_local, redistribute, to_local
-from dshard.comm import LocalTensor, own_coordinate, traced
+from dshard.comm import are_simulated, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable, decide, result_specs, wrap_as
@@ -99,13 +99,13 @@ def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:
         computed = [spec.with_layout(end.src) for spec, end in zip(executable.specs, ends, strict=True)]
     with no_torch_function():
         redistributed = [redistribute(t, p.dst) for t, p in zip(tensors, plans, strict=True)]
-        if any(type(t._local_tensor) is LocalTensor for t in redistributed):
+        if are_simulated(t._local_tensor for t in redistributed):
             specs = [t._spec.with_layout(layout) for t, layout in zip(redistributed, gradients, strict=True)]
             cotangents = [out.layout.cotangent() for out in computed]
             results = Simulated.apply(_as_tuples(local_op), computed, cotangents, specs, *redistributed)  # type: ignore[no-untyped-call]
         else:
             for t, copy in zip(tensors, redistributed, strict=True):
-                if copy is not t and not traced(copy._local_tensor):
+                if copy is not t:
                     copy._local_tensor = counting_as(t._local_tensor, copy._local_tensor)
             parts = [_recorded(t, layout) for t, layout in zip(redistributed, gradients, strict=True)]
             local = _as_tuples(local_op)(own_coordinate(executable.mesh))(*parts)
@@ -132,7 +132,7 @@ def _wrapped(local: Tensor, spec: Spec) -> Wrapper:
 def _moved_to(x: Wrapper, layout: Layout) -> Wrapper:
     """`x` in another layout, with the version counter of `x`, as the local operator may have saved it."""
     moved = redistribute(x, layout)
-    if moved is not x and type(moved._local_tensor) is not LocalTensor and not traced(moved._local_tensor):
+    if moved is not x:
         moved._local_tensor = counting_as(x._local_tensor, moved._local_tensor)
     return moved
 
