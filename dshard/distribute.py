@@ -82,8 +82,8 @@ def distribute_tensor(
     if traced(source):
         source = with_concrete_sizes(source)
     local, shape = scattered(source, term_layout, src_data_rank), tuple(source.shape)
-    device = tensor.device if comm.is_outside(mesh) else local.device
-    if local.is_meta and device.type == "meta" and not tensor.is_meta and tensor.numel():
+    device = tensor.device if comm.is_absent(local, mesh) else local.device
+    if device.type == "meta" and tensor.device.type != "meta" and tensor.numel():
         warn(
             f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
             "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
@@ -122,7 +122,7 @@ def cut(tensor: Tensor, layout: Layout) -> DTensor:
 def replace_parameter(name: str, old: torch.nn.Parameter, new: DTensor) -> None:
     """Let `new` take the place of the plain parameter `old`, with its gradient, laid out as `new` is."""
     grad: Any = None
-    if old.grad is not None and not old.is_meta:
+    if old.grad is not None and not comm.has_only_shape(old):
         grad = old.grad.detach().to_dense()
         grad = distribute_tensor(grad, new.layout.mesh, new.placements, src_data_rank=None)
     succeed(name, old, new, grad)
@@ -223,7 +223,7 @@ def _assigned(module: nn.Module, name: str, parameter: Any) -> Any:
     former: Any = module._parameters.get(name)
     if type(former) is not DTensor or type(parameter) is not nn.Parameter or parameter.shape != former.shape:
         return parameter
-    if not former.is_leaf or parameter.is_meta or runtime_of(former.layout.mesh) is None:
+    if not former.is_leaf or comm.has_only_shape(parameter) or runtime_of(former.layout.mesh) is None:
         return parameter
     memory = StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset()
     tied: Any = vars(former).get(_ASSIGNED)

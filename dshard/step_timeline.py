@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.chrome import Bar, to_chrome
 from dshard.comm import CommEvent as Sent
-from dshard.comm import listen
+from dshard.comm import has_only_shape, listen
 from dshard.core.context import planning_context
 from dshard.core.local_work import LocalCall, host_seconds
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
@@ -165,11 +165,11 @@ class StepTimeline:
         before = {StorageWeakRef(tensor.untyped_storage()) for tensor in operands}
         out = func(*args, **kwargs)
         outputs = tensors_in(out)
-        if not (self.real or self.for_shapes) and any(not x.is_meta and x.dim() for x in outputs):
+        if not (self.real or self.for_shapes) and any(x.dim() and not has_only_shape(x) for x in outputs):
             self.real = True
             self.memory.clear()
             self.events = [event for event in self.events if event.queue != "compute"]
-        if self.real and all(tensor.is_meta for tensor in outputs):
+        if self.real and all(map(has_only_shape, outputs)):
             return out
         self.memory.existed(before)
         if self.memory.add(outputs):

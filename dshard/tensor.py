@@ -163,7 +163,7 @@ class DTensor(Wrapper):
             )
             if dual is not None:
                 return dual
-        if self._local_tensor.is_meta and comm.is_outside(self._spec.layout.mesh):
+        if comm.is_absent(self._local_tensor, self._spec.layout.mesh):
             return self._emptied()
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._part(self._local_tensor.detach())

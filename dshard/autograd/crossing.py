@@ -179,7 +179,7 @@ class Reshard(torch.autograd.Function):
             _refuse_second_order(ctx.source, ctx.target)
         grad = as_distributed(grad, ctx.target)
         if comm.is_outside(ctx.target.mesh):
-            grad = without_data(grad._spec.with_layout(ctx.target))
+            grad = absent_tensor(grad._spec.with_layout(ctx.target))
         return redistribute(redistribute(grad, ctx.target), ctx.source), None
 
 
@@ -295,9 +295,9 @@ redistribute_in_dtypes = unchecked_apply(RedistributeInDtypes)
 
 def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
     """The local tensor under a layout on another mesh; without data on ranks outside that mesh."""
-    outside = comm.is_outside(spec.layout.mesh)
+    outside = comm.is_absent(local, spec.layout.mesh)
     if outside and comm.is_outside(layout.mesh):
-        return without_data(spec.with_layout(layout))._local_tensor
+        return absent_tensor(spec.with_layout(layout))._local_tensor
     topology = planning_context().topology_of(spec.layout.mesh)
     crossing = plan_reshard(spec.layout, layout, spec.shape, spec.itemsize, topology)
     typed = torch.empty(0, dtype=spec.dtype, device=comm.device_of(layout.mesh)) if outside else local
@@ -307,10 +307,10 @@ def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
         out: Tensor | None = observed(decision, comm.reshard, (crossing, typed))
     else:
         out = comm.reshard(crossing, typed)
-    return without_data(spec.with_layout(layout))._local_tensor if out is None else out
+    return absent_tensor(spec.with_layout(layout))._local_tensor if out is None else out
 
 
-def without_data(spec: Spec) -> Wrapper:
+def absent_tensor(spec: Spec) -> Wrapper:
     """The distributed tensor of this spec on a rank outside its mesh."""
     mesh = spec.layout.mesh
     shape = spec.layout.local_shape(spec.shape, (0,) * mesh.ndim)

@@ -226,7 +226,7 @@ class BackwardPass:
         """Add a gradient to the pass over its mesh."""
         leaf, local, move = pending.leaf, pending.local, pending.move
         assert local is not None
-        is_real = type(local) is Tensor and not local.is_meta  # what is only planned is not what runs
+        is_real = type(local) is Tensor and not comm.has_only_shape(local)  # what is only planned is not what runs
         if is_real and leaf.joined is not None and leaf.joined[0] is move:  # the hash of a mesh is slow
             leaves = leaf.joined[1]
         else:

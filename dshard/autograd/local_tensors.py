@@ -45,7 +45,7 @@ class Emptied(torch.autograd.Function):
         return torch.empty(ctx.shape, dtype=ctx.dtype, device="meta"), None
 
 
-class WithoutData(torch.autograd.Function):
+class ToNoData(torch.autograd.Function):
     """A user's local tensor -> one of `shape` without data; backward: zeros."""
 
     @staticmethod
@@ -102,7 +102,7 @@ def from_local(
     if run_check:
         local = _of_first_ranks(local, spec)
     if comm.is_outside(mesh):
-        local = WithoutData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
+        local = ToNoData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
     own, axes = wrap_counting(local, local.detach(), spec), grad_layout.partial_axes()
     if not (torch.is_grad_enabled() and local.requires_grad):
         return own

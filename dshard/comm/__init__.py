@@ -54,6 +54,7 @@ from dshard.comm.local_tensors import (
     are_simulated,
     by_rank,
     has_data,
+    has_only_shape,
     is_absent,
     is_any_meta,
     is_own,
@@ -66,6 +67,7 @@ from dshard.comm.local_tensors import (
     plain,
     stack,
     unstack,
+    with_form,
 )
 from dshard.comm.peer_failure import (
     is_from_peer,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from dshard.comm.runtime import is_outside, runtime_of, simulated_ranks
 from dshard.comm.traced_collectives import traced
 from dshard.mesh import Mesh
 from dshard.torch_private import LocalTensor, disable_modes, local_tensor_mode, no_functions
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -43,17 +45,21 @@ def neutral_state() -> Iterator[None]:
 
 def are_simulated(values: Iterable[object]) -> bool:
     """Whether there are local tensors of simulated ranks among these."""
-    return any(type(x) is LocalTensor for x in values)
+    return any(map(_is_stack, values))
+
+
+def _is_stack(x: object) -> bool:
+    return type(x) is LocalTensor
 
 
 def of_rank(rank: int, x: Any) -> Any:
     """The local tensor of a simulated rank; `x` itself where ranks are not simulated, or it is no tensor."""
-    return unstack(x)[rank] if type(x) is LocalTensor else x
+    return unstack(x)[rank] if _is_stack(x) else x
 
 
 def of_first_rank(x: Tensor) -> Tensor:
     """The local tensor of the first simulated rank; `x` itself where ranks are not simulated."""
-    return next(iter(unstack(x).values())) if type(x) is LocalTensor else x
+    return next(iter(unstack(x).values())) if _is_stack(x) else x
 
 
 def unstack(x: Tensor) -> dict[int, Tensor]:
@@ -78,12 +84,12 @@ def per_rank(mesh: Mesh, function: Callable[[int], Tensor]) -> Tensor:
 
 def on_all_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     """A plain tensor, equal on all ranks, as a local tensor: stacked for all ranks if they are simulated."""
-    return x if simulated_ranks() is None or type(x) is LocalTensor else stack(dict.fromkeys(mesh.ranks, x))
+    return x if simulated_ranks() is None or _is_stack(x) else stack(dict.fromkeys(mesh.ranks, x))
 
 
 def on_each(function: Callable[..., Any], *local: Tensor) -> list[Any]:
     """The results of a function of local tensors: of this rank's, or of each simulated one's."""
-    if type(local[0]) is not LocalTensor:
+    if not _is_stack(local[0]):
         return [function(*local)]
     with plain():
         return [function(*parts) for parts in zip(*(unstack(x).values() for x in local), strict=True)]
@@ -92,7 +98,7 @@ def on_each(function: Callable[..., Any], *local: Tensor) -> list[Any]:
 def mapped(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A function of this rank's local tensor, or of each simulated one's; `x` itself if it changes none."""
     parts = on_each(function, x)
-    if type(x) is not LocalTensor:
+    if not _is_stack(x):
         return parts[0]  # type: ignore[no-any-return]
     same = all(part is before for part, before in zip(parts, unstack(x).values(), strict=True))
     return x if same else stack(dict(zip(unstack(x), parts, strict=True)))
@@ -103,7 +109,7 @@ def by_rank(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
 
     Without processes it is that of the first rank.
     """
-    if type(x) is LocalTensor:
+    if _is_stack(x):
         return {rank: unstack(x)[rank] for rank in mesh.ranks}
     runtime = runtime_of(mesh)
     if runtime is None:
@@ -113,19 +119,29 @@ def by_rank(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
 
 def has_data(x: Tensor) -> bool:
     """Whether `x` has numbers, on this rank or on simulated ones."""
-    return not x.is_meta and not traced(x)
+    return not (has_only_shape(x) or traced(x))
+
+
+def has_only_shape(x: Tensor) -> bool:
+    """Whether there will never be numbers in `x`: it is planned with, or stands for the tensors of other ranks."""
+    return x.is_meta
+
+
+def with_form(run: Callable[..., T], form: Callable[..., T]) -> Callable[..., T]:
+    """The function `run` on tensors, or its `form` on those that have only a shape, as the first argument tells."""
+    return lambda *args, **kwargs: (form if has_only_shape(args[0]) else run)(*args, **kwargs)
 
 
 def is_any_meta(tensors: Sequence[Tensor]) -> bool:
     """Whether some of these tensors are on the meta device: what is planned with them has no data."""
-    return True in [x.is_meta for x in tensors]  # one call of Python, not many
+    return any(map(has_only_shape, tensors))
 
 
 def is_own(x: Tensor) -> bool:
     """Whether `x` has the numbers of this rank alone: the ranks are not simulated."""
-    return not x.is_meta and not traced(x) and simulated_ranks() is None
+    return has_data(x) and simulated_ranks() is None
 
 
 def is_absent(local: Tensor, mesh: Mesh) -> bool:
     """Whether a local tensor has no data because this rank is outside the mesh."""
-    return local.is_meta and is_outside(mesh)
+    return has_only_shape(local) and is_outside(mesh)

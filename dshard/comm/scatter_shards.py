@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.local_tensors import is_absent, of_rank, per_rank
+from dshard.comm.local_tensors import has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.pieces import view_of
 from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
@@ -62,7 +62,7 @@ def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
     """Whether `scatter_shards` sends anything for these arguments: a broadcast of replicas, or a scatter."""
     if source is None or taking_part(layout.mesh) is None:
         return False
-    return layout.mesh.size > 1 and x.numel() > 0 and not x.is_meta
+    return layout.mesh.size > 1 and x.numel() > 0 and not has_only_shape(x)
 
 
 def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:

@@ -19,9 +19,10 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
 from dshard.comm.events import LISTENERS, emit
+from dshard.comm.local_tensors import are_simulated, is_any_meta
 from dshard.comm.program_steps import Steps, Transfer
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
-from dshard.comm.runtime import Group, LocalTensor, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
+from dshard.comm.runtime import Group, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.simulated import run_in_step
 from dshard.comm.traced_collectives import traced
@@ -255,9 +256,9 @@ SIMULATED_RANKS, SHAPES = OfSimulatedRanks(), OfShapes()
 
 def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
     """Where these local tensors of a mesh live."""
-    if any(type(x) is LocalTensor for x in tensors):
+    if are_simulated(tensors):
         return SIMULATED_RANKS
-    if any(x.is_meta for x in tensors):
+    if is_any_meta(tensors):
         return SHAPES
     return InGraph(mesh) if any(map(traced, tensors)) else OnProcesses(mesh)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import DeviceMesh, as_mesh, device_of, gather_objects, is_outside, runtime_of
+from dshard.comm import DeviceMesh, as_mesh, device_of, gather_objects, is_any_meta, runtime_of, taking_part
 from dshard.compare.alike_draws import draws_of_dshard, same_generators
 from dshard.compare.comparison import Comparison, Deviation, ModuleComparison, first_difference
 from dshard.compare.observed_pass import ObservedPass, Place, deviations, errors
@@ -62,7 +62,7 @@ def compare(
         StrategyError: as of `parallelize`, as is LayoutError.
     """
     pure = as_mesh(mesh)
-    if runtime_of(pure) is None or is_outside(pure):
+    if taking_part(pure) is None:
         raise MeshError(f"compare on the mesh ({pure}), without a process here: call it on the ranks of a device mesh")
     check_type(model, nn.Module, "the model", "give an nn.Module")
     if loss is not None:
@@ -183,6 +183,6 @@ class _Passes:
             model = deepcopy(self.model)
         except Exception as error:
             raise ArgumentError(f"{kind} cannot be copied ({error}): give it a __deepcopy__ that can") from error
-        if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        if is_any_meta([*model.parameters(), *model.buffers()]):
             raise ArgumentError(f"{kind} has parameters or buffers without data: give a model with values")
         return model, deepcopy(self.batch, own)

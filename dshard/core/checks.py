@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import plain
+from dshard.comm import plain, with_form
 from dshard.core.call import Check, arguments_by_name, writes_first
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
@@ -354,9 +354,7 @@ def with_meta_form(func: OpOverload) -> Function:
     """The operator as it runs on local tensors, with or without data."""
     form = META.get(func)
     run = binding_of(func)
-    if form is None:
-        return run
-    return lambda *args, **kwargs: (form if args[0].is_meta else run)(*args, **kwargs)
+    return run if form is None else with_form(run, form)
 
 
 CHECKS: dict[str, Check] = {}

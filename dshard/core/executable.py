@@ -26,6 +26,7 @@ from dshard.core.trees import leaves, replace_leaves, replace_tensors
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
+from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import choose

@@ -22,7 +22,7 @@ from dshard.autograd.gradients import (
     set_data,
 )
 from dshard.callers import asked_by
-from dshard.comm import COLLECTIVES_OF_TORCH, numbers_of, of_first_rank, on_all_ranks, ranks_of_group
+from dshard.comm import COLLECTIVES_OF_TORCH, is_own, numbers_of, of_first_rank, on_all_ranks, ranks_of_group
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import redistribute_local
 from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
@@ -225,7 +225,7 @@ def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`share_memory_`: of the local tensor, where this rank has one; torch's own would crash."""
     x = args[0]
     local = x._local_tensor
-    if type(local) is Tensor and not local.is_meta:
+    if is_own(local):
         func(local)
     return x
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import Cache
-from dshard.comm import device_of_result, is_outside, of_first_rank, plain, read_number, run_number
+from dshard.comm import device_of_result, is_absent, of_first_rank, plain, read_number, run_number
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
 from dshard.core.moves import local_redistribution
@@ -109,7 +109,7 @@ def _meta(x: Any) -> Tensor:
 def number(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """item(): the number in the global tensor, equal on every rank; 0 on ranks outside the mesh."""
     spec = args[0]._spec
-    if is_outside(spec.layout.mesh):
+    if is_absent(args[0]._local_tensor, spec.layout.mesh):
         return torch.zeros((), dtype=spec.dtype, device="cpu").item()
     move = local_redistribution(spec, replicated(spec.layout.mesh))
     if OBSERVERS and move.plan.steps:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, is_outside, own_coordinate, traced
+from dshard.comm import is_absent, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.executable import ComposedExecutable, decision_of
-from dshard.core.moves import redistribute_local, run_on_ranks, write_local
+from dshard.core.moves import operator_on, redistribute_local, run_on_ranks, write_local
 from dshard.core.observe import ASKED
 from dshard.core.operands import number_on, plain_value
 from dshard.core.signature import Args, Function, Kwargs
@@ -147,10 +147,7 @@ def _share_memory(written: Sequence[Tensor], *others: Any) -> bool:
 def _run_on_lists(mesh: Mesh, func: OpOverload, args: Sequence[object], kwargs: Kwargs) -> Any:
     """Run an operator on lists of local tensors; those of the first list tell whether all ranks are simulated."""
     first = next(arg[0] for arg in args if isinstance(arg, list | tuple))
-    if type(first) is LocalTensor:
-        return run_on_ranks(mesh, lambda coordinate: func, tuple(args), kwargs)
-    own_coordinate(mesh)  # refuses a mesh without processes
-    return func(*args, **kwargs)
+    return operator_on(mesh, lambda coordinate: func, [first])(*args, **kwargs)
 
 
 def norms(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
@@ -239,7 +236,7 @@ def fused(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
 
 def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwargs) -> None:
     mesh = layouts[0].mesh
-    if args[0][0]._local_tensor.is_meta and is_outside(mesh):  # not each of these operators runs without data
+    if is_absent(args[0][0]._local_tensor, mesh):  # not each of these operators runs without data
         return
     shapes = [t._spec.shape for t in args[0]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import numbers_of
+from dshard.comm import numbers_of, with_form
 from dshard.core.call import Call, LocalOp, Operator
 from dshard.core.signature import Function
 from dshard.mesh import Coordinate
@@ -57,13 +57,11 @@ def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The operator, one matmul after the other where it refuses the strides of local tensors, or without data."""
 
     def run(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if a.is_meta:
-            return without_data(a, b, *args, **kwargs)
         if a.numel() and b.numel() and _is_aligned(a) and _is_aligned(b):
             return call.func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
         return one_by_one(a, b, *args, **kwargs)
 
-    return run
+    return with_form(run, without_data)
 
 
 def one_by_one(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import has_only_shape
 from dshard.core.call import Call, Composed, Operator
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Function
@@ -44,7 +45,7 @@ def _extremes(x: Any) -> tuple[float, float]:
 
 def histogram_of_all(x: Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Tensor:
     """`torch.histc` from the least to the largest value; of equal ones, from one less to one more, as torch has it."""
-    if x.numel() and not x.is_meta:
+    if x.numel() and not has_only_shape(x):
         low, high = _extremes(x)
     if low == high:
         low, high = low - 1, high + 1
@@ -71,7 +72,7 @@ def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
 def _count(n: int, x: Tensor, weights: Tensor | None = None) -> Tensor:
     is_single = weights is not None and weights.dtype is torch.float32
     dtype = torch.int64 if weights is None else torch.float32 if is_single else torch.float64
-    return x.new_empty(n, dtype=dtype) if x.is_meta else torch.bincount(x, weights, n).to(dtype)
+    return x.new_empty(n, dtype=dtype) if has_only_shape(x) else torch.bincount(x, weights, n).to(dtype)
 
 
 RULES: dict[str, Operator] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import kernel_device, recorded, traced
+from dshard.comm import has_only_shape, kernel_device, recorded, traced
 from dshard.core.call import Call, LocalOp, writes_first
 from dshard.mesh import Coordinate
 from dshard.rules.strategy import Strategy
@@ -46,7 +46,7 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
     """
     if kernel_device(index.device) == "cpu" and not traced(index):
         recorded(("refuses indices", size, dim, kind), partial(_refuse_now, size, dim, kind), index, beyond)
-    elif not index.is_meta:
+    elif not has_only_shape(index):
         assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import LocalTensor, plain, stack, unstack
+from dshard.comm import mapped
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape, views_first
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
@@ -135,16 +135,12 @@ def in_memory_of(call: Call, is_moved: bool) -> Callable[[Tensor], Tensor] | Non
     """
     spec = call.specs[0]
     if call.func is _ATEN.as_strided.default and not _is_plain(call):
-        return partial(_in_memory_as, spec)
+        return partial(mapped, partial(_in_memory_as, spec))
     return partial(expanded_as, spec) if is_moved and spec.expanded_dims and views_first(call.func) else None
 
 
 def _in_memory_as(spec: Spec, x: Tensor) -> Tensor:
     """The tensor with the strides of `spec`; itself if it has them."""
-    if type(x) is LocalTensor:
-        with plain():
-            parts = {rank: _in_memory_as(spec, part) for rank, part in unstack(x).items()}
-            return x if all(parts[rank] is part for rank, part in unstack(x).items()) else stack(parts)
     return x if x.stride() == spec.stride else x.new_empty_strided(spec.shape, spec.stride).copy_(x)
 
 

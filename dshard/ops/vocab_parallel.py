@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.caches import cached
-from dshard.comm import LocalTensor, plain, sum_dtype, unstack
+from dshard.comm import on_each, sum_dtype
 from dshard.core.context import planning_context
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
@@ -131,10 +131,10 @@ def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
     Raises:
         IndexError: a target that is neither a class nor `ignored`.
     """
-    local = target._local_tensor
-    for each in unstack(local).values() if isinstance(local, LocalTensor) else (local,):
-        with plain():
-            refuse(each, ((each < 0) | (each >= classes)) & (each != ignored), classes, 1)
+    on_each(
+        lambda x: refuse(x, ((x < 0) | (x >= classes)) & (x != ignored), classes, 1),
+        target._local_tensor,
+    )
 
 
 def _split_stays(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], always: bool = False) -> bool:

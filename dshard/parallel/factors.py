@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard.comm import plain
+from dshard.comm import has_only_shape, plain
 from dshard.core.call import Call
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
@@ -174,7 +174,7 @@ class Tracer:
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
         op, tensors = find(func), tensors_in((args, kwargs))
-        if len({x.is_meta for x in tensors}) > 1:
+        if len(set(map(has_only_shape, tensors))) > 1:
             args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
             tensors = tensors_in((args, kwargs))
         if op is None and tensors:
@@ -301,7 +301,7 @@ def trace_factors(
     try:
         return _traced(model, args, kwargs, reached, without_data)
     except Exception as error:
-        if all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in reached.tensors):
+        if all(type(x) in (Tensor, nn.Parameter) and not has_only_shape(x) for x in reached.tensors):
             return replace(_traced(model, args, kwargs, reached, torch.clone), answers=None)
         if not isinstance(error, NotImplementedError | RuntimeError) or isinstance(error, LayoutError):
             raise
@@ -353,7 +353,7 @@ def _heads_of(func: Function, args: Args, kwargs: Kwargs) -> Sequence[int]:
 
 
 def _abstract(x: Tensor) -> Tensor:
-    return x if x.is_meta else without_data(x)
+    return x if has_only_shape(x) else without_data(x)
 
 
 def without_data(x: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.crossing import redistribute
+from dshard.comm import has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
+from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
@@ -155,28 +156,28 @@ class ForwardValues(_Rewriting):
         self.kept: list[Tensor] = []  # so that their ids stay their own
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
         for stand_in, data, name in stand_ins:
-            results = None if data.is_meta or isinstance(data, Wrapper) else [data.detach()]
+            results = None if has_only_shape(data) or isinstance(data, Wrapper) else [data.detach()]
             self._note([stand_in], Origin(None, ((), {}), frozenset(() if name is None else (name,)), results))
 
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         writes, tensors = _writes(func, kwargs), tensors_in((args, kwargs))
-        if any(x.is_meta for x in tensors):
+        if is_any_meta(tensors):
             if func in QUESTIONS:
                 self.answers.append(self._answer(func, args, kwargs))
                 return self.answers[-1]
             if _is_counting(func, args, kwargs):
                 return self._count(func, args, kwargs)
         self.note(func, args, kwargs)
-        if func == Tensor.__getitem__ and not args[0].is_meta and any(x.is_meta for x in tensors):
+        if func == Tensor.__getitem__ and not has_only_shape(args[0]) and is_any_meta(tensors):
             args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
             tensors = tensors_in((args, kwargs))
         try:
             out = func(*args, **kwargs)
         except RuntimeError:
-            if writes or len({x.is_meta for x in tensors}) < 2:
+            if writes or len(set(map(has_only_shape, tensors))) < 2:
                 raise
             # torch refuses operands on two devices
-            args, kwargs = replace_tensors((args, kwargs), lambda x: x if x.is_meta else self._stand_in(x))
+            args, kwargs = replace_tensors((args, kwargs), lambda x: x if has_only_shape(x) else self._stand_in(x))
             out = func(*args, **kwargs)
             tensors = tensors_in((args, kwargs))
         origin = self._origin(func, args, kwargs, tensors)
@@ -198,7 +199,7 @@ class ForwardValues(_Rewriting):
 
     def _note(self, tensors: Sequence[Tensor], origin: Origin) -> None:
         for i, x in enumerate(tensors):
-            if x.is_meta and id(x) not in self.results:
+            if has_only_shape(x) and id(x) not in self.results:
                 self.results[id(x)] = _Result(origin, i)
                 self.kept.append(x)
                 self.sharing[x.untyped_storage()._cdata].append(x)
@@ -206,7 +207,7 @@ class ForwardValues(_Rewriting):
     def _forget(self, written: Sequence[Tensor], by: Origin) -> None:
         """After a write, of the tensors in that memory only the model inputs on which they depend are known."""
         for x in written:
-            for alias in self.sharing.get(x.untyped_storage()._cdata, [x]) if x.is_meta else ():
+            for alias in self.sharing.get(x.untyped_storage()._cdata, [x]) if has_only_shape(x) else ():
                 before = self.results.get(id(alias))
                 inputs = by.inputs | (before.origin.inputs if before else frozenset())
                 self.results[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)
@@ -244,7 +245,7 @@ class ForwardValues(_Rewriting):
                 missing = [each for each in call.origins if each.results is None]
                 if call.results is not None:
                     stack.pop()
-                elif call.function is None or any(x.is_meta for x in leaves(call.operands) if isinstance(x, Tensor)):
+                elif call.function is None or is_any_meta(tensors_in(call.operands)):
                     raise self._unknown(question)
                 elif missing:
                     stack += missing
@@ -315,7 +316,7 @@ def _without_data(x: Tensor) -> Tensor:
 
 
 def _has_no_data(x: Tensor) -> bool:
-    return x._local_tensor.is_meta if isinstance(x, Wrapper) else x.is_meta
+    return has_only_shape(x._local_tensor if isinstance(x, Wrapper) else x)
 
 
 def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> list[tuple[Tensor, str]]:

@@ -10,7 +10,7 @@ from zlib import crc32
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from dshard.comm import checksum, comparing, gather_rows, simulated_ranks, traced, warn_user
+from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ranks, warn_user
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
@@ -177,7 +177,7 @@ def _is_plain(x: object) -> bool:
 
 def have_values(plain: Sequence[Tensor]) -> bool:
     """Whether the values of these tensors can be read, and belong to one rank, not to simulated ranks."""
-    return simulated_ranks() is None and not is_transforming() and not any(x.is_meta or traced(x) for x in plain)
+    return simulated_ranks() is None and not is_transforming() and all(map(has_data, plain))
 
 
 def _replicated(x: Tensor, plan: Plan) -> DTensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.autograd.gathered_weights import GatheredUse, use_of
-from dshard.comm import RECORDERS, Scoped, comparing, is_outside, simulated_ranks
+from dshard.comm import RECORDERS, Scoped, comparing, has_only_shape, simulated_ranks
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import is_for_shapes
@@ -258,7 +258,7 @@ def _why_not_with(inputs: list[Tensor]) -> str:
             return f"an input is a {type(x).__name__}"
         if not (is_ready(x) and is_own(x)):
             return "an input is in flight, or a copy of a view"
-        if isinstance(x, Wrapper) and (x._local_tensor.is_meta or is_outside(x._spec.layout.mesh)):
+        if isinstance(x, Wrapper) and has_only_shape(x._local_tensor):
             return "an input has no data on this rank"
     return ""
 

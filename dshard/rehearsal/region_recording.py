@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.autograd.gathered_weights import GatheredUse, use_of
-from dshard.comm import ENDS, recording_calls, user_line
+from dshard.comm import ENDS, has_only_shape, recording_calls, user_line
 from dshard.core.context import settings_in_force, settings_states
 from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import is_within_forward
@@ -107,7 +107,7 @@ class RegionRecorder(LocalRecorder):
 
     def _new_slot(self, x: object) -> Slot:
         slot = super()._new_slot(x)
-        if isinstance(x, Tensor) and not x.is_meta:
+        if isinstance(x, Tensor) and not has_only_shape(x):
             self.storages[slot] = StorageWeakRef(x.untyped_storage())
         return slot
 

@@ -136,9 +136,8 @@ def parts(x: DTensor) -> dict[int, Tensor]:
 def _parts(x: DTensor) -> Parts:
     check_type(x, DTensor, "whole and parts", "give a DTensor; a plain tensor is whole")
     mesh, local = x.layout.mesh, x._local_tensor
-    if type(local) is comm.LocalTensor:
-        tensors = comm.unstack(local)
-        return {mesh.coordinate(rank): tensors[rank] for rank in mesh.ranks}
+    if comm.are_simulated([local]):
+        return {mesh.coordinate(rank): part for rank, part in comm.by_rank(local, mesh).items()}
     runtime = comm.runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: use whole within simulated(mesh), or on its ranks")

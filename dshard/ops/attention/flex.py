@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from dshard.comm import kernel_device, numbers_of, traced
+from dshard.comm import has_only_shape, kernel_device, numbers_of, traced
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.observe import OBSERVERS, Decision, observed
@@ -238,7 +238,7 @@ class RankScores:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the rank's queries, by torch's function on devices with kernels for it."""
-        if q.is_meta:
+        if has_only_shape(q):
             return whole(self.options)(q, k, v)
         k, v = (x[:, :, : len(self.keys)] for x in (k, v))
         if not q.numel():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.comm import has_only_shape
 from dshard.core.signature import Context
 from dshard.core.wrapper import each_apart
 from dshard.layout import Shape
@@ -34,7 +35,7 @@ def whole(options: Options) -> Attend:
     """Attention of all queries to all keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        if q.is_meta and _is_fused(q, k, v, mask):
+        if has_only_shape(q) and _is_fused(q, k, v, mask):
             return _without_scores(q, k, v, mask, options)
         if q.shape[-1] and not (q.numel() and k.numel() and v.numel()):
             return of_nothing(q, k, v, mask)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dshard.comm import has_only_shape
 from dshard.layout import Shape
 from dshard.ops.attention.held_scores import Held
 from dshard.ops.random import Draw, kept_factor
@@ -66,7 +67,7 @@ def modified_at(score_mod: Modify | None, mask: BlockMask | None, indices: Indic
     """The functions of `flex_attention` for the scores at these indices."""
 
     def modify(scores: Tensor, queries: range, keys: range) -> Tensor:
-        if scores.is_meta:
+        if has_only_shape(scores):
             return scores
         rows, columns = (
             [each for _, each in pieces(*pair)] for pair in ((indices.queries, queries), (indices.keys, keys))

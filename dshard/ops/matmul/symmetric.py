@@ -22,6 +22,7 @@ from dshard.comm import (
     Session,
     Transfer,
     device_mesh_of,
+    has_only_shape,
     on_one_host,
     planned_backend,
     simulated_ranks,
@@ -228,7 +229,7 @@ class SymmetricExecutor(PanelExecutor):
 
         `gathered` receives the gathered operand.
         """
-        if space.runtime is None and not tensors[0].is_meta:  # ranks that are simulated beside processes
+        if space.runtime is None and not has_only_shape(tensors[0]):  # ranks that are simulated beside processes
             todo = self.in_bulk.compiled(at, None)
             uncut, bias = yield from todo.moved(space, tensors)
             total = self.multiply(*uncut)
@@ -247,7 +248,7 @@ class SymmetricExecutor(PanelExecutor):
         fused, call = self.fused, self.calls.get(at) or self._call(at)
         x = uncut[fused.left].permute(self.left).flatten(len(fused.rows))
         y = uncut[1 - fused.left].permute(self.right).flatten(len(fused.summed)).flatten(0, len(fused.summed) - 1)
-        out = x.new_empty(call.sizes) if x.is_meta else None
+        out = x.new_empty(call.sizes) if has_only_shape(x) else None
         factor = Factor(y, fused.dim, self.whole is not None, gathered)
         wait = yield Request(call.transfer, x, out, factor=factor)
         total = wait().view(call.sizes).permute(self.back).contiguous()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import kernel_device
+from dshard.comm import has_only_shape, kernel_device
 from dshard.layout import Region, Shape
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.philox import words
@@ -76,7 +76,7 @@ def runs(shape: Shape, region: Region) -> Runs:
 
 def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: Distribution) -> None:
     """Write the values of the elements within `region`, of a global tensor of this shape, into `local`."""
-    if local.numel() == 0 or local.is_meta:
+    if local.numel() == 0 or has_only_shape(local):
         return
     if local.is_complex():
         fill(torch.view_as_real(local), (*shape, 2), (*region, range(2)), draw, distribution)

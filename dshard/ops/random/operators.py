@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from dshard.comm import LocalTensor, compare_draws, plain, recorded, traced
+from dshard.comm import are_simulated, compare_draws, has_only_shape, plain, recorded, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
@@ -65,7 +65,7 @@ def filled(
         raise CompileError(f"{what} with a generator, within a compiled region: draw without one, or outside")
     call_draw = None if later else repeated or draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
-    simulated = type(x._local_tensor) is LocalTensor  # whose mode would look at each of the many operators
+    simulated = are_simulated([x._local_tensor])  # whose mode would look at each of the many operators
 
     def local_op(coordinate: Coordinate) -> LocalOp:
         region = layout.region(spec.shape, coordinate)
@@ -257,7 +257,7 @@ def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Wrapper:
 
 def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> Tensor:
     """Sample indices: with replacement, by the cumulative weights; without, the first of an exponential race."""
-    if weights.is_meta:
+    if has_only_shape(weights):
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
     weights = weights.double()
     valid = bool(((weights >= 0) & weights.isfinite()).all())  # the same on all ranks: so is what they raise
