@@ -49,7 +49,7 @@ from dshard.comm.drive import InFlight, Program, Request, begin, finish, same_me
 from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
-from dshard.comm.joined import JoinedRun, Lane, joined_received, lane_of
+from dshard.comm.joined import Lane, joined, joined_received, lane_of
 from dshard.comm.local_tensors import (
     are_simulated,
     by_rank,
@@ -90,7 +90,7 @@ from dshard.comm.recorded_calls import (
     recording_calls,
 )
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard
-from dshard.comm.run import PlanRun, collectives_of, run, run_number, run_program, runner, swap
+from dshard.comm.run import collectives_of, run, run_number, run_program, runner, swap
 from dshard.comm.runtime import (
     FORGET,
     DeviceMesh,
@@ -125,4 +125,4 @@ from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line, warn_here, warn_user
 from dshard.comm.workspace import WORKSPACE, Session
-from dshard.comm.world import Once, run_without_data
+from dshard.comm.world import Moving, Once, run_without_data

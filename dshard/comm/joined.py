@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -44,28 +45,21 @@ def lane_of(plan: Plan) -> Lane | None:
     return Lane(plan.src.mesh, tuple((c.kind, c.axes, c.op) for c in (each.collective for each in moved)))
 
 
-class JoinedRun(Moving):
-    """Plans of one lane as one collective, ready to run on a local tensor of each, all cast to `dtype`.
+def joined(plans: Sequence[Plan], dtype: torch.dtype) -> Moving:
+    """Plans of one lane as one collective, ready to run on a local tensor of each, all cast to `dtype`."""
 
-    The text of a joined collective is that of all its plans, its bytes are those of all.
-    """
+    def planned(itemsize: int) -> list[Planned]:
+        return [(kind, axes, elements * itemsize) for kind, axes, elements in joined_received(tuple(plans))]
 
-    __slots__ = ("plans",)
+    def text() -> str:
+        return f"{len(plans)} joined: " + "; ".join(map(rank_checks.plan_text, plans))
 
-    def __init__(self, plans: Sequence[Plan], dtype: torch.dtype) -> None:
-        super().__init__(plans[0].src.mesh, dtype)
-        self.plans = tuple(plans)
+    return Moving(plans[0].src.mesh, partial(_steps, plans), planned, text=text, dtype=dtype)
 
-    def steps(self, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
-        moved = [moved_in(plan, at) or [] for plan in self.plans]
-        together = zip(*moved, strict=True)
-        return tuple(step for members in together for step in _joined(members, dtype, backend))
 
-    def planned(self, itemsize: int) -> Sequence[Planned]:
-        return [(kind, axes, elements * itemsize) for kind, axes, elements in joined_received(self.plans)]
-
-    def text(self) -> str:
-        return f"{len(self.plans)} joined: " + "; ".join(map(rank_checks.plan_text, self.plans))
+def _steps(plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
+    moved = [moved_in(plan, at) or [] for plan in plans]
+    return tuple(step for members in zip(*moved, strict=True) for step in _joined(members, dtype, backend))
 
 
 def _joined(members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> tuple[Transfer, ...]:
@@ -91,8 +85,8 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
 @cached("collective steps", 4096)
 def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
     """The collectives of joined plans of one lane: the kind, axes, and busiest rank's elements of each."""
-    mesh, joined = plans[0].src.mesh, JoinedRun(plans, torch.float32)
-    of_ranks = [joined.steps(mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
+    mesh = plans[0].src.mesh
+    of_ranks = [_steps(plans, mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
     steps = [[step for step in ranks if isinstance(step, Transfer)] for ranks in zip(*of_ranks, strict=True)]
     firsts = ((ranks, ranks[0].collective) for ranks in steps)
     return tuple((c.kind, c.axes, max(step.elements for step in ranks)) for ranks, c in firsts)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from dshard.comm import rank_checks
-from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import CollectiveReport
 from dshard.comm.drive import Make, Results
-from dshard.comm.program_steps import Steps, Transfer, flat_exchange, kind_of, steps_of
+from dshard.comm.program_steps import Transfer, flat_exchange, kind_of, steps_of
 from dshard.comm.runtime import runtime_of
 from dshard.comm.transport import reduce_number, report
 from dshard.comm.world import Moving, OnProcesses, Planned, world_of
-from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import AllReduce, Plan, axes_of
 from dshard.redistribute.price import load_of
@@ -25,38 +23,17 @@ Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
 _FEW_RANKS = 64  # the most that send numbers in pairs
 
 
-class PlanRun(Moving):
-    """A plan that is ready to run."""
-
-    __slots__ = ("plan",)
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan.src.mesh)
-        self.plan = plan
-
-    def steps(self, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
-        return steps_of(self.plan, None, at, dtype, backend)
-
-    def planned(self, itemsize: int) -> Sequence[Planned]:
-        return collectives_of(self.plan, itemsize)
-
-    def shape(self, at: Coordinate) -> Shape:
-        return self.plan.dst.local_shape(self.plan.shape, at)
-
-    def text(self) -> str:
-        return rank_checks.plan_text(self.plan)
-
-
-def runner(plan: Plan) -> PlanRun:
+def runner(plan: Plan) -> Moving:
     """The plan, ready to run; on a mesh with processes there is one for each plan."""
     runtime = runtime_of(plan.src.mesh)
-    if runtime is None:
-        return PlanRun(plan)
-    cached_runner: PlanRun | None = runtime.runners.get(plan)
-    if cached_runner is None:
-        return runtime.runners.add(plan, PlanRun(plan))  # type: ignore[no-any-return]
-    runtime.runners.hits += 1
-    return cached_runner
+    cached_runner: Moving | None = None if runtime is None else runtime.runners.get(plan)
+    if runtime is not None and cached_runner is not None:
+        runtime.runners.hits += 1
+        return cached_runner
+    shape = partial(plan.dst.local_shape, plan.shape)
+    text = partial(rank_checks.plan_text, plan)
+    moving = Moving(plan.src.mesh, partial(steps_of, plan, None), partial(collectives_of, plan), shape, text)
+    return moving if runtime is None else runtime.runners.add(plan, moving)
 
 
 def run(plan: Plan, x: Tensor) -> Tensor:
@@ -83,34 +60,24 @@ def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
     return entries
 
 
-class _Swap(Moving):
-    """An exchange of flat pieces of these sizes between all ranks of a group."""
-
-    __slots__ = ("axes", "sizes")
-
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> None:
-        super().__init__(mesh)
-        self.axes, self.sizes, self.compares = axes, sizes, False
-
-    def steps(self, at: Coordinate, dtype: torch.dtype, backend: Backend) -> tuple[Transfer]:
-        return (flat_exchange(self.mesh, self.axes, at, *self.sizes(at)),)
-
-    def planned(self, itemsize: int) -> Sequence[Planned]:
-        peers = self.mesh.peers(self.axes, (0,) * self.mesh.ndim)
-        received = [sum(step.elements for step in self.steps(at, torch.int8, SIMULATED)) for at in peers]
-        return [("all_to_all", self.axes, max(received) * itemsize)]
-
-    def shape(self, at: Coordinate) -> Shape:
-        return (sum(self.sizes(at)[1]),)
-
-
 def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
     """Flat pieces for each rank of the group along `axes` -> the flat pieces from each, in the order of the group.
 
     `sizes` says how many elements the rank at a coordinate sends to, and receives from, each.
+
+    Raises:
+        MeshError: the mesh has no processes.
     """
+
+    def steps(at: Coordinate, *_: object) -> tuple[Transfer]:
+        return (flat_exchange(mesh, axes, at, *sizes(at)),)
+
+    def planned(itemsize: int) -> list[Planned]:
+        received = [steps(at)[0].elements for at in mesh.peers(axes, (0,) * mesh.ndim)]
+        return [("all_to_all", axes, max(received) * itemsize)]
+
     with torch.no_grad():
-        return _Swap(mesh, axes, sizes)(x)  # type: ignore[no-any-return]
+        return Moving(mesh, steps, planned, lambda at: steps(at)[0].shape)(x)  # type: ignore[no-any-return]
 
 
 def run_number(plan: Plan, x: Tensor) -> Tensor:

@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dshard.comm.collective import Collective, reduce
-from dshard.comm.drive import Make, Program, Request, Results
+from dshard.comm.drive import Make, Request, Results
 from dshard.comm.events import emit
 from dshard.comm.local_tensors import plain, stack, unstack
 from dshard.comm.workspace import Session
 from dshard.mesh import Mesh
 
-T = TypeVar("T")
-
 
 def run_in_step(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
-    """Run the programs of all ranks in step on the local tensors of each."""
-    with plain():
-        space = Session()
-        locals_of = [unstack(x) for x in tensors]
-        programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
-        results = advance_in_step(programs, _run_requests)
-        n = len(results[mesh.ranks[0]])
-        return tuple(stack({rank: results[rank][i] for rank in mesh.ranks}) for i in range(n))
-
-
-def advance_in_step(
-    programs: Mapping[int, Program[T]], run: Callable[[Mapping[int, Request]], Mapping[int, Tensor]]
-) -> dict[int, T]:
-    """Run the programs of all ranks in step, and return their values; `run` runs the collective that all request.
-
-    All programs begin the same collectives in the same order. `run` returns the buffer that each rank receives.
-    """
-    results: dict[int, T] = {}
+    """Run the programs of all ranks on the local tensors of each, in step: they begin the same collectives in order."""
+    results: dict[int, Results] = {}
     received: Mapping[int, Tensor] = {}
-    while len(results) < len(programs):
-        requests: dict[int, Request] = {}
-        for rank, program in programs.items():
-            wait = partial(received.__getitem__, rank)
-            try:
-                requests[rank] = program.send(wait) if received else next(program)
-            except StopIteration as stop:
-                results[rank] = stop.value
-        assert not (results and requests), "programs of all ranks have the same collectives"
-        received = run(requests) if requests else {}
-    return results
+    with plain():
+        locals_of, space = [unstack(x) for x in tensors], Session()
+        programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
+        while len(results) < len(programs):
+            requests: dict[int, Request] = {}
+            for rank, program in programs.items():
+                wait = partial(received.__getitem__, rank)
+                try:
+                    requests[rank] = program.send(wait) if received else next(program)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+            assert not (results and requests), "programs of all ranks have the same collectives"
+            received = _run_requests(requests) if requests else {}
+        return tuple(
+            stack(dict(zip(mesh.ranks, of_ranks, strict=True)))
+            for of_ranks in zip(*map(results.__getitem__, mesh.ranks), strict=True)
+        )
 
 
 def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:

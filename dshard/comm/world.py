@@ -41,33 +41,29 @@ Planned = tuple[str, tuple[str, ...], int]
 class Moving:
     """A redistribution of a local tensor, or of several as one, ready to run wherever they live.
 
+    `steps` are those of the rank at a coordinate, for a dtype and a backend, kept for this rank; `planned` says of
+    elements of so many bytes what runs, `shape` what the one tensor of the rank at a coordinate has afterwards, and
+    `text` what the ranks compare in debug mode.
+
     Several tensors are a list, which is emptied once they are packed, so that they are freed while the collective runs.
-    They are sent in one `dtype`, which is None for a tensor alone. The steps of this rank are kept for each dtype.
+    They are sent in one `dtype`, which is None for a tensor alone.
     """
 
-    __slots__ = ("compares", "dtype", "known", "mesh", "processes")
+    __slots__ = ("dtype", "known", "mesh", "planned", "processes", "shape", "steps", "text")
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
-        self.mesh, self.dtype = mesh, dtype
+    def __init__(
+        self,
+        mesh: Mesh,
+        steps: Callable[[Coordinate, torch.dtype, Backend], Steps],
+        planned: Callable[[int], Sequence[Planned]],
+        shape: Callable[[Coordinate], Shape] = tuple,
+        text: Callable[[], str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.mesh, self.steps, self.planned, self.shape, self.dtype = mesh, steps, planned, shape, dtype
+        self.text = text if rank_checks.enabled() else None
         self.known: dict[torch.dtype, Steps] = {}
         self.processes: OnProcesses | None = None
-        self.compares = rank_checks.enabled()
-
-    def steps(self, at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
-        """The steps of the rank at `at`."""
-        raise NotImplementedError
-
-    def planned(self, itemsize: int) -> Sequence[Planned]:
-        """The collectives that run, of elements of `itemsize` bytes."""
-        raise NotImplementedError
-
-    def shape(self, at: Coordinate) -> Shape:
-        """The shape of the one tensor that the rank at `at` has afterwards."""
-        raise NotImplementedError
-
-    def text(self) -> str:
-        """What ranks compare in debug mode before it runs."""
-        raise NotImplementedError
 
     def __call__(self, x: Any) -> Any:
         """The local tensor, or tensors, of `x` once moved: they share no memory with `x`."""
@@ -75,7 +71,7 @@ class Moving:
         if first.requires_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 return self(x)
-        if type(first) is Tensor and not first.is_meta and not self.compares:  # in few calls, for it is most frequent
+        if type(first) is Tensor and not first.is_meta and self.text is None:  # in few calls, for it is most frequent
             world, steps = self.processes, self.known.get(self.dtype or first.dtype)
             if world is not None and steps is not None:
                 return advance_alone(redistributed(steps, x, world.at_once), world.launch, [])
@@ -153,7 +149,7 @@ class OnProcesses(World):
 
     def steps(self, moving: Moving, dtype: torch.dtype) -> Steps:
         """The steps of this rank; in debug mode all ranks first compare what they are about to run."""
-        if moving.compares:
+        if moving.text is not None:
             group = self.runtime.group(self.runtime.mesh.names)
             rank_checks.compare_on(moving.text(), group, device_of(self.runtime.mesh))
         steps = moving.known.get(dtype)

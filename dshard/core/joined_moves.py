@@ -95,12 +95,12 @@ def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[
     return moved
 
 
-def _joined(moves: Sequence[LocalRedistribution]) -> comm.JoinedRun:
+def _joined(moves: Sequence[LocalRedistribution]) -> comm.Moving:
     """The redistributions as one, from the cache of the topology in use."""
     cache, key = planning_context().moves, tuple(moves)
-    joined: comm.JoinedRun | None = cache.get(key)
+    joined: comm.Moving | None = cache.get(key)
     if joined is None:
-        return cache.add(key, comm.JoinedRun([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
+        return cache.add(key, comm.joined([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
     cache.hits += 1
     return joined
 
