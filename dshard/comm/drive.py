@@ -79,7 +79,7 @@ def finish(flight: InFlight, space: Session) -> Program[Tensor]:
         received = wait()
         if flight.request.loan is not None:
             space.give(flight.request.loan)
-        return flight.request.transfer.unpack(received, space)  # type: ignore[no-any-return]
+        return received.view(flight.request.transfer.shape)
     try:
         while True:
             wait = yield flight.rest.send(wait)
@@ -95,9 +95,16 @@ def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Progr
     is_ours = False  # what is lent returns to its pool, what is new is freed or overwritten
     for step in steps:
         if isinstance(step, Transfer):
-            request = _request(step, x, space)
-            if is_ours and space.lends:
-                _return_once_sent(x, request, space)
+            collective, packed = step.collective, step.packed
+            if space.lends:
+                request = _request_of_loans(step, x, space)
+                if is_ours:
+                    _return_once_sent(x, request, space)
+            else:  # a sum is of tensors of any shape
+                as_it_is = packed is None and collective.kind == "all_reduce" and not space.traces
+                buffer = x if as_it_is else x.reshape(-1) if packed is None else packed.pack(x, space)
+                request = Request(step, buffer, space.to_receive(collective, buffer) if space.in_flight else None)
+                del buffer
             del x  # which would stay in memory for as long as the collective runs
             wait = yield request
             loan = request.loan
@@ -106,7 +113,13 @@ def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Progr
             del wait  # which holds what was sent: while the next is packed, that would stay in memory
             if loan is not None:
                 space.give(loan)
-            x, is_ours = step.unpack(received, space), True
+            if step.terms and collective.op is not None:
+                received = space.reduced(received.view(step.terms, -1), collective.op)
+            if step.unpacked is not None:
+                x = step.unpacked.unpack(received, space)
+            else:
+                x = received if received.shape == step.shape else received.view(step.shape)
+            is_ours = True
             del received
         elif isinstance(step, Narrow):
             x = view_of(x, step.region)
@@ -124,14 +137,8 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
     return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
-def _request(step: Transfer, x: Any, space: Session) -> Request:
-    collective, packed = step.collective, step.packed
-    if not space.lends:
-        if packed is not None:
-            buffer = packed.pack(x, space)
-        else:  # a sum is of tensors of any shape
-            buffer = x if collective.kind == "all_reduce" and not space.traces else x.reshape(-1)
-        return Request(step, buffer, space.to_receive(collective, buffer) if space.in_flight else None)
+def _request_of_loans(step: Transfer, x: Tensor, space: Session) -> Request:
+    collective = step.collective
     match collective.kind:
         case "all_gather":
             out = space.take((sum(collective.recv),), x)
@@ -143,7 +150,7 @@ def _request(step: Transfer, x: Any, space: Session) -> Request:
             out.view(x.shape).copy_(x)
             return Request(step, out, out)
         case _:
-            buffer = space.flat(x) if packed is None else packed.pack(x, space)
+            buffer = space.flat(x) if step.packed is None else step.packed.pack(x, space)  # type: ignore[arg-type]
             out = space.take((sum(collective.recv),), x)
             return Request(step, buffer, out, None if same_memory(buffer, x) else buffer)
 

@@ -144,4 +144,4 @@ def is_own(x: Tensor) -> bool:
 
 def is_absent(local: Tensor, mesh: Mesh) -> bool:
     """Whether a local tensor has no data because this rank is outside the mesh."""
-    return has_only_shape(local) and is_outside(mesh)
+    return local.is_meta and is_outside(mesh)

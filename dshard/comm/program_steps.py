@@ -10,13 +10,11 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from dshard.caches import cached
 from dshard.comm.backends import Backend
 from dshard.comm.collective import Collective, CollectiveReport, Kind, collectives_for
 from dshard.comm.pieces import JoinedPieces, JoinedViews, Pieces
-from dshard.comm.workspace import Session
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import (
@@ -75,14 +73,6 @@ class Transfer:
     def elements(self) -> int:
         """The elements that this rank receives from its peers; 0 if they count with another collective."""
         return 0 if self.collective.report is None else self.collective.report.elements
-
-    def unpack(self, received: Tensor, space: Session) -> Any:
-        """The local tensor, or tensors, of the buffer received; a view where possible."""
-        if self.terms and self.collective.op is not None:
-            received = space.reduced(received.view(self.terms, -1), self.collective.op)
-        if self.unpacked is not None:
-            return self.unpacked.unpack(received, space)
-        return received if received.shape == self.shape else received.view(self.shape)
 
 
 ProgramStep: TypeAlias = Transfer | Narrow | Fill

@@ -49,7 +49,7 @@ class Moving:
     They are sent in one `dtype`, which is None for a tensor alone.
     """
 
-    __slots__ = ("dtype", "known", "mesh", "planned", "processes", "shape", "steps", "text")
+    __slots__ = ("dtype", "known", "mesh", "planned", "processes", "sends", "shape", "steps", "text")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Moving:
         self.text = text if rank_checks.enabled() else None
         self.known: dict[torch.dtype, Steps] = {}
         self.processes: OnProcesses | None = None
+        self.sends = False
 
     def __call__(self, x: Any) -> Any:
         """The local tensor, or tensors, of `x` once moved: they share no memory with `x`."""
@@ -88,6 +89,10 @@ class Moving:
             with torch.no_grad():
                 return self.begin(x, owns)
         first: Tensor = x if self.dtype is None else x[0]
+        if type(first) is Tensor and not first.is_meta and self.text is None:
+            world, steps = self.processes, self.known.get(self.dtype or first.dtype)
+            if world is not None and steps is not None:
+                return world.begun(self, steps, x, owns)
         return self._world(first).begin(self, x, self.dtype or first.dtype, owns)
 
     def begin_or_run(self, x: Any, owns: bool = False) -> Once:
@@ -134,11 +139,15 @@ class OnProcesses(World):
         return advance_alone(redistributed(self.steps(moving, dtype), x, self.at_once), self.launch, [])
 
     def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
-        steps = self.steps(moving, dtype)
-        if not any(isinstance(step, Transfer) for step in steps):
+        return self.begun(moving, self.steps(moving, dtype), x, owns)
+
+    def begun(self, moving: Moving, steps: Steps, x: Any, owns: bool) -> Once | None:
+        """What is in flight once these steps have begun; None if they send nothing."""
+        if not moving.sends:
             return None
         owns = owns or moving.dtype is not None  # several tensors are packed into a new buffer
-        return begun(redistributed(steps, x, self.owned if owns else self.in_flight), self.launch)
+        program, launch = redistributed(steps, x, self.owned if owns else self.in_flight), self.launch
+        return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
         for plan in plans if rank_checks.enabled() else ():
@@ -155,6 +164,7 @@ class OnProcesses(World):
         steps = moving.known.get(dtype)
         if steps is None:
             steps = moving.known[dtype] = moving.steps(self.coordinate, dtype, self.runtime.backend)
+            moving.sends = any(isinstance(step, Transfer) for step in steps)
         return steps
 
     def launch(self, request: Request) -> Wait:
@@ -228,7 +238,8 @@ class OfShapes(World):
             return None
         self._tell(moving, dtype)
         steps = moving.steps(own_coordinate(moving.mesh), dtype, planned_backend(moving.mesh))
-        return begun(redistributed(steps, x, OnProcesses.owned), received_at_once)  # whose buffers are there till then
+        program = redistributed(steps, x, OnProcesses.owned)  # whose buffers are there until the end
+        return Once(partial(advance_alone, program, received_at_once, [received_at_once(next(program))]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
         def tell_and_receive(request: Request) -> Wait:
@@ -284,11 +295,6 @@ def advance_alone(program: Program[Any], launch: Callable[[Request], Wait], wait
             waits.append(launch(program.send(received.pop)))
     except StopIteration as stop:
         return stop.value
-
-
-def begun(program: Program[Any], launch: Callable[[Request], Wait]) -> Once:
-    """Begin the first collective of a program that has one; the rest runs when its result is first used."""
-    return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
 
 class Once:

@@ -8,7 +8,6 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from dshard.comm import traced
 from dshard.layout import Region, Shape
 from dshard.ops.random import draw
 from dshard.ops.random.distributions import Distribution, named
@@ -25,7 +24,6 @@ _LIBRARY.define("drawn(Tensor like, Tensor draw, int[] shape, int[] starts, int[
 
 def filled_later(like: Tensor, shape: Shape, region: Region, distribution: Distribution) -> Tensor:
     """A tensor like the local tensor `like` with the elements in `region` of a global random tensor of this shape."""
-    assert traced(like)
     starts, stops = [part.start for part in region], [part.stop for part in region]
     taken = torch.ops.dshard.next_draw(torch.empty(0), next(_SITES))
     local: Tensor = torch.ops.dshard.drawn(like, taken, list(shape), starts, stops, str(distribution))
