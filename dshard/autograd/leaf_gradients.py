@@ -11,7 +11,7 @@ from dshard.autograd.accumulation import ACCUMULATING, stays_partial
 from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
-from dshard.comm import RECORDERS, record_leaf
+from dshard.comm import RECORDERS, recorder
 from dshard.core.moves import local_redistribution
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
@@ -27,8 +27,8 @@ def keep_gradient_layout(x: Wrapper) -> None:
 
     def redistribute_gradient(grad: Tensor | None) -> Tensor | None:
         leaf.has_gradient = grad is not None
-        if RECORDERS and leaf.accumulates:
-            record_leaf(leaf.of)
+        if RECORDERS and leaf.accumulates and (told := recorder()) is not None:
+            told.add_leaf(leaf.of)
         if type(grad) is not cls:  # zeros that autograd makes
             return None if grad is None else gradient_in_layout(grad, leaf, 0)
         references = getrefcount(grad)

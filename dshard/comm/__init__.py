@@ -84,9 +84,8 @@ from dshard.comm.recorded_calls import (
     ENDS,
     RECORDERS,
     numbers_of,
-    record_alias,
-    record_leaf,
     recorded,
+    recorder,
     recording_calls,
 )
 from dshard.comm.reshard import Resharding, begin_reshard, crossing_event, reshard

@@ -56,29 +56,19 @@ def recording_calls(recorder: CallRecorder) -> AbstractContextManager[None]:
 
 def recorded(key: object, function: Callable[..., T], *args: object) -> T:
     """Call a function, by the recorder of this thread if there is one."""
-    recorder = _RECORDERS.value() if RECORDERS else None
-    return function(*args) if recorder is None else recorder.call(key, function, *args)
+    told = recorder()
+    return function(*args) if told is None else told.call(key, function, *args)
 
 
-def record_alias(x: Tensor, of: Tensor) -> None:
-    """Tell the recorder of this thread, if there is one, that `x` has got the memory of the tensor `of`."""
-    recorder = _RECORDERS.value()
-    if recorder is not None:
-        recorder.add_alias(x, of)
-
-
-def record_leaf(number: int) -> None:
-    """Tell the recorder of this thread, if there is one, that a gradient of the leaf with this id arose."""
-    recorder = _RECORDERS.value()
-    if recorder is not None:
-        recorder.add_leaf(number)
+def recorder() -> CallRecorder | None:
+    """The recorder of this thread, if there is one."""
+    return _RECORDERS.value() if RECORDERS else None
 
 
 def numbers_of(x: Tensor) -> Any:
     """`x.tolist()`, of which the recorder of this thread is told: torch runs no operator that it would see."""
-    recorder = _RECORDERS.value() if RECORDERS else None
-    if recorder is not None:
-        recorder.add_read()
+    if (told := recorder()) is not None:
+        told.add_read()
     return x.tolist()
 
 

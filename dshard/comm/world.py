@@ -111,23 +111,7 @@ class Moving:
         return self.processes
 
 
-class World:
-    """Where local tensors live."""
-
-    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
-        """The local tensor, or tensors, of `x` once moved."""
-        raise NotImplementedError
-
-    def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
-        """Begin to move `x`; None where nothing can be in flight."""
-        return None
-
-    def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
-        """Run the program of each rank that lives here, and return its results."""
-        raise NotImplementedError
-
-
-class OnProcesses(World):
+class OnProcesses:
     """A rank in each process: collectives run on process groups, beside the computation."""
 
     at_once, in_flight, owned = Session(), Session(in_flight=True), Session(in_flight=True, owns=True)
@@ -208,7 +192,7 @@ class InGraph(OnProcesses):
         return moving.steps(self.coordinate, dtype, self.runtime.backend)
 
 
-class OfSimulatedRanks(World):
+class OfSimulatedRanks:
     """All ranks in this process, which run in step."""
 
     def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
@@ -222,11 +206,14 @@ class OfSimulatedRanks(World):
         results = run_in_step(moving.mesh, make, x if several else (x,))
         return results if several else results[0]
 
+    def begin(self, *_: object) -> None:
+        """Nothing is in flight between simulated ranks."""
+
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
         return run_in_step(mesh, make, tensors)
 
 
-class OfShapes(World):
+class OfShapes:
     """No data anywhere: listeners are told what would run, and buffers are counted."""
 
     def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
@@ -258,6 +245,8 @@ class OfShapes(World):
                 emit(kind, moving.mesh, axes, nbytes)
 
 
+World = OnProcesses | OfSimulatedRanks | OfShapes
+"""Where local tensors live: it redistributes and begins what is `Moving` there, and runs the program of each rank."""
 SIMULATED_RANKS, SHAPES = OfSimulatedRanks(), OfShapes()
 
 

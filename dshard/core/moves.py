@@ -19,7 +19,7 @@ from dshard.comm import (
     on_each,
     own_coordinate,
     plain,
-    record_alias,
+    recorder,
     runner,
     stack,
 )
@@ -224,8 +224,8 @@ def counting_as(source: Tensor, copy: Tensor) -> Tensor:
         return copy
     out = source.detach()
     out.data = copy
-    if RECORDERS:
-        record_alias(out, copy)
+    if RECORDERS and (told := recorder()) is not None:
+        told.add_alias(out, copy)
     return out
 
 
