@@ -6,7 +6,7 @@ A plan is run in these stages, each in a file:
   `pieces` of the local tensors that they send and receive, and a `collective` as a value.
 - `drive`: the steps as a generator, which begins collectives and waits for them later, in buffers of a `workspace`.
 - `world`: where local tensors live, and so where programs run: on processes, in a graph, for all ranks in one process
-  (`simulated`), or without data; `local_tensors`: what callers ask of them. `run`: plans, exchanges and programs,
+  (`simulated`), or without data; `rank_tensors`: what callers ask of them. `run`: plans, exchanges and programs,
   wherever their tensors live.
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
@@ -50,7 +50,19 @@ from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import Lane, joined, joined_received, lane_of
-from dshard.comm.local_tensors import (
+from dshard.comm.peer_failure import (
+    is_from_peer,
+    is_published,
+    leave_word,
+    mark_raised_by_all,
+    publish_failure,
+    watch_backward,
+)
+from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
+from dshard.comm.rank_checks import are_alike, checksum, compare_calls, compare_draws, compare_replicas, digest
+from dshard.comm.rank_checks import enabled as comparing
+from dshard.comm.rank_tensors import (
+    are_mixed,
     are_simulated,
     by_rank,
     has_data,
@@ -69,17 +81,6 @@ from dshard.comm.local_tensors import (
     unstack,
     with_form,
 )
-from dshard.comm.peer_failure import (
-    is_from_peer,
-    is_published,
-    leave_word,
-    mark_raised_by_all,
-    publish_failure,
-    watch_backward,
-)
-from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
-from dshard.comm.rank_checks import are_alike, checksum, compare_calls, compare_draws, compare_replicas, digest
-from dshard.comm.rank_checks import enabled as comparing
 from dshard.comm.recorded_calls import (
     ENDS,
     RECORDERS,

@@ -19,8 +19,8 @@ from dshard.comm import transport
 from dshard.comm.backends import backend_of
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import emit
-from dshard.comm.local_tensors import are_simulated, by_rank, has_data, per_rank
 from dshard.comm.process_groups import backend_name, group_with_shared_waits, process_group_of
+from dshard.comm.rank_tensors import are_simulated, by_rank, has_data, per_rank
 from dshard.comm.runtime import DeviceMesh, Group, group_with_data, has_processes, runtime_of, taking_part
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.scoped import Scoped

@@ -18,8 +18,8 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from dshard.comm.local_tensors import are_simulated, by_rank, has_data, plain
 from dshard.comm.peer_failure import is_from_peer, wait_for
+from dshard.comm.rank_tensors import are_simulated, by_rank, has_data, plain
 from dshard.comm.runtime import Group, Runtime, group_with_data
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.traced_collectives import traced

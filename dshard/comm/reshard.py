@@ -18,7 +18,7 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.events import LISTENERS, CommEvent, measuring, tell
-from dshard.comm.local_tensors import are_simulated, has_data, plain, stack, unstack
+from dshard.comm.rank_tensors import are_simulated, has_data, plain, stack, unstack
 from dshard.comm.reshard_buffers import Buffers
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, Runtime, group_of, runtime_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
-from dshard.comm.local_tensors import has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.pieces import view_of
+from dshard.comm.rank_tensors import has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError

@@ -11,7 +11,7 @@ from torch import Tensor
 from dshard.comm.collective import Collective, reduce
 from dshard.comm.drive import Make, Request, Results
 from dshard.comm.events import emit
-from dshard.comm.local_tensors import plain, stack, unstack
+from dshard.comm.rank_tensors import plain, stack, unstack
 from dshard.comm.workspace import Session
 from dshard.mesh import Mesh
 

@@ -19,8 +19,8 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
 from dshard.comm.events import LISTENERS, emit
-from dshard.comm.local_tensors import are_simulated, is_any_meta
 from dshard.comm.program_steps import Steps, Transfer
+from dshard.comm.rank_tensors import are_simulated, is_any_meta
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of

@@ -13,6 +13,7 @@ from dshard import comm
 from dshard.caches import Cache
 from dshard.comm import (
     RECORDERS,
+    Moving,
     are_simulated,
     mapped,
     of_rank,
@@ -96,25 +97,29 @@ class LocalRedistribution:
         self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in axes_of(step))
         several = self.lane is None or len(self.lane.collectives) > 1
         self.has_steps = several or self.spec.dtype not in _IN_ONE
-        self.runner = runner(self.plan)
+        self.runner: Moving | None = None
         self.targets: dict[Spec, Layout] = {}
         key = (self.plan, source.dtype, source.device)  # strides are those of the graph by which it was made
         self.same: object = _SAME.get(key) or _SAME.add(key, object())
 
     def __call__(self, local: Tensor) -> Tensor:
         """The local tensor under the target layout; not recorded by autograd."""
-        return self.runner(local) if self.plan.steps else local
+        return (self.runner or self._ready())(local) if self.plan.steps else local
 
     def begin(self, local: Tensor, own: bool = False) -> Callable[[], Tensor] | None:
         """Begin the redistribution; the first use of its result waits. None if nothing can be in flight.
 
         With `own` the caller owns the local tensor, which may be overwritten.
         """
-        return self.runner.begin(local, own) if self.plan.steps else None
+        return (self.runner or self._ready()).begin(local, own) if self.plan.steps else None
 
     def begin_or_run(self, local: Tensor, own: bool = False) -> Callable[[], Tensor]:
         """Begin the redistribution, or run it if it cannot be asynchronous; return a function that gives its result."""
-        return self.runner.begin_or_run(local, own) if self.plan.steps else lambda: local
+        return (self.runner or self._ready()).begin_or_run(local, own) if self.plan.steps else lambda: local
+
+    def _ready(self) -> Moving:
+        self.runner = runner(self.plan)
+        return self.runner
 
     def decision(self, op: str, explicit: bool = False) -> Decision:
         """The decision to redistribute, because the operator named `op` needs it, or at the user's request."""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
-from dshard.comm import compare_calls, comparing, has_only_shape, runtime_of, simulated_ranks
+from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.replaced_parameters import successor
@@ -355,7 +355,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor
 
 def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
     compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
-    if not has_only_shape(x) or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
+    if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
     unset = nan if x.is_floating_point() else 0
     out: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)

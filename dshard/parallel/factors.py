@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard.comm import has_only_shape, plain
+from dshard.comm import are_mixed, has_only_shape, plain
 from dshard.core.call import Call
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
@@ -174,7 +174,7 @@ class Tracer:
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and join the factors of its tensors."""
         op, tensors = find(func), tensors_in((args, kwargs))
-        if len(set(map(has_only_shape, tensors))) > 1:
+        if are_mixed(tensors):
             args, kwargs = replace_tensors((args, kwargs), _abstract)  # constants of the model, too
             tensors = tensors_in((args, kwargs))
         if op is None and tensors:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.crossing import redistribute
-from dshard.comm import has_only_shape, is_any_meta
+from dshard.comm import are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
@@ -174,7 +174,7 @@ class ForwardValues(_Rewriting):
         try:
             out = func(*args, **kwargs)
         except RuntimeError:
-            if writes or len(set(map(has_only_shape, tensors))) < 2:
+            if writes or not are_mixed(tensors):
                 raise
             # torch refuses operands on two devices
             args, kwargs = replace_tensors((args, kwargs), lambda x: x if has_only_shape(x) else self._stand_in(x))
@@ -199,7 +199,7 @@ class ForwardValues(_Rewriting):
 
     def _note(self, tensors: Sequence[Tensor], origin: Origin) -> None:
         for i, x in enumerate(tensors):
-            if has_only_shape(x) and id(x) not in self.results:
+            if x.is_meta and id(x) not in self.results:
                 self.results[id(x)] = _Result(origin, i)
                 self.kept.append(x)
                 self.sharing[x.untyped_storage()._cdata].append(x)

@@ -134,7 +134,12 @@ def with_form(run: Callable[..., T], form: Callable[..., T]) -> Callable[..., T]
 
 def is_any_meta(tensors: Sequence[Tensor]) -> bool:
     """Whether some of these tensors are on the meta device: what is planned with them has no data."""
-    return any(map(has_only_shape, tensors))
+    return True in [x.is_meta for x in tensors]  # one call of Python, not many
+
+
+def are_mixed(tensors: Sequence[Tensor]) -> bool:
+    """Whether some of these tensors have only a shape, and others have data."""
+    return len({x.is_meta for x in tensors}) > 1
 
 
 def is_own(x: Tensor) -> bool:
