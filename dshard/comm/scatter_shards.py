@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import transport
 from dshard.comm.pieces import view_of
-from dshard.comm.rank_tensors import has_only_shape, is_absent, of_rank, per_rank
+from dshard.comm.rank_tensors import are_simulated, has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
@@ -41,9 +41,12 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     def shard(at: Coordinate, device: torch.device) -> Tensor:
         if device.type == "meta":
             return x.new_empty(layout.local_shape(x.shape, at), device=device)
+        if not is_simulated:
+            return local_shard(x, layout.region(tuple(x.shape), at), memory_format)
         tensor = of_rank(mesh.rank(at) if source is None else mesh.ranks[source], x)
         return local_shard(tensor, layout.region(tuple(tensor.shape), at), memory_format)
 
+    is_simulated = are_simulated([x])
     memory_format = torch.preserve_format if source is None else torch.contiguous_format
     with torch.no_grad():
         if source is None or not scatters(x, layout, source):

@@ -45,33 +45,14 @@ def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:
     if report is not None:
         itemsize = next(iter(requests.values())).buffer.itemsize
         emit(report.collective, report.mesh, busiest.collective.axes, report.elements * itemsize)
-    collectives = {rank: request.transfer.collective for rank, request in requests.items()}
-    return exchange(collectives, {rank: request.buffer for rank, request in requests.items()})
+    return {rank: _received(request.transfer.collective, requests) for rank, request in requests.items()}
 
 
-def exchange(collectives: Mapping[int, Collective], buffers: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Run one collective of all ranks: each rank's received buffer, from the buffers that the ranks send."""
-    out: dict[int, Tensor] = {}
-    for rank, c in collectives.items():
-        match c.kind:
-            case "all_gather":
-                out[rank] = torch.cat([buffers[peer] for peer in c.ranks])
-            case "broadcast":
-                out[rank] = buffers[c.ranks[c.root]]
-            case "scatter":
-                out[rank] = _piece(collectives, buffers, c.ranks[c.root], c.index)
-            case "all_to_all":
-                out[rank] = torch.cat([_piece(collectives, buffers, peer, c.index) for peer in c.ranks])
-            case "reduce_scatter":
-                assert c.op is not None
-                out[rank] = reduce(torch.stack([_piece(collectives, buffers, peer, c.index) for peer in c.ranks]), c.op)
-            case "all_reduce":
-                assert c.op is not None
-                out[rank] = reduce(torch.stack([buffers[peer] for peer in c.ranks]), c.op)
-    return out
-
-
-def _piece(collectives: Mapping[int, Collective], buffers: Mapping[int, Tensor], peer: int, index: int) -> Tensor:
-    """The piece that `peer` sends to the rank number `index` of its group."""
-    piece: Tensor = buffers[peer].split(list(collectives[peer].send))[index]
-    return piece
+def _received(c: Collective, requests: Mapping[int, Request]) -> Tensor:
+    """What the rank of this collective receives from all ranks of its group."""
+    parts = [requests[peer].buffer for peer in c.ranks]
+    if c.kind in ("all_to_all", "reduce_scatter"):
+        send = [requests[peer].transfer.collective.send for peer in c.ranks]
+        parts = [part.split(list(sizes))[c.index] for part, sizes in zip(parts, send, strict=True)]
+    is_sum = c.op is not None and c.kind in ("all_reduce", "reduce_scatter")
+    return reduce(torch.stack(parts), c.op) if is_sum else torch.cat(parts)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout
-from dshard.mesh import Coordinate, Mesh
+from dshard.mesh import Mesh
 from dshard.tensor import DTensor
 from dshard.testing.terms import Parts, join_local_tensors, local_tensor_of
 from dshard.torch_private import LocalTensorMode, current_mode, pop_mode, push_mode
@@ -141,8 +141,5 @@ def _parts(x: DTensor) -> Parts:
     runtime = comm.runtime_of(mesh)
     if runtime is None or runtime.coordinate is None:
         raise MeshError(f"the mesh ({mesh}) has no processes here: use whole within simulated(mesh), or on its ranks")
-    gathered: list[tuple[Coordinate, Tensor] | None] = [None] * mesh.size
-    dist.all_gather_object(
-        gathered, (runtime.coordinate, local.detach().cpu()), group=runtime.group(mesh.names).process_group
-    )
-    return dict(sorted(pair for pair in gathered if pair is not None))
+    own = runtime.coordinate, local.detach().cpu()
+    return dict(sorted(comm.gather_objects(own, runtime.group(mesh.names).process_group)))
