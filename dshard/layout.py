@@ -205,11 +205,11 @@ def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:
 
     Placements of torch's classes are taken, too.
     """
-    placements = placements_on(mesh, placements)
+    own: Any = tuple(placements) if type(placements) in (tuple, list) else placements_on(mesh, placements)
     try:
-        return _layout_of(mesh, placements, ndim)
+        return _layout_of(mesh, own, ndim)
     except TypeError:  # no placements, but something that has no hash
-        _check_placements(mesh, placements)
+        _check_placements(mesh, own)
         raise
 
 

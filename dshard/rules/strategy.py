@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dshard.caches import cached
 from dshard.cost import PlannedCollective
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Replicate
@@ -91,6 +92,7 @@ class StrategyChoice:
     alternatives: tuple[Strategy, ...] = ()
 
 
+@cached("layouts", 65536)
 def completed_layout(layout: Layout) -> Layout:
     """The layout with every partial placement replaced by replicated."""
     if not layout.partial_axes():
