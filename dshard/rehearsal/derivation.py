@@ -138,6 +138,7 @@ class Derivation(LocalRecorder):
         self.unreal = set[Slot]()
         self.taken: list[Instruction] = []
         self._made: dict[Slot, Any] = {}
+        self._begun: dict[object, tuple[object, ...]] = {}  # the arguments of collectives in flight
         reader = record.contents.reader
         if reader is not None:
             self._made[reader] = run.values[reader.number]
@@ -193,6 +194,12 @@ class Derivation(LocalRecorder):
             return function(*args)
         if not self.is_backward:
             each = self._take(key, self._recorded(args), (), by_key=True)
+            if each is not None and each.begins:
+                self._begun[each.outs[0]] = args
+            if (
+                each is not None and each.key == ENDS
+            ):  # it gives what its begin was given, which pools know by its memory
+                args = (*args, *self._begun.pop(each.args[0], ()))
             if each is not None:
                 return self._known_result(each, args)
         return super().call(key, function, *self._real(args))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.real_models import BATCH, TOKENS, InDouble, batch_of, build
 from torch import Tensor, nn
 
@@ -120,3 +121,40 @@ def test_every_residual_stream_is_split_over_its_sequence(family: str) -> None:
     assert all(isinstance(placement, Shard) for (placement,) in placed)
     assert plan.cost is not None
     assert any("all_to_all" in move.collective for move in plan.cost.moves)
+
+
+class Attentive(nn.Module):
+    """Words, one attention and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(5, 8), nn.Linear(8, 5)
+        self.qkv = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in self.qkv)
+        return self.head(x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module) -> list[float]:
+    x, optimiser, losses = torch.arange(32).view(2, 16) % 5, torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        optimiser.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_in_a_ring() -> list[float]:
+    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    return trained(parallelize(Attentive(), mesh, "context", torch.zeros(2, 16, dtype=torch.long)))
+
+
+@pytest.mark.ranks
+def test_in_a_ring_of_several_hops_buffers_are_used_again_in_a_derived_backward_pass(ranks: RankPool) -> None:
+    for losses in ranks.run(trained_in_a_ring):
+        assert losses == pytest.approx(trained(Attentive()), rel=1e-5)
