@@ -39,7 +39,9 @@ _N_ADDRESSES = 1 << 16
 
 
 class _Token:
-    """Stands for a collective that has begun in the forward pass."""
+    """Stands for a collective that has begun in the forward pass, with what it was `given`."""
+
+    given: tuple[object, ...] = ()
 
 
 class _Unread:
@@ -138,7 +140,6 @@ class Derivation(LocalRecorder):
         self.unreal = set[Slot]()
         self.taken: list[Instruction] = []
         self._made: dict[Slot, Any] = {}
-        self._begun: dict[object, tuple[object, ...]] = {}  # the arguments of collectives in flight
         reader = record.contents.reader
         if reader is not None:
             self._made[reader] = run.values[reader.number]
@@ -194,14 +195,12 @@ class Derivation(LocalRecorder):
             return function(*args)
         if not self.is_backward:
             each = self._take(key, self._recorded(args), (), by_key=True)
-            if each is not None and each.begins:
-                self._begun[each.outs[0]] = args
-            if (
-                each is not None and each.key == ENDS
-            ):  # it gives what its begin was given, which pools know by its memory
-                args = (*args, *self._begun.pop(each.args[0], ()))
             if each is not None:
-                return self._known_result(each, args)
+                given = [x for token in args if isinstance(token, _Token) for x in token.given]
+                result = self._known_result(each, (*args, *given))
+                if isinstance(result, _Token):  # its end gives what its begin was given, which pools know by its memory
+                    result.given = args
+                return result
         return super().call(key, function, *self._real(args))
 
     def _take(self, what: object, args: Any, kwargs: Any, *, by_key: bool = False) -> Instruction | None:
