@@ -2,8 +2,9 @@
 
 A program yields the request of each collective when it begins, and is sent the function that waits for its end. The
 same program runs on ranks with processes, where collectives overlap with computation, on ranks simulated in one
-process, and without data, to find the memory that it needs: `advance` and `advance_in_step` take a function that
-launches a request in each of these ways.
+process, and without data, to find the memory that it needs: `world` has who launches its requests in each case.
+
+Design: docs/design/0014-one-communication-engine.md
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 They live on processes, a rank in each; in one process, which simulates all ranks; in a graph, while torch traces; or
 nowhere, where only their shapes are known: on a rank outside the mesh, without processes, or on the meta device.
-docs/design/0014 has the idea.
+
+Design: docs/design/0014-one-communication-engine.md
 """
 
 from __future__ import annotations
