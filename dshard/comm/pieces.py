@@ -59,7 +59,8 @@ class Pieces:
             out = space.dense(flat.view(self.rows).movedim(0, self.dim)).view(self.shape)
         else:
             out = self._placed(flat, space)
-        space.give(flat)
+        if space.lends:
+            space.give(flat)
         return out
 
     def _placed(self, flat: Tensor, space: Session) -> Tensor:
