@@ -86,26 +86,9 @@ class RingPlan:
             received = ((self.holder(comes, step), comes),)
         if self.last[index] == step:
             received = (*received, (self.holder(index, step), index))
-        return RingMessages(self.moving_axis_of_gradients(step), sent, received)
+        return RingMessages(self._axis_of_gradients(step), sent, received)
 
-    def busiest_panel(self, step: int) -> int:
-        """The most keys that a rank receives before `step`."""
-        return max((n for n, last in zip(self.lengths, self.last, strict=True) if last >= step), default=0)
-
-    def busiest_gradients(self, step: int) -> int:
-        """The most keys whose gradients a rank receives after `step`."""
-        comes = self.owners[step + 1] if step + 1 < self.ranks else None
-        return max(
-            (self.lengths[comes[i]] if comes and self.last[comes[i]] > step else 0)
-            + (self.lengths[i] if self.last[i] == step else 0)
-            for i in range(self.ranks)
-        )
-
-    def moving_axis(self, step: int) -> int | None:
-        """The axis along which panels are sent before `step`, by its position in the ring."""
-        return _moving_axis(self.shape, step)
-
-    def moving_axis_of_gradients(self, step: int) -> int | None:
+    def _axis_of_gradients(self, step: int) -> int | None:
         """The axis along which gradients are sent after `step`, by its position in the ring; None for several."""
         if len(self.shape) == 1:
             return 0

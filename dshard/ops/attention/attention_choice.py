@@ -14,11 +14,11 @@ from dshard.comm import sum_dtype
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to, plans_to
-from dshard.core.spec import Spec
+from dshard.core.spec import Spec, contiguous_spec, for_shapes, spec_of
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.key_windows import KeyWindows
-from dshard.ops.attention.local_attention import Options
+from dshard.ops.attention.local_attention import Options, whole
 from dshard.ops.attention.repeated_heads import repeated, repeats
 from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_strategy
 from dshard.placements import Partial, Placement, Replicate, Shard
@@ -69,12 +69,16 @@ class How(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The cheapest way to run a call of attention: its decision and strategy, how it runs, and the result's layout."""
+    """The cheapest way to run a call of attention: its decision and strategy, how it runs, and the result's spec.
+
+    `within` is the decision of what ranks compute, once they have the keys that are brought to them.
+    """
 
     decision: Decision
     strategy: Strategy
     how: How
-    end: Layout
+    result: Spec
+    within: Decision
 
 
 class Candidates:
@@ -87,7 +91,6 @@ class Candidates:
     def __init__(
         self,
         specs: Sequence[Spec],
-        out: Tensor,
         options: Options,
         requested: RequestedLoops,
         needed: tuple[bool, ...],
@@ -111,7 +114,9 @@ class Candidates:
                 f"attention={requested!r} in a compiled region: a compiled graph keeps no exchange whose result a rank "
                 "does not need; use 'context' or 'ulysses' there"
             )
-        self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(out.shape), out.itemsize),)
+        with torch.no_grad(), for_shapes():
+            self.out: Tensor = whole(options)(*(spec.meta() for spec in specs))
+        self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(self.out.shape), self.out.itemsize),)
         self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
         self.how = self._all()
         if not self.how:
@@ -138,7 +143,26 @@ class Candidates:
             ends=(plan(result, end, shape, itemsize, self.topology),),
             exchanges=strategy.exchanges,
         )
-        return AttentionChoice(decision, strategy, how, end)
+        out, device = self.out, self.specs[0].device
+        spec = spec_of(end, shape, out.stride(), out.dtype, device)
+        return AttentionChoice(decision, strategy, how, spec, self._within(decision, strategy, how))
+
+    def _within(self, decision: Decision, strategy: Strategy, how: How) -> Decision:
+        """The decision of what ranks compute: it sends nothing to bring keys."""
+        query, *keys = self.specs
+        if how.windows is not None:
+            shapes, layouts = [how.windows.shape(spec.shape) for spec in keys], strategy.inputs[1:]
+            triples = zip(layouts, shapes, keys, strict=True)
+            inner = [query, *(contiguous_spec(at, shape, spec.dtype, spec.device) for at, shape, spec in triples)]
+        elif how.local is not None:
+            inner, strategy = repeated(self.specs, how.repeats), how.local
+        else:
+            return decision
+        inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
+        assert decision.choice is not None
+        operands, choice = tuple(map(operand_of, inner)), replace(decision.choice, strategy=strategy)
+        plans = plans_to(inner, strategy.inputs)
+        return replace(decision, operands=operands, choice=choice, plans=plans, exchanges=())
 
     def _all(self) -> dict[Strategy, How]:
         """The candidates, with how each runs; those of the rule itself first."""

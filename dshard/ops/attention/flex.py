@@ -7,8 +7,8 @@ panel are held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -20,23 +20,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from dshard.comm import has_only_shape, kernel_device, numbers_of, traced
-from dshard.core.call import LocalOp
-from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.observe import OBSERVERS, Decision, observed
-from dshard.core.operands import common_mesh, operand_of, plans_to, spec_like
+from dshard.core.executable import ComposedExecutable, Executable
+from dshard.core.observe import OBSERVERS, observed
+from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, contiguous_spec, for_shapes, spec_of
+from dshard.core.spec import Spec
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
-from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, Kind
+from dshard.ops.attention.attention_executable import executable_of
 from dshard.ops.attention.broadcast_operands import broadcast_lead
-from dshard.ops.attention.key_windows import KeyWindows, WindowAttention
-from dshard.ops.attention.local_attention import Options, of_key_heads, of_nothing, whole
-from dshard.ops.attention.partial_attention import PartialAttention
+from dshard.ops.attention.local_attention import Attend, Options, of_nothing, whole
 from dshard.ops.attention.score_functions import Modify, ScoreFunctions, modified, modified_at
-from dshard.ops.composite import SavingExecutable, run_chosen, run_recorded
+from dshard.ops.composite import run_chosen, run_recorded
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.rules.attention_blocks import Reach
@@ -117,25 +114,21 @@ def _executable(
     specs = [spec_like(x, mesh) for x in tensors]
     is_eager = all(map(_is_eager, tensors))
     reach = _reach(mask, (specs[0].shape[2], specs[1].shape[2])) if is_eager else None
-    choice, result, decision = _chosen(tensors, specs, options, current_options().attention, is_eager, reach)
-    if choice.how.ring.axes:
-        recorded = partial(_recorded, score_mod, mask, options)
-        functions = ScoreFunctions(partial(modified_at, score_mod, mask), recorded)
-        return PartialAttention(choice, specs, result, options, lambda: functions, reach)
-    scores_of = partial(RankScores, score_mod, mask, options)
+    choice = _chosen(tensors, specs, options, current_options().attention, is_eager, reach)
+    functions = ScoreFunctions(partial(modified_at, score_mod, mask), partial(_recorded, score_mod, mask, options))
+    attend_at = partial(_attend_at, score_mod, mask, options)
     positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
-    local = _of_whole_keys(choice, decision, specs, result, scores_of, positions)
-    if choice.how.windows is None:
-        return local
-    return WindowAttention(choice.decision, choice.strategy, choice.how.windows, local)
+    return executable_of(choice, specs, options, attend_at, lambda: functions, positions, reach)
 
 
 def _recorded(score_mod: Modify | None, mask: BlockMask | None, options: Options, tensors: Sequence[Wrapper]) -> Any:
     """Attention in which ranks have all keys of their queries, with differentiable gradients."""
     specs = [x._spec for x in tensors]
-    choice, result, decision = _chosen(tensors, specs, options, None, False, None)
-    scores_of = partial(RankScores, score_mod, mask, options)
-    return run_recorded(_of_whole_keys(choice, decision, specs, result, scores_of, range(3)), *tensors)
+    choice = _chosen(tensors, specs, options, None, False, None)
+    attend_at = partial(_attend_at, score_mod, mask, options)
+    functions = ScoreFunctions(None, lambda tensors: None)
+    local: Any = executable_of(choice, specs, options, attend_at, lambda: functions, range(3))
+    return run_recorded(local, *tensors)
 
 
 def _chosen(
@@ -145,55 +138,29 @@ def _chosen(
     requested: RequestedLoops,
     rings: bool,
     reach: Reach | None,
-) -> tuple[AttentionChoice, Spec, Decision]:
-    """The choice for operands like these, planned once, the spec of the result, and the decision of what ranks compute.
-
-    The candidates have rings, or not.
-    """
+) -> AttentionChoice:
+    """The choice for operands like these, planned once; the candidates have rings, or not."""
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     kinds: frozenset[Kind] = frozenset({"rings"} if rings else ())
 
     def plan() -> ComposedExecutable:
         same_dtype("flex_attention", [x.dtype for x in tensors])
-        with torch.no_grad(), for_shapes():
-            out = whole(options)(*(spec.meta() for spec in specs))
-        choice = Candidates(specs, out, options, requested, needed, kinds, reach, held=True).choice()
-        result = spec_of(choice.end, tuple(out.shape), out.stride(), out.dtype, specs[0].device)
-        decision = choice.decision if choice.how.windows is None else _of_windows(choice, specs, choice.how.windows)
-        return ComposedExecutable(None, lambda tensors, _: (choice, result, decision))
+        choice = Candidates(specs, options, requested, needed, kinds, reach, held=True).choice()
+        return ComposedExecutable(None, lambda tensors, _: choice)
 
     key = ("flex_attention", options.scale, options.gqa, requested, needed, kinds, reach)
     return run_chosen(key, plan, tensors)  # type: ignore[no-any-return]
 
 
-def _of_whole_keys(
-    choice: AttentionChoice,
-    decision: Decision,
-    specs: Sequence[Spec],
-    result: Spec,
-    scores_of: Callable[[Sequence[range], range], RankScores],
-    positions: Sequence[int],
-) -> Executable:
-    """Attention of ranks that have all keys of their queries, or their windows of them."""
-    kernel = partial(_kernel, choice, specs, scores_of)
-    make = SavingExecutable if choice.how.keys == "every head" else Executable
-    return make(decision, kernel, [result], positions, wrap_as(result), gradients=choice.strategy.gradients)
+def _attend_at(
+    score_mod: Modify | None, mask: BlockMask | None, options: Options, ranges: Sequence[range], keys: range
+) -> Attend:
+    """The local attention of the scores at these ranges."""
+    return RankScores(score_mod, mask, options, ranges, keys).attend
 
 
 def _is_eager(x: Tensor) -> bool:
     return isinstance(x, Wrapper) and not traced(x._local_tensor)
-
-
-def _of_windows(choice: AttentionChoice, specs: Sequence[Spec], windows: KeyWindows) -> Decision:
-    """The decision of local attention to windows of the keys."""
-    strategy = choice.strategy
-    keys = [
-        contiguous_spec(layout, windows.shape(spec.shape), spec.dtype, spec.device)
-        for layout, spec in zip(strategy.inputs[1:], specs[1:], strict=True)
-    ]
-    inner = [specs[0].with_layout(strategy.inputs[0]), *keys]
-    plans = plans_to(inner, strategy.inputs)
-    return replace(choice.decision, operands=tuple(map(operand_of, inner)), plans=plans, exchanges=())
 
 
 _REACHES: WeakKeyDictionary[BlockMask, Reach] = WeakKeyDictionary()
@@ -211,19 +178,6 @@ def _reach(mask: BlockMask | None, lengths: tuple[int, int]) -> Reach | None:
         ends = (((row[0] * columns, min((row[-1] + 1) * columns, lengths[1])) if row else (0, 0)) for row in blocks)
         _REACHES[mask] = Reach(rows, tuple(ends))
     return _REACHES[mask]
-
-
-def _kernel(
-    choice: AttentionChoice,
-    specs: Sequence[Spec],
-    scores_of: Callable[[Sequence[range], range], RankScores],
-    at: Coordinate,
-) -> LocalOp:
-    """Attention of the rank at a coordinate, to all keys of its heads, or its window of them."""
-    layout, shape, windows = choice.strategy.inputs[0], specs[0].shape, choice.how.windows
-    ranges = [layout.dim_range(dim, shape[dim], at) for dim in range(3)]
-    attend = scores_of(ranges, range(specs[1].shape[2]) if windows is None else windows.window(at)).attend
-    return of_key_heads(ranges[1], shape[1] // specs[1].shape[1], attend) if choice.how.keys == "every head" else attend
 
 
 @dataclass(frozen=True, slots=True)

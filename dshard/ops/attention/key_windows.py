@@ -17,16 +17,12 @@ from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, run_program, sum_dtype
-from dshard.core.executable import ComposedExecutable, Executable
-from dshard.core.observe import Decision
-from dshard.core.signature import Args, Context, Kwargs
+from dshard.core.signature import Context
 from dshard.core.spec import contiguous_spec
-from dshard.core.wrapper import Wrapper, is_recorded, wrap
+from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.ops.composite import run_recorded
 from dshard.rules.attention_blocks import Reach
-from dshard.rules.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +72,6 @@ class KeyWindows:
 def windowed(windows: KeyWindows, tensors: Sequence[Wrapper]) -> tuple[Wrapper, ...]:
     """The windows of sharded keys and values, as distributed tensors."""
     return _Moved.apply(windows, False, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class WindowAttention(ComposedExecutable):
-    """Attention to windows of the keys: `attention` takes the windows in place of keys and values."""
-
-    def __init__(self, decision: Decision, strategy: Strategy, windows: KeyWindows, attention: Executable) -> None:
-        super().__init__(decision, self._run)
-        self.strategy, self.windows, self.attention = strategy, windows, attention
-
-    def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
-        q, k, v = (redistribute(x, layout) for x, layout in zip(tensors, self.strategy.inputs, strict=True))
-        moved = (q, *windowed(self.windows, (k, v)))
-        return run_recorded(self.attention, *moved) if is_recorded(tensors) else self.attention(moved)
 
 
 class _Moved(torch.autograd.Function):

@@ -43,16 +43,14 @@ class PartialAttention(ComposedExecutable):
         self,
         choice: AttentionChoice,
         specs: Sequence[Spec],
-        out: Spec,
         options: Options,
         functions: Callable[[], ScoreFunctions],
         reach: Reach | None = None,
     ) -> None:
         super().__init__(choice.decision, self._run)
-        self.specs, self.functions, self.dtype, self.end = specs, functions, out.dtype, choice.end
+        self.specs, self.functions, self.out = specs, functions, choice.result
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.axes = axes_of_row(choice.strategy.rows, "k")
-        self.shape = out.shape
         self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.how.ring, reach)
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
@@ -60,8 +58,8 @@ class PartialAttention(ComposedExecutable):
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
         if is_recorded(tensors):
             out = _Attention.apply(self, functions, *moved)  # type: ignore[no-untyped-call]
-            return SavedOperands.apply(redistribute(out, self.end), *tensors)  # type: ignore[no-untyped-call]
-        return redistribute(self.forward(functions, moved)[0], self.end)
+            return SavedOperands.apply(redistribute(out, self.out.layout), *tensors)  # type: ignore[no-untyped-call]
+        return redistribute(self.forward(functions, moved)[0], self.out.layout)
 
     @property
     def computed(self) -> Layout:
@@ -73,14 +71,16 @@ class PartialAttention(ComposedExecutable):
         mesh, (q, *_) = self.computed.mesh, self.specs
         out, lse = run_program(mesh, partial(self.ring.forward, functions), [t._local_tensor for t in tensors])
         if not self.axes:
-            local = out.to(self.dtype)
-            return wrap(local, self._spec(self.shape, self.dtype)), wrap(lse, self._spec(self.shape[:-1], lse.dtype))
+            local = out.to(self.out.dtype)
+            return wrap(local, self._spec(self.out.shape, self.out.dtype)), wrap(
+                lse, self._spec(self.out.shape[:-1], lse.dtype)
+            )
         layout, n = _in_front(self.computed, self.axes), prod(mesh.shape[axis] for axis in self.axes)
         parts: Any
         sums: Any
         parts, sums = (
             wrap(x.unsqueeze(0), _spec(layout, (n, *shape), x.dtype, q))
-            for x, shape in ((out, self.shape), (lse, self.shape[:-1]))
+            for x, shape in ((out, self.out.shape), (lse, self.out.shape[:-1]))
         )
         complete = layout
         for axis in self.axes:
@@ -89,7 +89,7 @@ class PartialAttention(ComposedExecutable):
         weights = (sums - most.clamp_min(torch.finfo(sums.dtype).min)).exp()  # none where a row sees no key anywhere
         total = redistribute(weights.sum(0, keepdim=True), complete)
         shares = weights / total.clamp_min(1.0)  # of the most one is exactly 1, unless all are 0
-        merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.end).to(self.dtype)
+        merged = redistribute((parts * shares.unsqueeze(-1)).sum(0), self.out.layout).to(self.out.dtype)
         return merged, (most + total.log()).squeeze(0)
 
     def backward(

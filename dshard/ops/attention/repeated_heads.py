@@ -10,36 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from math import prod
-from typing import Any
 
-from dshard.autograd.crossing import redistribute
-from dshard.core.executable import ComposedExecutable, Executable
-from dshard.core.observe import Decision
-from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import is_recorded
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.ops.composite import SavedOperands, run_recorded
 from dshard.placements import Shard
-from dshard.rules.strategy import Strategy
-
-
-class RepeatedKeyHeads(ComposedExecutable):
-    """Attention of key heads that are repeated `times` times; `attention` runs on the repeated heads."""
-
-    def __init__(self, decision: Decision, strategy: Strategy, times: int, attention: Executable) -> None:
-        super().__init__(decision, self._run)
-        self.strategy, self.times, self.attention = strategy, times, attention
-
-    def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
-        moved = [
-            x.repeat_interleave(self.times, -3) if i in (1, 2) else redistribute(x, layout)
-            for i, (x, layout) in enumerate(zip(tensors, self.strategy.inputs, strict=True))
-        ]
-        if is_recorded(tensors):
-            return SavedOperands.apply(run_recorded(self.attention, *moved), *tensors)  # type: ignore[no-untyped-call]
-        return self.attention(moved)
 
 
 def repeats(specs: Sequence[Spec]) -> Iterator[int]:

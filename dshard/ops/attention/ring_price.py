@@ -97,11 +97,9 @@ def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tup
         backward = base.backward - (base.compute - compute) * sum(gradients)
         if any(gradients[1:3]):
             backward += returned.seconds + copied
-        rows_of = zip(mesh.names, base.rows, strict=True)
-        words = [(name, "window" if axis in axes else row) for axis, (name, row) in enumerate(rows_of)]
         strategy = replace(
             base,
-            name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
+            name=_name(base, axes, "window"),
             exchanges=(sent,),
             gather=base.gather + sent.seconds + copied,
             compute=compute,
@@ -110,6 +108,13 @@ def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tup
         )
         by_windows.append((strategy, windows))
     return min(by_windows, key=lambda pair: pair[0].seconds, default=None)
+
+
+def _name(strategy: Strategy, axes: Sequence[int], word: str) -> str:
+    """The name of a strategy by its rows, with a word in place of those of some mesh axes."""
+    pairs = enumerate(zip(strategy.inputs[0].mesh.names, strategy.rows, strict=True))
+    words = [(name, word if axis in axes else row) for axis, (name, row) in pairs]
+    return " ".join(f"{name}:{row}" for name, row in words if row is not None)
 
 
 def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], axes: Sequence[int]) -> Expansion:
@@ -152,9 +157,7 @@ class _Price:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
         base, itemsize, sums = self.base, self.dtype.itemsize, sum_dtype(self.dtype).itemsize
         steps = range(1, self.plans[0].ranks)
-        panels = [
-            self._hop(RingPlan.panels, RingPlan.busiest_panel, RingPlan.moving_axis, step, itemsize) for step in steps
-        ]
+        panels = [self._hop(RingPlan.panels, step, itemsize) for step in steps]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
@@ -162,14 +165,9 @@ class _Price:
         panel = self.plans[0].lengths[0] * self.width * itemsize
         forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.call.topology)  # packed, to be sent
         forward += self._laying_out()
-        names = self.mesh.names
-        words = [
-            (name, ("balanced ring" if self.ring.balanced else "ring") if axis in self.ring.axes else row)
-            for axis, (name, row) in enumerate(zip(names, base.rows, strict=True))
-        ]
         base = replace(
             base,
-            name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
+            name=_name(base, self.ring.axes, "balanced ring" if self.ring.balanced else "ring"),
             exchanges=exchanges,
             gather=base.gather + forward - compute,
             compute=compute,
@@ -178,10 +176,7 @@ class _Price:
         gradients = sum(self.call.constraints.gradients)
         if not gradients:
             return base
-        returns = [
-            self._hop(RingPlan.gradients, RingPlan.busiest_gradients, RingPlan.moving_axis_of_gradients, step, sums)
-            for step in steps
-        ]
+        returns = [self._hop(RingPlan.gradients, step, sums) for step in steps]
         _, backward = self._seconds(list(zip(panels, returns, strict=True)), gradients)
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
         statistics = self._swaps([(0, 2 * self.heads, sums)])
@@ -232,20 +227,20 @@ class _Price:
         return self.call.rule.held * self.heads * most
 
     def _hop(
-        self,
-        messages: Callable[[RingPlan, int, int], RingMessages],
-        busiest: Callable[[RingPlan, int], int],
-        axis_of: Callable[[RingPlan, int], int | None],
-        step: int,
-        itemsize: int,
+        self, messages: Callable[[RingPlan, int, int], RingMessages], step: int, itemsize: int
     ) -> PlannedCollective:
-        """The exchange of a step in which the busiest rank receives so many keys, of elements of a size."""
-        keys, axis = max(busiest(plan, step) for plan in self.plans), axis_of(self.plans[0], step)
+        """The exchange of a step, with elements of a size: the busiest rank receives the most keys."""
+        of_plans = [[messages(plan, i, step) for i in range(plan.ranks)] for plan in self.plans]
+        keys = max(
+            sum(plan.lengths[owner] for _, owner in each.received)
+            for plan, of_ranks in zip(self.plans, of_plans, strict=True)
+            for each in of_ranks
+        )
+        axis = of_plans[0][0].axis
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
         sent = self._sent(axes, keys * self.width * itemsize)
-        plan, *others = self.plans
-        pairs = tuple((i, to) for i in range(plan.ranks) for to, _ in messages(plan, i, step).sent)
-        if not sent.nbytes or len(pairs) == plan.ranks or others:
+        pairs = tuple((i, to) for i, each in enumerate(of_plans[0]) for to, _ in each.sent)
+        if not sent.nbytes or len(pairs) == len(of_plans[0]) or len(of_plans) > 1:
             return sent
         # where a mask spares messages, those of a step may all stay within hosts
         link = self.call.topology.link_within(self.mesh, self.attention.axes, pairs)
