@@ -64,9 +64,6 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
     """Flat pieces for each rank of the group along `axes` -> the flat pieces from each, in the order of the group.
 
     `sizes` says how many elements the rank at a coordinate sends to, and receives from, each.
-
-    Raises:
-        MeshError: the mesh has no processes.
     """
 
     def steps(at: Coordinate, *_: object) -> tuple[Transfer]:
