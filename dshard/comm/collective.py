@@ -31,11 +31,15 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReport:
-    """The report of a collective for listeners: its name, its mesh, and the elements that this rank receives."""
+    """The report of a collective for listeners: its name, its mesh, and the elements that this rank receives.
+
+    `busiest` are the elements of the rank that receives the most, where a plan knows them; 0 where it does not.
+    """
 
     collective: str
     mesh: Mesh
     elements: int
+    busiest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
     elements = sum(report.elements for report in reports)
     if of[0].kind == "all_reduce":  # one rounding of chunks, not one for each
         elements = sum(all_reduce_sizes(size, of[0].ranks, of[0].ranks[of[0].index]))
-    return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements))
+    return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements, busiest=0))
 
 
 @cached("collective steps", 4096)

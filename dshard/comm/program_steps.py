@@ -37,6 +37,7 @@ from dshard.redistribute import (
     numel,
     sizes_received,
 )
+from dshard.redistribute.price import load_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,8 @@ def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at:
         for there in (layout, after(step, layout))
     )
     received = sum(sizes_received(step, layout, shape, at, regions))
-    collective = _collective(step, regions, layout.mesh, at, received)
+    busiest = load_of(step, layout, shape).received if panel is None else 0
+    collective = _collective(step, regions, at, CollectiveReport(kind_of(step) or "", layout.mesh, received, busiest))
     return Moved(collective, tuple(regions.send), tuple(regions.recv), before, done)
 
 
@@ -213,14 +215,13 @@ def kind_of(step: Step) -> Kind | None:
             return None
 
 
-def _collective(step: Step, regions: Messages, mesh: Mesh, at: Coordinate, received: int) -> Collective:
-    axes = axes_of(step)
+def _collective(step: Step, regions: Messages, at: Coordinate, report: CollectiveReport) -> Collective:
+    axes, mesh = axes_of(step), report.mesh
     ranks = mesh.group(axes, at)
     kind = kind_of(step)
     assert kind is not None
     send, recv = (tuple(map(numel, pieces)) for pieces in (regions.send, regions.recv))
     op = step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
-    report = CollectiveReport(kind, mesh, received)
     return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, op, report=report)
 
 

@@ -446,8 +446,8 @@ def inner_tensors(run: Run, derivation: Derivation, ctx: Context | None) -> dict
             alias: Any = Tensor.requires_grad_(x.detach()) if ctx is None else x.view_as(x)
         if isinstance(x, Wrapper):
             alias._matmul, alias._gradient_leaf = x._matmul, x._gradient_leaf
-            with no_torch_function():  # of a leaf, matmuls keep no copy in another layout
-                alias._leaf = x.is_leaf if x._leaf is None else x._leaf
+            with no_torch_function():  # of a leaf, as a gathered weight is none, matmuls keep no copy in another layout
+                alias._leaf = n not in contents.weights and (x.is_leaf if x._leaf is None else x._leaf)
         share(derivation, alias, x)
         inner[n] = alias
     return inner

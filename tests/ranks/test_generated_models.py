@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from helpers.generated_models import compiled, generated, outcome_on, replayed
@@ -13,7 +14,10 @@ REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads i
 """Strategies that have nothing to split, or too few heads."""
 
 
-def failures(pool: RankPool, seeds: range, cases: Counter[str], what: str = "") -> list[str]:
+ONCE_WRONG = [3040, 3093]  # a gathered weight counted as a leaf when calls ran again: other layouts, or a hang
+
+
+def failures(pool: RankPool, seeds: Iterable[int], cases: Counter[str], what: str = "") -> list[str]:
     """The designs that came out wrong, or were refused without one of the words above."""
     failed = []
     for seed in seeds:
@@ -27,7 +31,7 @@ def failures(pool: RankPool, seeds: range, cases: Counter[str], what: str = "") 
 
 @pytest.mark.ranks
 def test_a_model_learns_what_it_learns_on_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
-    failed = failures(ranks, range(4), cases_run)
+    failed = failures(ranks, [*range(4), *ONCE_WRONG], cases_run)
     assert not failed, "\n\n".join(failed)
 
 

@@ -154,6 +154,30 @@ def test_a_model_that_computes_again_is_planned() -> None:
             torch.testing.assert_close(whole(p.grad), grad)
 
 
+class Pooled(nn.Module):
+    """A head on the mean of a sequence, so that the gradient of the head's input is gathered beside its weight's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
+        out: Tensor = self.head((y + self.down(y)).mean(1))
+        return out
+
+
+def test_uneven_shards_are_planned_as_the_busiest_rank_receives_them() -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.randn(3, 16, 4)
+    planned = plan_model(Pooled(), mesh, "context", x).cost.nbytes
+    with simulated(mesh):
+        model = parallelize(Pooled(), mesh, "context", x)
+        with trace() as sent:
+            out = model(x)
+            out.backward(torch.empty_like(out))
+        assert planned == sum(event.nbytes for event in sent.events)
+
+
 class Scaled(nn.Module):
     """A linear layer whose outputs are scaled by a number, or by a plain tensor of one element that it makes."""
 
