@@ -6,6 +6,7 @@ when it is made; from then on its hash and its comparison are those of any objec
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -13,6 +14,16 @@ from weakref import WeakValueDictionary
 
 _VALUES: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 _LOCK = RLock()
+
+
+def _renew_lock() -> None:
+    """Take a new lock in a forked process: no thread of its own can release the one that another thread held."""
+    global _LOCK
+    _LOCK = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Interning(type):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from dataclasses import replace
+from threading import Event, Thread
 from weakref import ref
 
 import pytest
 
-from dshard import Layout, Mesh, Replicate, Shard
+from dshard import Layout, Mesh, Replicate, Shard, interned
 from dshard.redistribute import plan
 from dshard.reshard import plan_reshard
 from dshard.topology import Topology
@@ -46,6 +49,27 @@ def test_threads_make_one_object() -> None:
         for size in range(2, 200):
             made = [*threads.map(lambda n: Mesh((n,), ("threaded",)), [size] * 8)]
             assert len({id(mesh) for mesh in made}) == 1
+
+
+def test_a_process_that_is_forked_while_a_thread_makes_a_value_makes_its_own() -> None:
+    held, done = Event(), Event()
+
+    def hold() -> None:
+        with interned._LOCK:
+            held.set()
+            done.wait()
+
+    thread = Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)  # ends a child that waits for the lock
+        os._exit(0 if Mesh((7,), ("forked",)).size == 7 else 1)
+    done.set()
+    thread.join()
+
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_value_that_nothing_refers_to_is_freed() -> None:
