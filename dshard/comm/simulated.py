@@ -49,7 +49,7 @@ def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:
 
 
 def _received(c: Collective, requests: Mapping[int, Request]) -> Tensor:
-    """What the rank of this collective receives from all ranks of its group."""
+    """The buffer that the rank of this collective receives from all ranks of its group."""
     parts = [requests[peer].buffer for peer in c.ranks]
     if c.kind in ("all_to_all", "reduce_scatter"):
         send = [requests[peer].transfer.collective.send for peer in c.ranks]

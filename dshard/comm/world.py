@@ -127,7 +127,7 @@ class OnProcesses:
         return self.begun(moving, self.steps(moving, dtype), x, owns)
 
     def begun(self, moving: Moving, steps: Steps, x: Any, owns: bool) -> Once | None:
-        """What is in flight once these steps have begun; None if they send nothing."""
+        """The result in flight once these steps have begun; None if they send nothing."""
         if not moving.sends:
             return None
         owns = owns or moving.dtype is not None  # several tensors are packed into a new buffer
@@ -289,7 +289,7 @@ def advance_alone(program: Program[Any], launch: Callable[[Request], Wait], wait
 
 
 class Once:
-    """What is in flight: the first call runs `function`, which waits, and each returns its result, or raises its error.
+    """A value in flight: the first call runs `function`, which waits, and each returns its result, or raises its error.
 
     Of several results a call returns number `i`.
     """

@@ -307,7 +307,7 @@ _T: Any = Tensor
 
 
 class FunctionRow(NamedTuple):
-    """What runs in place of a function of torch whose operands are distributed.
+    """The handler that runs in place of a function of torch whose operands are distributed.
 
     Attributes:
         handler: Called as `handler(func, args, kwargs)`.

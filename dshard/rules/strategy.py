@@ -80,7 +80,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """What a chooser of strategies was asked, and its answer: an alternative to the rule, or one of its strategies.
+    """The question to a chooser of strategies, and its answer: an alternative to the rule, or one of its strategies.
 
     `outputs` are pairs of global shape and itemsize; `alternatives` those to the rule that apply.
     """
