@@ -1,12 +1,15 @@
-"""`torch.nn.functional.embedding`: each rank computes the gradient of the table rows that it holds."""
+"""Embedding: a table sharded over its rows is looked up where they are, and gets its gradient there."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.checks import check_embedding
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
@@ -14,10 +17,41 @@ from dshard.errors import LayoutError
 from dshard.mesh import Coordinate
 from dshard.ops.composite import Local, run_composite
 from dshard.ops.lookup import look_up, rows_held
-from dshard.ops.nn import EMBEDDING
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
+
+EMBEDDING = "v h, ... -> ... h"
+"""The rule of embedding: table, indices -> rows."""
+
+
+def looked_up(call: Call) -> Rule:
+    """Indices and features may be sharded; a table sharded over its rows leaves a partial sum."""
+    return call.rule(EMBEDDING, passes=linear(0))
+
+
+def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    """A kernel of embedding in which rows that another rank holds count as zero.
+
+    Of a whole table it is torch's own operator, whose local gradient is then a term of the table's: not where rows are
+    divided by how often all ranks look them up, or where torch's has no second derivative.
+    """
+    size = call.shapes[0][0]
+    rows = strategy.inputs[0].dim_range(0, size, coordinate)
+    if len(rows) < size:
+        return rows_held(rows, size, look_up)
+    local_shapes = [layout.local_shape(x, coordinate) for layout, x in zip(strategy.inputs, call.shapes, strict=True)]
+    return call.func if all(map(prod, local_shapes)) and not call.argument("scale_grad_by_freq") else look_up
+
+
+def looked_up_backward(call: Call) -> Rule:
+    """Features may be sharded; sharded indices leave the gradient of the table partial.
+
+    Where rows are divided by how often they are looked up, each rank must count all indices.
+    """
+    lookups = "[...]" if call.argument("scale_grad_by_freq") else "..."
+    return call.rule(f"{lookups} h, {lookups} -> [v] h", passes=linear(0))
+
 
 NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
@@ -43,7 +77,7 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     def local(table: Tensor, indices: Tensor) -> Tensor:
         return look_up(table, indices, -1 if padding is None else padding % size)
 
-    def kernel(strategy: Strategy, at: Coordinate) -> Local:
+    def kernel_at(strategy: Strategy, at: Coordinate) -> Local:
         rows = strategy.inputs[0].dim_range(0, size, at)
         held_padding = -1 if padding is None or padding % size not in rows else padding % size - rows.start
         return local if len(rows) == size else rows_held(rows, size, lambda t, i: look_up(t, i, held_padding))
@@ -51,4 +85,10 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     def rule() -> Rule:
         return parse_rule(EMBEDDING, [tuple(table.shape), tuple(indices.shape)], passes=linear(0))
 
-    return run_composite(rule, local, (table, indices), ("embedding", padding), kernel)
+    return run_composite(rule, local, (table, indices), ("embedding", padding), kernel_at)
+
+
+RULES: dict[str, Operator] = {
+    "aten::embedding": Operator(looked_up, kernel, check=check_embedding),
+    "aten::embedding_dense_backward": Operator(looked_up_backward),
+}

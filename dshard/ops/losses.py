@@ -1,37 +1,42 @@
-"""Elementwise losses with a reduction; a mean is the sum of the local elements over the global count."""
+"""Losses: elementwise ones, of class indices, and cross entropy, whose sharded classes are not gathered.
+
+A mean is the sum of the local elements over the global count, or over the weights of the targets. Below autograd torch
+calls several operators for a cross entropy, which complete the same partial sum more than once, and once more in
+backward. Written as one function, each sum is completed once, and the gradients need no other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import HALF, numbers_of
-from dshard.core.call import Call, LocalOp, Operator
+from dshard.comm import HALF, numbers_of, on_each, sum_dtype
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
+from dshard.core.checks import check_nll_loss
+from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.torch_function import bind_arguments
+from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
+from dshard.ops.custom import accept_call
+from dshard.ops.lookup import refuse
+from dshard.ops.small_reductions import reduce_statistics, stays_sharded
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
+from dshard.torch_private import OpOverload
 
 NONE, MEAN, SUM = 0, 1, 2
 """Torch's numbers of a loss's reductions."""
 
 
-def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
-    """`F.ctc_loss` with lengths as numbers, which the shape of what its backward form reads depends on."""
-    bound = signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given, reduction = bound.arguments, bound.arguments["reduction"]
-    for name in ("input_lengths", "target_lengths"):
-        given[name] = numbers_of(given[name]) if isinstance(given[name], Tensor) else given[name]
-    losses: Tensor = torch.ctc_loss(*(given | {"reduction": NONE}).values())
-    if reduction == "mean":
-        lengths = given["target_lengths"]
-        return (losses / losses.new_tensor(lengths).clamp_min(1).view(losses.shape)).mean()
-    return losses.sum() if reduction == "sum" else losses
+# -- elementwise losses, with a reduction
 
 
 def loss(call: Call) -> Rule:
@@ -85,9 +90,204 @@ def _with_reduction(call: Call, reduction: int) -> LocalOp:
     return run
 
 
+# -- of class indices
+
+
+def nll_loss(call: Call) -> Rule:
+    """Batch and classes may be sharded; what the loss sums over leaves it, and the total weight, partial."""
+    x, target, loss = _loss_terms(call, len(call.shapes[0]))
+    return call.rule(f"{x}, {target}, *c -> {loss}, ")
+
+
+def nll_loss_backward(call: Call) -> Rule:
+    """Batch and classes may be sharded; the total weight is not read, for a mean is taken before."""
+    x, target, loss = _loss_terms(call, len(call.shapes[1]))
+    rule = call.rule(f"{loss}, {x}, {target}, *c, -> {x}", passes=linear(0))
+    return replace(rule, unread=frozenset({len(call.shapes) - 1}))
+
+
+def _loss_terms(call: Call, ndim: int) -> tuple[str, str, str]:
+    """The terms of log-probabilities of `ndim` dims, of the target and of the loss."""
+    x, target = ("c", "") if ndim == 1 else ("n c ...", "n ...")
+    return x, target, target if call.argument("reduction") == NONE else ""
+
+
+def nll_kernel(operand: int) -> Kernel:
+    """A kernel that ignores targets with classes on other ranks; operand `operand` has the log-probabilities."""
+
+    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+        shape, ignored = call.shapes[operand], call.argument("ignore_index")
+        dim = 0 if len(shape) == 1 else 1
+        if not strategy.inputs[operand].axes_of(dim):
+            return call.func
+        held = strategy.inputs[operand].dim_range(dim, shape[dim], coordinate)
+
+        def run(*args: Any) -> Any:
+            arguments = list(args)
+            target = args[operand + 1]
+            elsewhere = (target >= 0) & (target < shape[dim]) & ~((target >= held.start) & (target < held.stop))
+            arguments[operand + 1] = torch.where(elsewhere | (target == ignored), ELSEWHERE, target - held.start)
+            arguments[operand + 4] = ELSEWHERE
+            if not held:
+                return _no_class(call, arguments, operand)
+            return call.func(*arguments)
+
+        return run
+
+    return kernel
+
+
+def _no_class(call: Call, arguments: list[Any], operand: int) -> Any:
+    """The result on a rank that holds no classes."""
+    x, target = arguments[operand], arguments[operand + 1]
+    if operand:
+        return torch.zeros_like(x)
+    losses = target.shape if call.argument("reduction") == NONE else ()
+    return x.new_zeros(losses), x.new_zeros(())
+
+
+ELSEWHERE = -(2**31)
+"""The target that a loss over sharded classes ignores."""
+
+
+def mean_nll_loss(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """The mean loss: a sum over a total weight, each reduced over all ranks; uneven shards forbid a mean of means."""
+    x, target, weight, _, ignored = args
+    total, count = reduced_together(func(x, target, weight, SUM, ignored), str(func))
+    return total / count, count
+
+
+def mean_nll_loss_backward(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """The backward form of the mean loss."""
+    grad, x, target, weight, _, ignored, count = args
+    return func(grad / count, x, target, weight, SUM, ignored, count)
+
+
+def _is_mean(position: int) -> Callable[[tuple[Any, ...]], bool]:
+    """Whether the argument at this position, the reduction of a loss, is the mean."""
+    return lambda args: args[position] == MEAN
+
+
+# -- of torch's functions
+
+
+LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+"""The parameters of `torch.nn.functional.cross_entropy`, in order; `nll_loss` has all but the last."""
+
+
+def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
+    """`F.ctc_loss` with lengths as numbers, which the shape of what its backward form reads depends on."""
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given, reduction = bound.arguments, bound.arguments["reduction"]
+    for name in ("input_lengths", "target_lengths"):
+        given[name] = numbers_of(given[name]) if isinstance(given[name], Tensor) else given[name]
+    losses: Tensor = torch.ctc_loss(*(given | {"reduction": NONE}).values())
+    if reduction == "mean":
+        lengths = given["target_lengths"]
+        return (losses / losses.new_tensor(lengths).clamp_min(1).view(losses.shape)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Tensor | None:
+    """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
+
+    The largest logit, the sum of exponentials, and the target's logit with what label smoothing adds to it
+    (Megatron-LM, vocab-parallel cross entropy); the gradient needs no communication. None if gathering the classes
+    costs less, unless `always`: then the reductions count as requested by the user. `nll_loss`, of log probabilities,
+    needs only the last number.
+    """
+    bound = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
+    x, target, weight, average, ignored, reduce, reduction, smoothing = bound
+    tensors = (x, target) if weight is None else (x, target, weight)
+    if not all(isinstance(t, Wrapper) for t in tensors) or target.is_floating_point() or target.dim() != x.dim() - 1:
+        return None
+    dim = min(1, x.dim() - 1)
+    if average is not None or reduce is not None or not stays_sharded(x._spec, (dim,), ("max", "sum", "sum"), always):
+        return None
+    accept_call(func, args, kwargs)
+    op = None if always else "cross_entropy"
+    ignored = -100 if ignored is None else ignored
+    _refuse_targets(target, x.shape[dim], ignored)
+    kept = target != ignored
+    shifted, log_sum = (reduce_statistics(x, op), None) if func is F.nll_loss else _shifted(x, dim, op)
+    terms = _terms(shifted, log_sum, target.where(kept, 0), weight, smoothing or 0.0, op)
+    loss, each = (t.masked_fill(~kept, 0) for t in terms)
+    if reduction == "none":
+        return loss.to(x.dtype)
+    total = loss.sum()
+    return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
+
+
+def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """`torch.nn.functional.log_softmax` by two numbers for each row; None where `dim` is not sharded."""
+    names = ("input", "dim", "_stacklevel", "dtype") if func is F.log_softmax else ("input", "dim", "dtype")
+    x, dim, *_, dtype = bind_arguments(names, args, kwargs)
+    if not isinstance(x, Wrapper) or dim is None or not stays_sharded(x._spec, (dim % max(1, x.dim()),), (), True):
+        return None
+    accept_call(func, args, kwargs)
+    shifted, log_sum = _shifted(x if dtype is None else x.to(dtype), dim, None)
+    if log_sum.requires_grad:  # its gradient is a partial sum over the classes, best completed while it is small
+        log_sum.register_hook(lambda grad: reduce_statistics(grad, None))
+    return (shifted - log_sum.unsqueeze(dim)).to(x.dtype if dtype is None else dtype)
+
+
+def _shifted(x: Tensor, dim: int, op: str | None) -> tuple[Tensor, Tensor]:
+    """`x` minus the largest of each row, and log(sum exp) of that; half precision is widened to single."""
+    wide = reduce_statistics(x, op).to(sum_dtype(x.dtype))
+    shifted = wide - reduce_statistics(wide.detach().amax(dim, keepdim=True), op)
+    return shifted, reduce_statistics(shifted.exp().sum(dim), op).log()
+
+
+def _terms(
+    shifted: Tensor, log_sum: Tensor | None, target: Tensor, weight: Tensor | None, smoothing: float, op: str | None
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and its weight in the mean; no `log_sum` where `shifted` are log probabilities."""
+    dim = min(1, shifted.dim() - 1)
+    picked = shifted.gather(dim, target.unsqueeze(dim)).squeeze(dim)
+    each = (
+        torch.ones_like(target if log_sum is None else log_sum, dtype=shifted.dtype)
+        if weight is None
+        else reduce_statistics(weight[target.reshape(-1)], op).view(target.shape)
+    )
+    own = (1 - smoothing) * each
+    target_logit, share = own * picked, own
+    if smoothing:
+        rest = [-1 if d == dim else 1 for d in range(shifted.dim())]
+        spread = shifted if weight is None else shifted * weight.view(rest)
+        classes = shifted.shape[dim]
+        target_logit = target_logit + spread.sum(dim) * (smoothing / classes)
+        share = share + smoothing * (1.0 if weight is None else reduce_statistics(weight.sum(), op) / classes)
+    target_logit = reduce_statistics(target_logit, op)
+    return (-target_logit if log_sum is None else share * log_sum - target_logit), each
+
+
+def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
+    """Refuse targets that are no class, as torch does.
+
+    Raises:
+        IndexError: a target that is neither a class nor `ignored`.
+    """
+    on_each(
+        lambda x: refuse(x, ((x < 0) | (x >= classes)) & (x != ignored), classes, 1),
+        target._local_tensor,
+    )
+
+
+_ATEN = torch.ops.aten
+_FORWARD = dict.fromkeys(
+    (_ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default), Composed(mean_nll_loss, _is_mean(3))
+)
+_BACKWARD = dict.fromkeys(
+    (_ATEN.nll_loss_backward.default, _ATEN.nll_loss2d_backward.default), Composed(mean_nll_loss_backward, _is_mean(4))
+)
 _WITH_BACKWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 RULES: dict[str, Operator] = {
     **{f"aten::{name}": Operator(loss, mean_kernel) for name in (*_WITH_BACKWARD, "binary_cross_entropy_with_logits")},
     **{f"aten::{name}_backward": Operator(loss_backward, mean_backward_kernel) for name in _WITH_BACKWARD},
+    "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
+    "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
+    "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
+    "aten::nll_loss2d_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),
 }

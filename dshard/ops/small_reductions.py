@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from dshard.autograd.crossing import redistribute
+from dshard.caches import cached
 from dshard.comm import HALF, sum_dtype
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, run_on_ranks
 from dshard.core.signature import Function
-from dshard.core.spec import spec_of
+from dshard.core.spec import Spec, spec_of
 from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout, Shape
@@ -28,6 +30,7 @@ from dshard.redistribute import plan
 from dshard.rules.expand import Order, order_of, sharded_anyway
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import completed_layout
+from dshard.topology import Topology
 from dshard.torch_private import OpOverload, decomposition_table, no_torch_function
 
 
@@ -93,6 +96,36 @@ def _decomposition(func: OpOverload) -> Function:
             return wrapped(function(*args, **kwargs), (args, kwargs))
 
     return run
+
+
+# -- functions made of operators, whose reductions cost less than a gather
+
+
+def reduce_statistics(x: Any, op: str | None) -> Any:
+    """`x` with its partial sums reduced, for operator `op` or at the user's request; recorded by autograd."""
+    return redistribute(x, completed_layout(x._spec.layout), op) if x._spec.has_partial else x
+
+
+def stays_sharded(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], always: bool = False) -> bool:
+    """Whether one of these dims is sharded, and reductions over them cost less than gathering it, or run `always`."""
+    if not spec.layout.sharded_dims() or 0 in spec.shape:
+        return False
+    if always:
+        return bool(split_axes(spec.layout, dims))
+    return _reductions_are_cheaper(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))
+
+
+@cached("reductions or gathers", 16384)
+def _reductions_are_cheaper(
+    spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], topology: Topology
+) -> bool:
+    """Whether `reductions` over `dims`, completed on all ranks, cost less than gathering these dims."""
+    axes = split_axes(spec.layout, dims)
+    if not axes:
+        return False
+    gathering = plan(spec.layout, replicated_along(spec.layout, axes), spec.shape, spec.itemsize, topology)
+    sums = along_dims(completed_layout(spec.layout), spec.shape, dims, reductions)
+    return sum(plan(*each, spec.itemsize, topology).seconds for each in sums) < gathering.seconds
 
 
 # -- a statistic of each rank's part

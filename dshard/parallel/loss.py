@@ -1,7 +1,7 @@
 """`loss_parallel`: cross entropy of logits whose classes are sharded over the mesh never gathers them.
 
 A token costs three all-reduced numbers forward, and none backward, for any number of classes: the vocab parallel cross
-entropy of Shoeybi et al., Megatron-LM (2019), section 3, in `dshard.ops.vocab_parallel`.
+entropy of Shoeybi et al., Megatron-LM (2019), section 3, in `dshard.ops.losses`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dshard.compile.modes import FunctionReplacement
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
-from dshard.ops.vocab_parallel import LOSS_ARGUMENTS, cross_entropy, log_softmax
+from dshard.ops.losses import LOSS_ARGUMENTS, cross_entropy, log_softmax
 from dshard.placements import Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.torch_private import no_torch_function
