@@ -67,6 +67,17 @@ class Call:
                 return self.kwargs.get(name, argument.default_value if argument.has_default_value() else None)
         return None
 
+    def with_argument(self, name: str, value: object) -> LocalOp:
+        """The operator with `value` in place of its argument `name`, which it has."""
+        at = [argument.name for argument in self.func._schema.arguments].index(name)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            if at < len(args):
+                return self.func(*args[:at], value, *args[at + 1 :], **kwargs)
+            return self.func(*args, **{**kwargs, name: value})
+
+        return run
+
     def rule(
         self,
         text: str,

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dshard.comm import depending_on
-from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator
 from dshard.core.checks import check_convolution
 from dshard.mesh import Coordinate
+from dshard.ops.batched import or_nothing
 from dshard.rules.rule import Rule, linear
 from dshard.rules.strategy import Strategy
 
@@ -57,16 +58,8 @@ def convolution_backward(call: Call) -> Rule:
 
 def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """A kernel for the groups that this rank holds; the first rank that shards the input channels adds the bias."""
-    shape, groups = out_local_shape(call, strategy, coordinate), _groups(call, strategy, coordinate, 0)
-    adds = _is_first(strategy, coordinate)
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: object) -> Tensor:
-        if not x.numel() or not weight.numel():
-            return depending_on(x.new_zeros(shape), (x, weight) if bias is None else (x, weight, bias))
-        out: Tensor = call.func(x, weight, bias if adds else None, *rest[:-1], groups)
-        return out
-
-    return run
+    groups, adds = _groups(call, strategy, coordinate, 0), _is_first(strategy, coordinate)
+    return lambda x, weight, bias, *rest: call.func(x, weight, bias if adds else None, *rest[:-1], groups)
 
 
 def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
@@ -101,6 +94,6 @@ def _groups(call: Call, strategy: Strategy, coordinate: Coordinate, x: int) -> i
 
 
 RULES: dict[str, Operator] = {
-    "aten::convolution": Operator(convolution, forward_kernel, check=check_convolution),
+    "aten::convolution": Operator(convolution, or_nothing(forward_kernel), check=check_convolution),
     "aten::convolution_backward": Operator(convolution_backward, backward_kernel),
 }

@@ -25,6 +25,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.mesh import Coordinate
+from dshard.ops.batched import or_nothing
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.small_reductions import reduce_statistics, stays_sharded
@@ -55,9 +56,9 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))
     if call.outs[0].dtype in HALF:
-        each = _with_reduction(call, NONE)
+        each = call.with_argument("reduction", NONE)
         return lambda *args, **kwargs: _mean(each(*args, **kwargs), count)
-    summed = _with_reduction(call, SUM)
+    summed = call.with_argument("reduction", SUM)
     return lambda *args, **kwargs: summed(*args, **kwargs) / count
 
 
@@ -66,7 +67,7 @@ def mean_backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate)
     if not _is_split_mean(call, strategy):
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))
-    summed = _with_reduction(call, SUM)
+    summed = call.with_argument("reduction", SUM)
     return lambda grad, *args, **kwargs: summed(grad / count, *args, **kwargs)
 
 
@@ -76,18 +77,6 @@ def _is_split_mean(call: Call, strategy: Strategy) -> bool:
 
 def _mean(losses: Tensor, count: int) -> Tensor:
     return (losses.sum(dtype=torch.float32) / count).to(losses.dtype)
-
-
-def _with_reduction(call: Call, reduction: int) -> LocalOp:
-    """The operator with another reduction."""
-    position = [argument.name for argument in call.func._schema.arguments].index("reduction")
-
-    def run(*args: object, **kwargs: object) -> Any:
-        if position < len(args):
-            return call.func(*args[:position], reduction, *args[position + 1 :], **kwargs)
-        return call.func(*args, **{**kwargs, "reduction": reduction})
-
-    return run
 
 
 # -- of class indices
@@ -128,22 +117,11 @@ def nll_kernel(operand: int) -> Kernel:
             elsewhere = (target >= 0) & (target < shape[dim]) & ~((target >= held.start) & (target < held.stop))
             arguments[operand + 1] = torch.where(elsewhere | (target == ignored), ELSEWHERE, target - held.start)
             arguments[operand + 4] = ELSEWHERE
-            if not held:
-                return _no_class(call, arguments, operand)
             return call.func(*arguments)
 
         return run
 
-    return kernel
-
-
-def _no_class(call: Call, arguments: list[Any], operand: int) -> Any:
-    """The result on a rank that holds no classes."""
-    x, target = arguments[operand], arguments[operand + 1]
-    if operand:
-        return torch.zeros_like(x)
-    losses = target.shape if call.argument("reduction") == NONE else ()
-    return x.new_zeros(losses), x.new_zeros(())
+    return or_nothing(kernel)
 
 
 ELSEWHERE = -(2**31)

@@ -28,16 +28,7 @@ def with_local_size(name: str) -> Kernel:
 
     def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
         size = out_local_shape(call, strategy, coordinate)
-        if size == call.out_shapes[0]:
-            return call.func
-        at = [argument.name for argument in call.func._schema.arguments].index(name)
-
-        def local(*args: object, **kwargs: object) -> Any:
-            if at < len(args):
-                return call.func(*args[:at], size, *args[at + 1 :], **kwargs)
-            return call.func(*args, **{**kwargs, name: size})
-
-        return local
+        return call.func if size == call.out_shapes[0] else call.with_argument(name, size)
 
     return kernel
 
