@@ -1,7 +1,7 @@
 """Operators: one family in each file, with its rules, its kernels, and its alternatives to the rules.
 
-pointwise reductions views slicing concat indexing norms losses embedding convolution batched distances addmm grouped_matmul ragged
-histograms           tables of rules; lookup.py has kernels of indexed operators
+pointwise reductions views slicing concat indexing norms losses embedding convolution batched distances addmm
+grouped_matmul ragged histograms   tables of rules; lookup.py has kernels of indexed operators
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results

@@ -116,23 +116,6 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     return result if keepdim else result.reshape([n for d, n in enumerate(x.shape) if d not in dims])
 
 
-def trace(x: Tensor) -> Tensor:
-    """The sum of the diagonal."""
-    return x.diagonal().sum()
-
-
-def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """`torch.rot90`, as flips and a transpose: only the one dim that is reversed matters to what is sent."""
-    first, second = dims
-    match k % 4:
-        case 0:
-            return x.clone()
-        case 2:
-            return x.flip(first, second)
-        case turns:
-            return x.flip(second if turns == 1 else first).transpose(first, second)
-
-
 def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The multilabel margin loss as torch decomposes it, but 0-d for a vector, as in its kernels."""
     loss, is_target = decomposition_table[aten.multilabel_margin_loss_forward.default](x, target, reduction)
@@ -275,8 +258,6 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.norm.ScalarOpt_dim_dtype: norm,
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
-    aten.trace.default: trace,
-    aten.rot90.default: rot90,
     aten.multilabel_margin_loss_forward.default: multilabel_margin,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import plain, traced
+from dshard.comm import traced
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
@@ -25,6 +25,7 @@ from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Attend, Options, of_queries, whole
 from dshard.ops.attention.score_functions import Dropout, ScoreFunctions
 from dshard.ops.composite import run_chosen
+from dshard.ops.custom import accept_call
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.ops.random import Draw, draw_for, dropped_again
@@ -40,7 +41,8 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
     dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
     if dropout:
-        _accepted(query, k, v, mask, dropout, causal, scale, gqa)
+        common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
+        accept_call(func, args, kwargs)
     requested = current_options().attention
     kinds = _IN_GRAPH if any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in (query, k, v, mask)) else _ALL
     if lead_differs((query, k, v), gqa):
@@ -110,13 +112,3 @@ def _recorded_dropout(
     choice = Candidates([t._spec for t in tensors], options, None, needed, _NONE, held=True).choice()
     drop = partial(dropped_again, p=dropout, repeated=draw)
     return attention_with_dropout(choice.strategy, choice.result.layout, options, drop, tensors, {})
-
-
-def _accepted(query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> None:
-    """Let torch refuse arguments that it would refuse on one device."""
-    tensors = [t._spec.meta() if isinstance(t, Wrapper) else t for t in (query, key, value, mask)]
-    common_mesh("attention", [t for t in (query, key, value, mask) if t is not None])
-    dropout, causal, scale, gqa = rest
-    q, k, v, m = tensors
-    with torch.no_grad(), plain():
-        F.scaled_dot_product_attention(q, k, v, m, dropout, causal, scale=scale, enable_gqa=gqa)
