@@ -166,8 +166,9 @@ class Operator:
 
     `rule`: its factors. `kernel`: the function on local tensors, if not the operator itself. `alternatives`: other ways
     to run it, candidates beside the rule's. `composed`: by overload, the calls that no rule describes. `check`: refuses
-    arguments that torch's kernels refuse and its meta functions do not. Values of scalar arguments are part of the
-    cache key unless `values` is False: then the rule does not depend on them.
+    arguments that torch's kernels refuse and its meta functions do not; `refuses_empty`: the kernel itself refuses some
+    calls whose first operand has no elements. Values of scalar arguments are part of the cache key unless `values` is
+    False: then the rule does not depend on them.
     """
 
     rule: Callable[[Call], Rule]
@@ -175,6 +176,7 @@ class Operator:
     alternatives: tuple[Alternative, ...] = ()
     composed: Mapping[OpOverload, Composed] = field(default_factory=dict)
     check: Check | None = None
+    refuses_empty: bool = False
     values: bool = True
 
 

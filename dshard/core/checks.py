@@ -20,7 +20,7 @@ from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes
 from dshard.core.torch_function import binding_of
-from dshard.core.trees import replace_leaves
+from dshard.core.trees import replace_leaves, replace_tensors
 from dshard.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -103,12 +103,27 @@ def refusing() -> OperatorMode:
 
 
 def _refuse_more(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    if args and isinstance(args[0], Tensor) and _writes_each(func):
-        _require(has_internal_overlap(args[0]) != 1, _OVERLAPS)
-    check = CHECKS.get(func._schema.name.removesuffix("_"))
+    first, name = args[0] if args else None, func._schema.name.removesuffix("_")
+    if isinstance(first, Tensor) and _writes_each(func):
+        _require(has_internal_overlap(first) != 1, _OVERLAPS)
+    check = CHECKS.get(name)
     if check is not None:
         defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         check(defaults | arguments_by_name(func, args, kwargs))
+    if name in REFUSES_EMPTY and isinstance(first, Tensor) and not first.numel():
+        _refuse_by_kernel(func, args, kwargs)
+
+
+def _refuse_by_kernel(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    """Let torch's kernel refuse a call whose first operand has no elements: it has then nothing to compute."""
+
+    def zeros(x: Tensor) -> Tensor:
+        if not x.numel():
+            return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)  # of no memory, whatever its size
+
+    with plain(), suppress(NotImplementedError):  # of a dtype that the kernels of CPUs lack
+        func(*replace_tensors(args, zeros), **replace_tensors(kwargs, zeros))
 
 
 def _writes_each(func: OpOverload) -> bool:
@@ -161,18 +176,6 @@ def check_scatter(arguments: Kwargs) -> None:
         fits = fits and all(n <= m for n, m in zip(index.shape, source.shape, strict=False))
         text += f" and to be no larger size than src {tuple(source.shape)}"
     _require(fits, text)
-    _require_places(x, dim)
-
-
-def check_index_fill(arguments: Kwargs) -> None:
-    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
-    if index.numel() and all(n for i, n in enumerate(x.shape) if i != dim % x.dim()):  # torch's reads nothing else
-        _require_places(x, dim)
-
-
-def _require_places(x: Tensor, dim: int) -> None:
-    """Refuse any index into no places: a rank whose part has no elements would not see it."""
-    _require(not x.dim() or x.shape[dim] > 0, f"an index is out of bounds for dimension {dim} with size 0")
 
 
 def check_index_add(arguments: Kwargs) -> None:
@@ -192,40 +195,14 @@ def check_index_add(arguments: Kwargs) -> None:
 
 
 def check_index_select(arguments: Kwargs) -> None:
-    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
-    if index.dim() > 1:
+    if arguments["index"].dim() > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
-    if index.numel() and x.dim() and not x.shape[dim]:  # a rank that has no index would not see it
-        if x.dim() == 1:
-            raise IndexError("index out of range in self")
-        raise RuntimeError("index_select(): self indexing axis dim should be positive")
-
-
-def check_embedding(arguments: Kwargs) -> None:
-    has_rows = not arguments["indices"].numel() or arguments["weight"].shape[0] > 0
-    _require(has_rows, "index_select(): self indexing axis dim should be positive")
 
 
 def check_nll_loss(arguments: Kwargs) -> None:
     x, target = arguments["self"], arguments["target"]
     if target.numel() and x.dim() and not x.shape[min(1, x.dim() - 1)]:  # a rank that has no target would not see it
         raise IndexError("Target 0 is out of bounds.")  # even if all are ignored, which only their values tell
-
-
-def check_gather(arguments: Kwargs) -> None:
-    x, index, dim = arguments["self"], arguments["index"], arguments["dim"]
-    if index.numel():
-        _require_places(x, dim)
-
-
-def check_index(arguments: Kwargs) -> None:
-    x, indices = arguments["self"], arguments["indices"]
-    at = 0
-    for index in indices:
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        if index is not None and not is_mask and index.numel() and at < x.dim() and not x.shape[at]:
-            raise IndexError("index is out of bounds for dimension with size 0")
-        at += index.dim() if is_mask else 1
 
 
 def check_masked_scatter(arguments: Kwargs) -> None:
@@ -254,11 +231,6 @@ def check_convolution(arguments: Kwargs) -> None:
     for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
         fits = all(n >= least for n in arguments[name])
         _require(fits, f"convolution: {name} {tuple(arguments[name])} is not supported: too small")
-
-
-def check_resampled(arguments: Kwargs) -> None:
-    x = arguments["self"]
-    _require(0 not in x.shape[1:], f"an input with sizes for all dims but the batch is expected, not {tuple(x.shape)}")
 
 
 def check_lstsq(arguments: Kwargs) -> None:
@@ -290,23 +262,6 @@ def check_complex(arguments: Kwargs) -> None:
 def check_aminmax(arguments: Kwargs) -> None:
     for name in ("min", "max"):
         _same_out(arguments.get(name), arguments["self"].dtype)
-    check_extreme(arguments)
-
-
-def check_extreme(arguments: Kwargs) -> None:
-    x, dims = arguments["self"], arguments.get("dim")
-    for dim in [dims] if isinstance(dims, int) else dims or []:
-        if 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
-            raise IndexError(f"Expected reduction dim {dim} to have non-zero size.")
-
-
-def check_position(name: str, arguments: Kwargs) -> None:
-    """Refuse the position of an element among none, as torch's CPU kernels do; meta tensors often accept it."""
-    x, dim = arguments["self"], arguments.get("dim")
-    if dim is None and x.numel() == 0 and name in ("argmax", "argmin"):
-        raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
-    if isinstance(dim, int) and 0 <= dim + x.dim() < 2 * x.dim() and x.shape[dim] == 0:
-        raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
 
 
 def check_dim(arguments: Kwargs) -> None:
@@ -359,3 +314,5 @@ def with_meta_form(func: OpOverload) -> Function:
 
 CHECKS: dict[str, Check] = {}
 """The checks of operators by their names, from the tables of operators."""
+REFUSES_EMPTY: set[str] = set()
+"""The operators whose kernels refuse a first operand without elements in some calls, by name, from the same tables."""

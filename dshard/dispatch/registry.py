@@ -13,7 +13,7 @@ from torch import Tag
 from dshard.caches import Cache, cached, clear_caches
 from dshard.core import checks
 from dshard.core.call import Call, Check, Composed, Operator, arguments_by_name, writes_first
-from dshard.core.checks import CHECKS, META
+from dshard.core.checks import CHECKS, META, REFUSES_EMPTY
 from dshard.core.shared_memory import reads_more
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import NotationError
@@ -309,3 +309,4 @@ def _composed(func: OpOverload, op: Operator | None) -> Composed | None:
 
 CHECKS |= CHECKS_WITHOUT_RULE
 CHECKS |= {name: op.check for table in TABLES for name, op in table.items() if op.check is not None}
+REFUSES_EMPTY |= {name for table in TABLES for name, op in table.items() if op.refuses_empty}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dshard.comm import depending_on
 from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
-from dshard.core.checks import check_resampled, with_meta_form
+from dshard.core.checks import with_meta_form
 from dshard.core.signature import Function
 from dshard.mesh import Coordinate
 from dshard.ops.views import with_local_size
@@ -140,7 +140,7 @@ def _pooling(n: int) -> dict[str, Operator]:
     table |= {f"aten::{name}_backward": forward for name in plain}
     table |= {f"aten::{name}": Operator(leading(but(n)), or_nothing()) for name in chosen}
     checked = [f"aten::{name}" for name in (*sized, f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d")]
-    table |= {name: replace(table[name], check=check_resampled) for name in checked if name in table}
+    table |= {name: replace(table[name], refuses_empty=True) for name in checked if name in table}
     table |= {f"aten::{name}_backward": forward for name in chosen}
     backward = Operator(leading(but(n), (0,)), or_nothing(with_local_size("input_size")))
     return table | {f"aten::{name}_backward": backward for name in sized}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dshard.core.call import Call, LocalOp, Operator
-from dshard.core.checks import check_embedding
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
@@ -89,6 +88,6 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 RULES: dict[str, Operator] = {
-    "aten::embedding": Operator(looked_up, kernel, check=check_embedding),
+    "aten::embedding": Operator(looked_up, kernel, refuses_empty=True),
     "aten::embedding_dense_backward": Operator(looked_up_backward),
 }

@@ -131,15 +131,15 @@ _WRITES = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_i
 _MASKED = dict.fromkeys((_ATEN.index.Tensor, *_WRITES), Composed(by_mask, has_mask))
 
 RULES: dict[str, Operator] = {
-    "aten::gather": Operator(gather, lookup.reading, check=checks.check_gather),
-    "aten::scatter": Operator(scatter, lookup.writing, check=checks.check_scatter),
-    "aten::scatter_add": Operator(scatter, lookup.writing, check=checks.check_scatter),
+    "aten::gather": Operator(gather, lookup.reading, refuses_empty=True),
+    "aten::scatter": Operator(scatter, lookup.writing, check=checks.check_scatter, refuses_empty=True),
+    "aten::scatter_add": Operator(scatter, lookup.writing, check=checks.check_scatter, refuses_empty=True),
     "aten::scatter_reduce": Operator(scatter, lookup.writing),
-    "aten::index_select": Operator(index_select, lookup.reading, check=checks.check_index_select),
-    "aten::index_add": Operator(index_write, lookup.writing, check=checks.check_index_add),
-    "aten::index_copy": Operator(index_write, lookup.writing, check=checks.check_index_fill),
-    "aten::index_fill": Operator(index_fill, lookup.writing, check=checks.check_index_fill),
-    "aten::index": Operator(index, lookup.indexing, composed=_MASKED, check=checks.check_index),
-    "aten::index_put": Operator(index_put, lookup.putting, composed=_MASKED, check=checks.check_index),
-    "aten::_index_put_impl": Operator(index_put, lookup.putting, composed=_MASKED, check=checks.check_index),
+    "aten::index_select": Operator(index_select, lookup.reading, check=checks.check_index_select, refuses_empty=True),
+    "aten::index_add": Operator(index_write, lookup.writing, check=checks.check_index_add, refuses_empty=True),
+    "aten::index_copy": Operator(index_write, lookup.writing, refuses_empty=True),
+    "aten::index_fill": Operator(index_fill, lookup.writing, refuses_empty=True),
+    "aten::index": Operator(index, lookup.indexing, composed=_MASKED, refuses_empty=True),
+    "aten::index_put": Operator(index_put, lookup.putting, composed=_MASKED, refuses_empty=True),
+    "aten::_index_put_impl": Operator(index_put, lookup.putting, composed=_MASKED, refuses_empty=True),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import sum_dtype
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp, Operator, out_local_shape
-from dshard.core.checks import check_aminmax, check_dim, check_extreme, check_position
+from dshard.core.checks import check_aminmax, check_dim
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.pointwise import pointwise
@@ -97,16 +96,9 @@ def extreme(op: ReduceOp) -> Callable[[Call], Rule]:
         """Any dim may be sharded; one that is reduced leaves a partial max or min. With positions it may not be."""
         if call.argument("other") is not None:
             return pointwise(call)
-        if 0 in call.shapes[0]:
-            _check_no_elements(call)
         return reduction(call, op, passes=(op,)) if len(call.outs) == 1 else along(call)
 
     return rule
-
-
-def _check_no_elements(call: Call) -> None:
-    """Let torch refuse a reduction of no elements, which it does not check on meta tensors."""
-    call.func(torch.empty(call.shapes[0], dtype=call.specs[0].dtype, device="cpu"), *call.args[1:], **call.kwargs)
 
 
 def truth(op: ReduceOp) -> Callable[[Call], Rule]:
@@ -123,8 +115,6 @@ def truth(op: ReduceOp) -> Callable[[Call], Rule]:
 
 def both_extremes(call: Call) -> Rule:
     """Any dim may be sharded; one that is reduced leaves a partial min and a partial max."""
-    if 0 in call.shapes[0]:
-        _check_no_elements(call)
     return reduction(call, "min", "max")
 
 
@@ -196,17 +186,17 @@ RULES: dict[str, Operator] = {
     "aten::nansum": Operator(counted),
     "aten::count_nonzero": Operator(counted),
     "aten::prod": Operator(product),
-    "aten::amax": Operator(extreme("max"), filled("max"), check=check_extreme),
-    "aten::amin": Operator(extreme("min"), filled("min"), check=check_extreme),
-    "aten::max": Operator(extreme("max"), filled("max"), (LARGEST,)),
-    "aten::min": Operator(extreme("min"), filled("min"), (SMALLEST,)),
-    "aten::aminmax": Operator(both_extremes, filled("min", "max"), check=check_aminmax),
+    "aten::amax": Operator(extreme("max"), filled("max"), refuses_empty=True),
+    "aten::amin": Operator(extreme("min"), filled("min"), refuses_empty=True),
+    "aten::max": Operator(extreme("max"), filled("max"), (LARGEST,), refuses_empty=True),
+    "aten::min": Operator(extreme("min"), filled("min"), (SMALLEST,), refuses_empty=True),
+    "aten::aminmax": Operator(both_extremes, filled("min", "max"), check=check_aminmax, refuses_empty=True),
     "aten::any": Operator(truth("max")),
     "aten::all": Operator(truth("min")),
     "aten::_is_any_true": Operator(truth("max")),
     "aten::_is_all_true": Operator(truth("min")),
-    "aten::argmax": Operator(along, alternatives=(LARGEST,), check=partial(check_position, "argmax")),
-    "aten::argmin": Operator(along, alternatives=(SMALLEST,), check=partial(check_position, "argmin")),
+    "aten::argmax": Operator(along, alternatives=(LARGEST,), refuses_empty=True),
+    "aten::argmin": Operator(along, alternatives=(SMALLEST,), refuses_empty=True),
     "aten::cumsum": Operator(cumulative_sum, alternatives=(scan(add),)),
     "aten::cumprod": Operator(along, alternatives=(scan(multiply),)),
     "aten::logcumsumexp": Operator(along, alternatives=(scan(log_add),)),
@@ -214,7 +204,7 @@ RULES: dict[str, Operator] = {
     "aten::cummin": Operator(along, alternatives=(scan(latest(torch.le), positions=True),)),
     "aten::topk": Operator(along, alternatives=(BEST_OF_BLOCKS, MOVED_SPLIT)),
     **{
-        f"aten::{name}": Operator(along, alternatives=(MOVED_SPLIT,), check=partial(check_position, name))
+        f"aten::{name}": Operator(along, alternatives=(MOVED_SPLIT,), refuses_empty=True)
         for name in ("kthvalue", "median", "mode", "nanmedian")
     },
     "aten::sort": Operator(along, alternatives=(MOVED_SPLIT,), check=check_dim),

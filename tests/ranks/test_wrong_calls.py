@@ -672,6 +672,16 @@ NOTHING: list[Row] = [
     (lambda: EMPTY.nanmedian(-2), IndexError, "non-zero size"),
     (lambda: EMPTY.mode(0), IndexError, r"mode\(\): Expected reduction dim 0 to have non-zero size"),
     (lambda: EMPTY.kthvalue(1, 0), IndexError, r"kthvalue\(\): Expected reduction dim 0 to have non-zero size"),
+    (
+        lambda: planned(0).index_add(0, planned(2, dtype=torch.int64), planned(2)),
+        IndexError,
+        "index out of range in self",
+    ),
+    (
+        lambda: EMPTY.gather(0, planned(2, 4, dtype=torch.int64)),
+        RuntimeError,
+        "index 0 is out of bounds for dimension 0",
+    ),
 ]
 
 WRONG = {
