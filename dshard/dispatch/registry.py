@@ -18,7 +18,6 @@ from dshard.core.shared_memory import reads_more
 from dshard.core.signature import Args, Kwargs
 from dshard.errors import NotationError
 from dshard.ops import (
-    addmm,
     batched,
     concat,
     convolution,
@@ -30,14 +29,13 @@ from dshard.ops import (
     indexing,
     losses,
     norms,
-    out_argument,
     pointwise,
     random,
     reductions,
     slicing,
     views,
 )
-from dshard.ops.custom import answered, decomposed, no_resize, number
+from dshard.ops.custom import answered, decomposed, has_out, into_out, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
 from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
@@ -96,7 +94,6 @@ TABLES: tuple[dict[str, Operator], ...] = (
     concat.RULES,
     indexing.RULES,
     matmul.RULES,
-    addmm.RULES,
     norms.RULES,
     embedding.RULES,
     losses.RULES,
@@ -300,8 +297,8 @@ def known(func: OpOverload) -> Known:
 
 
 def _composed(func: OpOverload, op: Operator | None) -> Composed | None:
-    if out_argument.has_out(func):
-        return Composed(out_argument.into_out)
+    if has_out(func):
+        return Composed(into_out)
     if func in _USER or func._schema.name in _USER:
         return None
     return COMPOSED.get(func) or (None if op is None else op.composed.get(func))

@@ -17,9 +17,8 @@ from dshard.errors import MeshError, ShapeError, StrategyError
 from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
 from dshard.simulate.block import BlockCosts, block_events
 from dshard.simulate.memory import memory_of
-from dshard.simulate.setup_files import read_setup, setup_data, setup_from
 from dshard.simulate.setup_search import MOST_TENSOR, setups
-from dshard.simulate.training_step import parts_of
+from dshard.simulate.training_step import parts_of, read_setup, setup_data, setup_from
 from dshard.step_timeline import Event, makespan, place_events
 from dshard.tools.cli import main
 from dshard.topology import BYTES, Topology

@@ -18,8 +18,8 @@ from dshard.errors import StrategyError
 from dshard.parallel.strategies import axes_of
 from dshard.pipeline import Pipeline, Stage
 from dshard.simulate import FORMS, Model, Setup
-from dshard.simulate.setup_files import setup_data
 from dshard.simulate.setup_search import MOST_TENSOR, setups
+from dshard.simulate.training_step import setup_data
 from dshard.testing import rank_pool, simulated, whole
 
 MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)

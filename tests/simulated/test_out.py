@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dshard import Layout, Mesh, MixedError, Partial, Placement, Replicate, ShapeError, Shard
-from dshard.ops.out_argument import without_out
+from dshard.ops.custom import without_out
 from dshard.testing import distribute, simulated, whole
 
 MESH = Mesh((2,), ("tp",))

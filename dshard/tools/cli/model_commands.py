@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dshard.explain import parse_dtype
 from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
-from dshard.simulate.setup_files import read_setup, setup_data, step_data
+from dshard.simulate.training_step import read_setup, setup_data, step_data
 from dshard.step_timeline import chrome_trace
 from dshard.tools import report
 from dshard.tools.cli.arguments import (
