@@ -25,11 +25,7 @@ _embedding = torch.ops.aten.embedding.default
 def local_index(
     index: Tensor, held: range, size: int, dim: int, kind: type[Exception] = IndexError
 ) -> tuple[Tensor, Tensor]:
-    """The positions of `index` within the range `held`, 0 outside of it, and whether each is within it.
-
-    Raises:
-        IndexError: an index beyond the global dim, of `size`; `kind` selects torch's message.
-    """
+    """The positions of `index` within the range `held`, 0 outside of it, and whether each is within it."""
     refuse(index, (index >= size) | (index < -size), size, dim, kind)
     index = torch.where(index < 0, index + size, index)
     is_held = (index >= held.start) & (index < held.stop)
@@ -40,9 +36,6 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
     """Raise torch's error if some index is beyond the dim; on accelerators, as in torch, when the kernel has run.
 
     A traced graph asserts it when it runs; a replayed step calls it again.
-
-    Raises:
-        IndexError: one is.
     """
     if kernel_device(index.device) == "cpu" and not traced(index):
         recorded(("refuses indices", size, dim, kind), partial(_refuse_now, size, dim, kind), index, beyond)

@@ -241,11 +241,7 @@ def _terms(
 
 
 def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
-    """Refuse targets that are no class, as torch does.
-
-    Raises:
-        IndexError: a target that is neither a class nor `ignored`.
-    """
+    """Refuse targets that are no class, as torch does."""
     on_each(
         lambda x: refuse(x, ((x < 0) | (x >= classes)) & (x != ignored), classes, 1),
         target._local_tensor,

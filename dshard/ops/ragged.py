@@ -24,11 +24,7 @@ def is_mask(index: object) -> bool:
 
 
 def without_masks(x: Tensor, index: object) -> object:
-    """An index of `x` with each mask replaced by the positions where it is true.
-
-    Raises:
-        IndexError: a mask whose size differs from the indexed dims.
-    """
+    """An index of `x` with each mask replaced by the positions where it is true."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(is_mask, parts)):
         return index
@@ -74,9 +70,6 @@ def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
     """`torch._pack_padded_sequence`: the steps of sorted sequences in order of time, and the batch size at each time.
 
     The batch sizes are a plain tensor, as torch reads them from memory.
-
-    Raises:
-        RuntimeError: lengths that torch refuses.
     """
     x, lengths, batch_first = bind_arguments(("input", "lengths", "batch_first"), args, kwargs)
     counts = numbers_of(lengths)
@@ -90,11 +83,7 @@ def pack_padded_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Te
 
 
 def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    """`torch._pad_packed_sequence`: packed sequences as one padded tensor, and their lengths.
-
-    Raises:
-        ValueError: fewer steps than the longest sequence has.
-    """
+    """`torch._pad_packed_sequence`: packed sequences as one padded tensor, and their lengths."""
     names = ("data", "batch_sizes", "batch_first", "padding_value", "total_length")
     data, numbers, batch_first, padding, total = bind_arguments(names, args, kwargs)
     sizes = numbers_of(numbers)

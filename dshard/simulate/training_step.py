@@ -192,11 +192,7 @@ def timeline(
 
 
 def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:
-    """Check the arguments; return the dtype's name and the bytes of an element.
-
-    Raises:
-        StrategyError, TopologyError, NotationError, ShapeError: what is no setup, topology, dtype or size.
-    """
+    """Check the arguments; return the dtype's name and the bytes of an element."""
     way_out = "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))"
     check_type(setup, Setup, "setup", way_out, StrategyError)
     check_topology(topology)

@@ -231,11 +231,7 @@ class _Call:
 
 
 def compare(actual: object, expected: object, what: str, same: Same) -> None:
-    """Compare one output or gradient with the single device's.
-
-    Raises:
-        RuleError: they differ, or the local tensors do not fit the layout.
-    """
+    """Compare one output or gradient with the single device's."""
     try:
         if not isinstance(expected, Tensor):
             assert actual == expected, f"{actual!r} instead of {expected!r}"

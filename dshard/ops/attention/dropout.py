@@ -20,11 +20,12 @@ from dshard.layout import Layout
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.matmul.functions import matmul_of
 from dshard.ops.matmul.options import MatmulOptions
+from dshard.ops.small_reductions import reduce_statistics
 from dshard.rules.attention_loops import leading_dims
 from dshard.rules.expand import Row
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Strategy, completed_layout
+from dshard.rules.strategy import Strategy
 
 
 def attention_with_dropout(
@@ -79,12 +80,7 @@ def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:
 
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The exponentials of scores whose keys are sharded, and their sum over each row."""
-    most = _completed(scores.detach().amax(-1, keepdim=True))
+    most = reduce_statistics(scores.detach().amax(-1, keepdim=True), "attention")
     weights = (scores - most.masked_fill(most == -inf, 0.0)).exp()
-    total = _completed(weights.sum(-1, keepdim=True))
+    total = reduce_statistics(weights.sum(-1, keepdim=True), "attention")
     return weights, total.masked_fill(total == 0, 1.0)
-
-
-def _completed(x: Any) -> Any:
-    """`x` with its reductions completed."""
-    return redistribute(x, completed_layout(x._spec.layout), "attention")

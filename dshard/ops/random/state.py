@@ -124,11 +124,7 @@ def _write_to(generator: torch.Generator, word: int) -> None:
 
 
 def _check_state() -> None:
-    """Refuse a torch in which a mark would change the numbers of a generator, or would be lost.
-
-    Raises:
-        ImportError: the first word of a generator's state is not its initial seed, or not that alone.
-    """
+    """Refuse a torch in which a mark would change the numbers of a generator, or would be lost."""
     with plain(), neutral_state():
         marked, unmarked = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (marked, unmarked):
