@@ -37,12 +37,11 @@ from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
-from dshard.ops.batch_norm import batch_norm
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
 from dshard.ops.losses import cross_entropy, ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
-from dshard.ops.norms import rms_norm
+from dshard.ops.norms import batch_norm, rms_norm
 from dshard.ops.pointwise import nonlinear_names
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.rules.strategy import completed_layout

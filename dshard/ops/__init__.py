@@ -5,7 +5,7 @@ grouped_matmul ragged histograms   tables of rules; lookup.py has kernels of ind
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results
-composite batch_norm   torch functions of several operators, planned as one
+composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
 foreach decompositions custom   lists of tensors, `out=`, operators composed of others
 optimiser_steps optimiser_states   how optimisers of distributed parameters step, and what they load

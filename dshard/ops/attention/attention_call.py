@@ -19,8 +19,7 @@ from dshard.core.spec import Spec
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.ops.attention.attention_choice import Candidates, Kind
-from dshard.ops.attention.attention_executable import executable_of
-from dshard.ops.attention.broadcast_operands import broadcast_lead, lead_differs
+from dshard.ops.attention.attention_executable import broadcast_lead, executable_of, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Attend, Options, of_queries, whole
 from dshard.ops.attention.score_functions import Dropout, ScoreFunctions

@@ -29,8 +29,7 @@ from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper, is_recorded
 from dshard.errors import LayoutError
 from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, Kind
-from dshard.ops.attention.attention_executable import executable_of
-from dshard.ops.attention.broadcast_operands import broadcast_lead
+from dshard.ops.attention.attention_executable import broadcast_lead, executable_of
 from dshard.ops.attention.local_attention import Attend, Options, of_nothing, whole
 from dshard.ops.attention.score_functions import Modify, ScoreFunctions, modified, modified_at
 from dshard.ops.composite import run_chosen, run_recorded

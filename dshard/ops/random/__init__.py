@@ -18,4 +18,4 @@ from dshard.ops.random.operators import (
     standard_normal,
     uniform,
 )
-from dshard.ops.random.state import Draw, get_rng_state, manual_seed, next_draw, set_rng_state
+from dshard.ops.random.state import Draw, get_rng_state, manual_seed, set_rng_state
