@@ -45,11 +45,7 @@ class Writer(FileSystemWriter):
         self.has_made_directory = False
 
     def prepare(self) -> None:
-        """Create the directory, and remove files left by a killed save; on the coordinator.
-
-        Raises:
-            OSError: the directory cannot be created.
-        """
+        """Create the directory, and remove files left by a killed save; on the coordinator."""
         path = Path(self.path)
         if path.is_symlink() and not path.exists():
             raise CheckpointError(f"it is a link to {os.readlink(path)}, which does not exist")

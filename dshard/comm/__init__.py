@@ -6,7 +6,7 @@ A plan is run in these stages, each in a file:
   `pieces` of the local tensors that they send and receive, and a `collective` as a value.
 - `drive`: the steps as a generator, which begins collectives and waits for them later, in buffers of a `workspace`.
 - `world`: where local tensors live, and so where programs run: on processes, in a graph, for all ranks in one process
-  (`simulated`), or without data; `rank_tensors`: what callers ask of them. `run`: plans, exchanges and programs,
+  (`run_in_step`), or without data; `rank_tensors`: what callers ask of them. `run`: plans, exchanges and programs,
   wherever their tensors live.
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).

@@ -40,9 +40,6 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
 
     Local shapes are compared now if ranks are simulated, or if `compared`, in debug mode; else before the next
     collective.
-
-    Raises:
-        DtypeError, LayoutError: other ranks give other dtypes or placements.
     """
     shape = _even_global_shape(_shape(local), layout)
     if are_simulated([local]) or (compared and local.ndim <= MAX_DIMS):
@@ -60,11 +57,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
 
 
 def global_shape(local: Tensor, layout: Layout) -> Shape:
-    """The global shape of the tensor with these local tensors under `layout`, by an all_gather of their shapes.
-
-    Raises:
-        DtypeError, LayoutError: the ranks give different dtypes or placements.
-    """
+    """The global shape of the tensor with these local tensors under `layout`, by an all_gather of their shapes."""
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
         raise CompileError(
             f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "

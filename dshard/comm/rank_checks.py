@@ -47,11 +47,7 @@ def patience() -> float:
 
 
 def compare(plan: Plan, runtime: Runtime) -> None:
-    """Check that every rank of the mesh is about to run the same plan.
-
-    Raises:
-        MeshError: on every rank, naming who is about to run what.
-    """
+    """Check that every rank of the mesh is about to run the same plan."""
     compare_on(plan_text(plan), runtime.group(runtime.mesh.names), device_of(runtime.mesh))
 
 

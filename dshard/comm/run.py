@@ -40,9 +40,6 @@ def run(plan: Plan, x: Tensor) -> Tensor:
     """The local tensor of this rank under `plan.dst`, from its local tensor under `plan.src`.
 
     The result shares no memory with `x` unless the plan has no steps.
-
-    Raises:
-        MeshError: the mesh has no processes.
     """
     if not plan.steps:
         return x

@@ -182,9 +182,6 @@ def init_device_mesh(
     """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
 
     A mesh of one rank in a process that nothing has started ranks for, such as a notebook, makes a world of one.
-
-    Raises:
-        MeshError: there are no processes, or the mesh has not as many ranks as the world; no such type of device.
     """
     mesh_shape = sizes_of(mesh_shape)
     device_type = _device_type(device_type)

@@ -47,9 +47,6 @@ def tell_waits(seconds: float) -> None:
     """Tell on stderr of waits for other ranks that take longer; 10 seconds by default, or DSHARD_WAIT_SECONDS.
 
     `math.inf` tells of none. A wait ends with an error at the time limit of the process group in any case.
-
-    Raises:
-        ArgumentError: no positive number.
     """
     as_number(seconds, "seconds", ArgumentError, infinite=True)
     _AFTER[0] = seconds

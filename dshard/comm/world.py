@@ -8,7 +8,7 @@ Design: docs/design/0014-one-communication-engine.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,21 +17,64 @@ from torch import Tensor
 
 from dshard.comm import collectives, rank_checks
 from dshard.comm.backends import SIMULATED, Backend
+from dshard.comm.collective import Collective, reduce
 from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
 from dshard.comm.events import LISTENERS, emit
 from dshard.comm.program_steps import Steps, Transfer
-from dshard.comm.rank_tensors import are_simulated, is_any_meta
+from dshard.comm.rank_tensors import are_simulated, is_any_meta, plain, stack, unstack
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.simulated import run_in_step
 from dshard.comm.traced_collectives import traced
 from dshard.comm.transport import primitive, report
 from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
 from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
+
+
+def run_in_step(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
+    """Run the programs of all ranks on the local tensors of each, in step: they begin the same collectives in order."""
+    results: dict[int, Results] = {}
+    received: Mapping[int, Tensor] = {}
+    with plain():
+        locals_of, space = [unstack(x) for x in tensors], Session()
+        programs = {r: make(mesh.coordinate(r), space, [parts[r] for parts in locals_of]) for r in mesh.ranks}
+        while len(results) < len(programs):
+            requests: dict[int, Request] = {}
+            for rank, program in programs.items():
+                wait = partial(received.__getitem__, rank)
+                try:
+                    requests[rank] = program.send(wait) if received else next(program)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+            assert not (results and requests), "programs of all ranks have the same collectives"
+            received = _run_requests(requests) if requests else {}
+        return tuple(
+            stack(dict(zip(mesh.ranks, of_ranks, strict=True)))
+            for of_ranks in zip(*map(results.__getitem__, mesh.ranks), strict=True)
+        )
+
+
+def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:
+    busiest = max((request.transfer for request in requests.values()), key=lambda transfer: transfer.elements)
+    report = busiest.collective.report
+    if report is not None:
+        itemsize = next(iter(requests.values())).buffer.itemsize
+        emit(report.collective, report.mesh, busiest.collective.axes, report.elements * itemsize)
+    return {rank: _received(request.transfer.collective, requests) for rank, request in requests.items()}
+
+
+def _received(c: Collective, requests: Mapping[int, Request]) -> Tensor:
+    """The buffer that the rank of this collective receives from all ranks of its group."""
+    parts = [requests[peer].buffer for peer in c.ranks]
+    if c.kind in ("all_to_all", "reduce_scatter"):
+        send = [requests[peer].transfer.collective.send for peer in c.ranks]
+        parts = [part.split(list(sizes))[c.index] for part, sizes in zip(parts, send, strict=True)]
+    is_sum = c.op is not None and c.kind in ("all_reduce", "reduce_scatter")
+    return reduce(torch.stack(parts), c.op) if is_sum else torch.cat(parts)  # type: ignore[arg-type]
+
 
 T = TypeVar("T")
 Prepared = tuple[Runtime, Group, Begin]

@@ -1,4 +1,4 @@
-"""Apply a plan to a module: its parameters, its inputs on entry, and the outputs of some of its modules."""
+"""Apply a plan to a module by hooks: its inputs on entry, schedules within, and the outputs of some of its modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import nan
 from typing import Any
 
 import torch
@@ -16,23 +15,20 @@ from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
-from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks
+from dshard.comm import compare_calls, comparing
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated
-from dshard.core.replaced_parameters import successor
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
-from dshard.distribute import cut, distribute_tensor, replace_parameter
-from dshard.factories import full
+from dshard.distribute import cut, distribute_tensor
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.gather_groups import gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
-from dshard.parallel.initialize import initialize
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
-from dshard.parallel.plan_values import Placements, Plan
+from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
 from dshard.rehearsal.session import own_call
@@ -304,62 +300,3 @@ def _unfolded(x: DTensor, plan: Plan) -> bool:
     """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" folds."""
     mesh = x.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
-
-
-def distribute_parameters(model: nn.Module, plan: Plan) -> None:
-    """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
-
-    Those without data get only their local tensor, and values from the functions that initialise the modules which own
-    them: the same values on every mesh under `dshard.manual_seed`. All others keep theirs.
-    """
-    replicated = (Replicate(),) * plan.mesh.ndim
-    fresh: dict[str, DTensor] = {}
-
-    def distributed(name: str, p: Any) -> Tensor:
-        if isinstance(p, DTensor):
-            return p
-        placements = plan.parameters.get(name, replicated)
-        out: DTensor = _distribute(p, plan, placements, fresh, name)
-        replace_parameter(name, p, out)
-        return out
-
-    replace_parameters(model, distributed)
-    for path, module in model.named_modules():
-        for own, buffer in list(module._buffers.items()):
-            if buffer is not None and not isinstance(buffer, DTensor):
-                out = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
-                module._buffers[own] = _in_memory_of(buffer, out)
-    if fresh:
-        initialize(model, fresh, plan.mesh)
-
-
-def _in_memory_of(buffer: Tensor, out: DTensor) -> DTensor:
-    """`out`, the distributed `buffer`, in the memory of `buffer`: references to it, and views, see what is written."""
-    local = out._local_tensor
-    if type(local) is type(buffer) is Tensor and local.stride() == buffer.stride() and local.device == buffer.device:
-        out._local_tensor = buffer.detach()
-    return out
-
-
-def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace each parameter by `replace(name, p)`; tied ones stay tied."""
-    replaced: dict[int, Any] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    for module in model.modules():
-        for own, p in module._parameters.items():
-            if p is not None:
-                if id(p) not in replaced:
-                    replaced[id(p)] = replace(names[id(p)], successor(p))
-                module._parameters[own] = replaced[id(p)]
-
-
-def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
-    compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
-    if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
-        return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
-    unset = nan if x.is_floating_point() else 0
-    out: Any = full(tuple(x.shape), unset, device_mesh=plan.mesh, placements=placements, dtype=x.dtype)
-    if isinstance(x, nn.Parameter):
-        out = nn.Parameter(out, x.requires_grad)
-    fresh[name] = out
-    return out

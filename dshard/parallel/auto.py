@@ -22,11 +22,9 @@ from dshard.core.context import planning_context
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.parallel.build_plan import lay_out
-from dshard.parallel.plan_options import PlanOptions
-from dshard.parallel.plan_values import Cost, Placements, Plan
+from dshard.parallel.plan_values import Cost, Placements, Plan, PlanOptions
 from dshard.parallel.roles import Roles
-from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles
+from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.redistribute import plan as plan_moves
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes
@@ -38,11 +36,7 @@ PATIENCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them.
-
-    Raises:
-        StrategyError: a `memory` that is no number above zero.
-    """
+    """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them."""
 
     memory: int | None = None
 

@@ -53,11 +53,7 @@ def batches(model: nn.Module, loader: Iterable[BatchT]) -> Iterator[BatchT]:
 
 
 def _until_all_end(inputs: Inputs, loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of this rank, and while only others have more, batches of their form without rows.
-
-    Raises:
-        LayoutError, PeerError: see `batches`.
-    """
+    """The batches of this rank, and while only others have more, batches of their form without rows."""
     plan, group, known, form = inputs.plan, group_of_hosts(inputs.plan.mesh), None, b""
     columns = (_STATE, *range(_INPUTS, _INPUTS + STATES))
     for step, ((batch, own_form, error, wait), (*_, wait_ahead)) in enumerate(pairwise(_load(inputs, loader))):

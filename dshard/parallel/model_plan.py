@@ -20,20 +20,19 @@ from dshard.distribute import lay_out_assigned
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
-from dshard.parallel.apply_plan import apply_plan, distribute_parameters
+from dshard.parallel.apply_plan import apply_plan
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
-from dshard.parallel.build_plan import lay_out
+from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.input_modes import Mode, input_modes
 from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.plan_files import strategy_of
-from dshard.parallel.plan_options import PlanOptions, plan_options
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
-from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles
+from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, lay_out
 from dshard.placements import Placement, Replicate
 from dshard.validate import check_type, shown
 

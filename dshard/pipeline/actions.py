@@ -15,9 +15,6 @@ class Edge:
 
     >>> Edge("x", 0, 1).back(), Edge("x", 1, 0).backward
     (Edge(value='x', src=1, dst=0), True)
-
-    Raises:
-        ScheduleError: what are no two stages.
     """
 
     value: str

@@ -16,9 +16,6 @@ class StageCost:
 
     `activation` bytes are held from the forward until the gradients of the inputs; `kept` of them until the gradients
     of the weights. `fixed` bytes are held throughout: parameters, gradients, optimizer.
-
-    Raises:
-        ScheduleError: a time or number of bytes below zero, or no number.
     """
 
     forward: float = 1.0
@@ -49,9 +46,6 @@ class EdgeCost:
     """The cost of one value sent for one microbatch: `latency` seconds, and the seconds of its `nbytes` bytes.
 
     Its gradient costs as much.
-
-    Raises:
-        ScheduleError: a time or number of bytes below zero, or no number.
     """
 
     edge: Edge
@@ -73,11 +67,7 @@ def _check_numbers(cost: StageCost | EdgeCost) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of all stages, in order, and of the edges; an edge without an entry costs nothing.
-
-    Raises:
-        ScheduleError: a negative time or number of bytes, no stage, or an edge given twice.
-    """
+    """The costs of all stages, in order, and of the edges; an edge without an entry costs nothing."""
 
     stages: tuple[StageCost, ...]
     edges: tuple[EdgeCost, ...] = ()
@@ -111,9 +101,6 @@ def uniform(
 
     >>> uniform(2, [Edge("x", 0, 1)], StageCost(), seconds=0.5).of(Edge("x", 1, 0)).seconds
     0.5
-
-    Raises:
-        ScheduleError: no stage, or a cost that cannot be.
     """
     n_stages = as_int(n_stages, "n_stages", ScheduleError, least=1)
     return Costs((stage,) * n_stages, tuple(EdgeCost(edge, seconds, nbytes, latency) for edge in edges))

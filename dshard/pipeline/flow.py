@@ -19,9 +19,6 @@ def edges_of(stages: Sequence[Ports], batch: Collection[str]) -> tuple[Edge, ...
 
     >>> edges_of([(["x"], ["x", "skip"]), (["x"], ["x"]), (["x", "skip"], ["x"])], batch=["x"])
     (Edge(value='x', src=0, dst=1), Edge(value='skip', src=0, dst=2), Edge(value='x', src=1, dst=2))
-
-    Raises:
-        ScheduleError: an input that neither the batch nor an earlier stage has, or a name that a stage has twice.
     """
     batch = names_of(batch, "batch")
     givers: dict[str, int] = {}
@@ -63,9 +60,6 @@ def chain(n_stages: int) -> tuple[Edge, ...]:
 
     >>> chain(3)
     (Edge(value='x', src=0, dst=1), Edge(value='x', src=1, dst=2))
-
-    Raises:
-        ScheduleError: no stage.
     """
     n_stages = as_int(n_stages, "n_stages", ScheduleError, least=1)
     return tuple(Edge("x", stage, stage + 1) for stage in range(n_stages - 1))

@@ -37,9 +37,6 @@ class Program:
     >>> print(Program("1f1b", 2, 2, chain(2), ahead=0))
     stage 0: F0, send x 0->1 of microbatch 0, F1, send x 0->1 of microbatch 1, receive gradient of x 1->0 of microbatch 0, B0, receive gradient of x 1->0 of microbatch 1, B1
     stage 1: receive x 0->1 of microbatch 0, F0, B0, send gradient of x 1->0 of microbatch 0, receive x 0->1 of microbatch 1, F1, B1, send gradient of x 1->0 of microbatch 1
-
-    Raises:
-        ScheduleError: no such schedule, no stage, no microbatch, a negative delay, or an edge of no stage.
     """  # noqa: E501
 
     schedule: str
@@ -86,11 +83,7 @@ class Program:
         return self.ahead if self.overlap else max(self.ahead, self.window(edge))
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """All actions of a stage, in order.
-
-        Raises:
-            ScheduleError: no such stage.
-        """
+        """All actions of a stage, in order."""
         if not 0 <= as_int(stage, "stage", ScheduleError) < self.n_stages:
             raise ScheduleError(f"there is no stage {stage}: they are 0 to {self.n_stages - 1}")
         return _actions(self, stage)

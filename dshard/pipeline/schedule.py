@@ -58,11 +58,7 @@ SCHEDULES: MappingProxyType[str, Lead] = MappingProxyType(
 
 
 def lead_of(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> int:
-    """The lead of a stage: the number of forwards before its first backward.
-
-    Raises:
-        ScheduleError: no such schedule, or no such stage.
-    """
+    """The lead of a stage: the number of forwards before its first backward."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = f"use one of {', '.join(SCHEDULES)}{suggestion(schedule, SCHEDULES)}"
         raise ScheduleError(f"there is no schedule {schedule!r}: {known}")
@@ -81,9 +77,6 @@ def computes(lead: int, n_microbatches: int, delay: int | None = None) -> Iterat
     'F0 F1 B0 F2 B1 F3 B2 B3'
     >>> " ".join(map(str, computes(2, 4, delay=1)))
     'F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3'
-
-    Raises:
-        ScheduleError: no microbatch, a lead that is not among them, or a negative delay.
     """
     least = {"n_microbatches": 1, "lead": 1, "delay": 0}
     for name, number in {"n_microbatches": n_microbatches, "lead": lead, "delay": delay}.items():

@@ -37,9 +37,6 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     >>> costs = uniform(4, chain(4), StageCost(), seconds=0.5)
     >>> [simulate(Program(name, 4, 16, chain(4)), costs).makespan for name in ("1f1b", "eager-1f1b")]
     [71.0, 60.0]
-
-    Raises:
-        ScheduleError: costs for another number of stages.
     """
     check_type(program, Program, "program", "give a Program(schedule, n_stages, n_microbatches, edges)", ScheduleError)
     check_type(costs, Costs, "costs", "give Costs(stages, edges), as pipeline.uniform makes them", ScheduleError)

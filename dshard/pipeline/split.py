@@ -33,9 +33,6 @@ def split(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> tu
 
     The module is traced with `example`, one microbatch; batches of other sizes need not fit. Each part returns all
     values that any later part needs. Values of the batch have the names of the forward's arguments.
-
-    Raises:
-        ScheduleError: no such submodule, or a parameter in several parts; an example that the module does not take.
     """
     check_type(module, nn.Module, "split", "give an nn.Module", ScheduleError)
     way_out = "give the tensors of one microbatch in a tuple, such as (x,)"

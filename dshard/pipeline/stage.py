@@ -28,11 +28,6 @@ class Stage:
     `Part` of `split` in its place names these values itself.
     Ranks outside the mesh pass None, or a module that they do not use. `placements` are the placements of inputs by
     name, "target" being the loss's target; other inputs are replicated.
-
-    Raises:
-        ScheduleError: names that are no sequence, or placements of a name that is no input.
-        LayoutError: values that are no placements on the mesh.
-        MeshError: no mesh.
     """
 
     module: nn.Module | Function | None
@@ -87,12 +82,7 @@ class Stage:
         return [parameter for parameter in candidates if parameter.requires_grad]
 
     def check(self, number: int) -> None:
-        """Refuse a module that cannot run on the mesh; called by the ranks of the mesh only.
-
-        Raises:
-            ScheduleError: no module.
-            MixedError: a plain parameter, or one on another mesh.
-        """
+        """Refuse a module that cannot run on the mesh; called by the ranks of the mesh only."""
         if self.module is None:
             raise ScheduleError(f"stage {number} has no module on a rank of its mesh: only ranks outside may pass None")
         if not isinstance(self.module, nn.Module):
@@ -110,11 +100,7 @@ class Stage:
                 )
 
     def outputs(self, returned: object, number: int) -> tuple[DTensor, ...]:
-        """Check the values that the module returned: one DTensor for each name that the stage gives.
-
-        Raises:
-            ScheduleError: another number of values, or a value that is no DTensor on the mesh.
-        """
+        """Check the values that the module returned: one DTensor for each name that the stage gives."""
         outputs = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
         if len(outputs) != len(self.gives):
             raise ScheduleError(

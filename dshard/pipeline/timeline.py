@@ -52,11 +52,7 @@ class Timeline(Drawn):
         return max(ends, default=0.0)
 
     def busy(self, stage: int) -> float:
-        """Seconds that a stage computes.
-
-        Raises:
-            ScheduleError: no such stage.
-        """
+        """Seconds that a stage computes."""
         if not 0 <= as_int(stage, "stage", ScheduleError) < len(self.spans):
             raise ScheduleError(f"there is no stage {stage}: they are 0 to {len(self.spans) - 1}")
         return sum(span.end - span.begin for span in self.spans[stage])

@@ -126,11 +126,7 @@ class CheckingRecorder(StepRecorder):
 
 
 def record(step: Callable[..., Any], call: StepCall, recorder: StepRecorder) -> tuple[Any, StepRecording]:
-    """Run a step by Python, and record it.
-
-    Raises:
-        ReplayError: it begins other collectives than the recorder expects.
-    """
+    """Run a step by Python, and record it."""
     state = StepState(step)
     state.add(*call.tensors)
     # what a compiled graph does is not seen

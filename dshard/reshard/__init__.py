@@ -3,7 +3,7 @@
 Design: docs/design/0009-reshard.md
 """
 
-from dshard.reshard.chain import Chain, Form
+from dshard.reshard.chains import Chain, Form
 from dshard.reshard.reshard_plan import ReshardPlan, plan_of_form, plan_reshard
 from dshard.reshard.tasks import Task, reduced_axes, region_of, tasks
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isqrt
 
-from dshard.reshard.chain import Chain
-from dshard.reshard.chain_forms import Draft
+from dshard.reshard.chains import Chain, Draft
 from dshard.reshard.host_network import HostNetwork, Resource
 from dshard.reshard.order import balanced, best, in_order, use_of, uses_of
 

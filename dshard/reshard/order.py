@@ -17,7 +17,7 @@ from math import inf
 from random import Random
 from typing import TypeAlias
 
-from dshard.reshard.chain_forms import Draft
+from dshard.reshard.chains import Draft
 from dshard.reshard.host_network import HostNetwork, Resource
 
 Use: TypeAlias = dict[Resource, float]

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from dshard.layout import Layout
 from dshard.redistribute import numel
-from dshard.reshard.chain import Form
-from dshard.reshard.chain_forms import drafts
+from dshard.reshard.chains import Form, drafts
 from dshard.reshard.host_network import HostNetwork, Resource, host_network_of
 from dshard.reshard.order import Choice, Use, balanced, in_order, uses_of
 from dshard.reshard.reshard_plan import ReshardPlan

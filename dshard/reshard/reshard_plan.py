@@ -13,9 +13,8 @@ from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, numel, plan
-from dshard.reshard.chain import Chain, Form
-from dshard.reshard.chain_forms import FORMS, Draft, drafts, forms_of
 from dshard.reshard.chain_price import chains_seconds, scheduled
+from dshard.reshard.chains import FORMS, Chain, Draft, Form, drafts, forms_of
 from dshard.reshard.host_network import HostNetwork, host_network_of
 from dshard.reshard.tasks import Task, reduced_axes, tasks
 from dshard.topology import Topology
@@ -120,11 +119,6 @@ def plan_reshard(
     >>> chains = plan_reshard(src, dst, (1024, 1024), 4, topology)
     >>> chains.ratio, sum(chains.crossing().values()) // 2**20  # MiB, once for each host
     (1.0, 8)
-
-    Raises:
-        MeshError: meshes of different device types.
-        LayoutError: a layout shards a dim that the tensor does not have.
-        TopologyError: a mesh has ranks that the topology has not.
     """
     return _plan(src, dst, tuple(shape), itemsize, topology, seed)
 

@@ -178,10 +178,6 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     """Print which ranks hold which rows and columns of a tensor of one or two dims, on the mesh's first rank.
 
     Nothing is printed for an empty tensor. `use_rich` draws the table in colour.
-
-    Raises:
-        RuntimeError: the tensor has no dim, or more than two.
-        ArgumentError: no DTensor.
     """
     check_type(dtensor, DTensor, "visualize_sharding", "give a DTensor, or use dshard.visualize for a layout")
     if dtensor.numel() == 0:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.errors import ReplayError
-from dshard.replay import captured_program
+from dshard.replay import step_program
 
 STEPS = 8
 
@@ -34,8 +34,8 @@ def rerun(run: Callable[..., tuple[Any, ...]], inputs: list[Tensor]) -> tuple[Ca
 
 @pytest.fixture
 def graph_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_program, "DEVICE", "cpu")
-    monkeypatch.setattr(captured_program, "captured", rerun)
+    monkeypatch.setattr(step_program, "DEVICE", "cpu")
+    monkeypatch.setattr(step_program, "captured", rerun)
 
 
 def step_of(*, cuda_graph: bool, inside: bool = True, zero: bool = True) -> tuple[Any, nn.Module, Any]:

@@ -16,8 +16,8 @@ from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Sha
 from dshard.layout import overlap
 from dshard.redistribute import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
-from dshard.reshard.chain_forms import FORMS, drafts, forms_of
 from dshard.reshard.chain_price import chains_seconds, scheduled
+from dshard.reshard.chains import FORMS, drafts, forms_of
 from dshard.reshard.host_network import host_network_of
 from dshard.reshard.order import Use, best, greedy, in_depth, in_order
 from dshard.reshard.plan_rows import BASELINES, baseline_seconds

@@ -33,7 +33,7 @@ from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
 from dshard.core.context import use_topology
 from dshard.placements import REDUCE_OPS
 from dshard.reshard import Form, chain_price, plan_of_form, plan_reshard
-from dshard.reshard.chain_forms import FORMS
+from dshard.reshard.chains import FORMS
 from dshard.rules.strategy import completed_layout
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 

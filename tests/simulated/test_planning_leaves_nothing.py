@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from dshard import Mesh, Shard, parallelize, plan_model
 from dshard.errors import LayoutError
 from dshard.parallel.model_plan import chosen_plan
-from dshard.parallel.plan_options import plan_options
+from dshard.parallel.plan_values import plan_options
 from dshard.tensor import DTensor
 from dshard.testing.simulated_ranks import simulated, whole
 

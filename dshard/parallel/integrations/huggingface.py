@@ -22,12 +22,11 @@ from dshard.factories import zeros
 from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
-from dshard.parallel.boundary import Boundary, boundary_of, data_ranks, end_boundary, set_boundary
+from dshard.parallel.boundary import Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.input_modes import InputModes
 from dshard.parallel.inputs import Inputs
 from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.numbered_hooks import before
-from dshard.parallel.outputs import Outputs
 from dshard.parallel.same_program import Draws
 from dshard.placements import Partial, Replicate
 from dshard.tensor import DTensor

@@ -19,11 +19,10 @@ from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.parallel.apply_plan import replace_parameters
+from dshard.parallel.distributed_parameters import replace_parameters
 from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
-from dshard.parallel.plan_options import plan_options
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import Plan, plan_options
 from dshard.placements import Placement, Replicate, Shard
 from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import shown

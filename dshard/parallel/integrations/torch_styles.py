@@ -243,9 +243,6 @@ class PrepareModuleInput(ParallelStyle):
     One placement for each positional argument, None for an unchanged one; a single placement stands for one argument.
     `input_kwarg_layouts` and `desired_input_kwarg_layouts` do the same by name; keyword arguments not named are
     unchanged. With `use_local_output` the module gets plain local tensors.
-
-    Raises:
-        LayoutError: layouts without desired ones, or not as many.
     """
 
     def __init__(
@@ -303,9 +300,6 @@ class PrepareModuleOutput(ParallelStyle):
 
     One placement for each output, None for an unchanged one. With `use_local_output`, the default, plain local tensors
     are returned.
-
-    Raises:
-        LayoutError: not as many layouts as desired ones.
     """
 
     def __init__(
@@ -449,11 +443,6 @@ def parallelize_module(
     of their parts ("layers.*.wq"); "" is the module itself. A name that no submodule has is a warning. Without a mesh
     that of the `with mesh:` block around the call is used. All ranks get shards of the parameters of the mesh's rank
     number `src_data_rank`; with None each rank cuts its shards out of its own, and nothing is sent.
-
-    Raises:
-        ArgumentError: a plan that is neither a style nor a dict of them.
-        LayoutError: a mesh of several axes, or something in the dict that is no style.
-        MeshError: no mesh, or no processes.
     """
     check_type(module, nn.Module, "parallelize_module", "give an nn.Module")
     mesh = current_mesh() if device_mesh is None else device_mesh

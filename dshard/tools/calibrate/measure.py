@@ -51,10 +51,6 @@ def measure(
         seconds: About how long to measure.
         collectives: What to measure; prices of what is left out follow from the layers.
         progress: Called with how much is done, from 0 to 1, and what is being measured.
-
-    Raises:
-        MeshError: the mesh has no processes, or not this one.
-        TopologyError: no sizes, no time, or no such collective; the mesh has ranks that the base has not.
     """
     clock = _clock(mesh)
     levels = _checked(sizes, seconds, collectives)

@@ -47,11 +47,7 @@ def check_installed() -> None:
 
 
 def load(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
-    """Return the training images and test images, equal on every rank and in every run.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed.
-    """
+    """Return the training images and test images, equal on every rank and in every run."""
     check_installed()
     raw = import_module("sklearn.datasets").load_digits()  # a second that no other command has to wait
     pixels = (torch.from_numpy(raw.images) - MEAN) / DEVIATION

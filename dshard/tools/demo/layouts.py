@@ -65,11 +65,7 @@ def names(ranks: int | None = None) -> list[str]:
 
 
 def find(name: str) -> DemoLayout:
-    """Return the strategy called `name`, in which hyphens may stand for spaces.
-
-    Raises:
-        UnknownStrategy: there is none.
-    """
+    """Return the strategy called `name`, in which hyphens may stand for spaces."""
     for strategy in STRATEGIES:
         if strategy.name.replace(" ", "-") == name.replace(" ", "-"):
             return strategy

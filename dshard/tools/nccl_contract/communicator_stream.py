@@ -74,11 +74,7 @@ class Channel:
             part.results = part.run(part.copies())
 
     def _compare(self, operation: Operation, calls: Sequence[Digest]) -> None:
-        """Exchange every rank's report of an operation, and refuse calls that differ.
-
-        Raises:
-            DistBackendError: the calls differ, or what was begun before them; or not all ranks came.
-        """
+        """Exchange every rank's report of an operation, and refuse calls that differ."""
         try:
             rows = transfers.gather(self._gloo, _row(operation, calls), len(self._ranks))
         except RuntimeError as error:

@@ -80,12 +80,7 @@ class ProcessState:
     listeners: list[Callable[[Operation], object]] = field(default_factory=list)
 
     def begin(self, operation: Operation) -> None:
-        """Begin an operation, unless its memory is in use by another communicator's operation in flight.
-
-        Raises:
-            DistBackendError: this process has failed before, as NCCL's watchdog would have ended it.
-            ValueError: the memory is used by an operation of another communicator that nobody has waited for.
-        """
+        """Begin an operation, unless its memory is in use by another communicator's operation in flight."""
         self.check()
         self.in_flight = [x for x in self.in_flight if not (x.dropped and x.done.is_set())]
         reads, writes = operation.reads(), operation.writes()
@@ -105,21 +100,12 @@ class ProcessState:
         self.usage.nbytes += operation.nbytes
 
     def check(self) -> None:
-        """Raise the error of an earlier operation, if any.
-
-        Raises:
-            DistBackendError: an operation of this process has failed.
-        """
+        """Raise the error of an earlier operation, if any."""
         if self.error is not None:
             raise dist.DistBackendError(f"an earlier operation has failed, and its communicator with it: {self.error}")
 
     def end(self, operation: Operation, limit: float | None = None) -> None:
-        """Wait until an operation has run, and write its outputs.
-
-        Raises:
-            DistBackendError: it has failed, here or on another rank; or not all ranks came to it.
-            ValueError: its input was written before this wait.
-        """
+        """Wait until an operation has run, and write its outputs."""
         if operation.delivered:
             return
         self.wait_for(operation, limit)
@@ -132,11 +118,7 @@ class ProcessState:
         operation.parts.clear()  # whose tensors the program may be rid of
 
     def wait_for(self, operation: Operation, limit: float | None = None) -> None:
-        """Wait until an operation has run.
-
-        Raises:
-            DistBackendError: it has failed, here or on another rank; or not all ranks came to it.
-        """
+        """Wait until an operation has run."""
         if not operation.done.wait(_LOOK):
             self._wait_long(operation, None if limit is None else monotonic() + limit)
         if operation.error is not None:

@@ -128,10 +128,6 @@ def visualize(x: DTensor | Layout, shape: Sequence[int] | None = None) -> Pictur
     ---  ---  ---
     0:3  0    1
     3:5  2    3
-
-    Raises:
-        ShapeError: a layout without a shape, or a tensor with one.
-        LayoutError: a Shard of a dim that the shape does not have.
     """
     if isinstance(x, DTensor):
         if shape is not None:
