@@ -28,7 +28,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy, StrategyChoice
+from dshard.rules.strategy import ANY, Constraints, Question, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import choose
 from dshard.torch_private import OpOverload
 from dshard.torch_private import make_wrapper_subclass as make
@@ -222,10 +222,8 @@ def decide(
     """The decision for the cheapest strategy of `rule`, for operands of these specs and outputs like `outs`."""
     operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
     topology = planning_context().topology_of(operands[0].layout.mesh)
-    strategy = choose(rule, operands, outputs, topology, constraints)
-    plans = plans_to(specs, strategy.inputs)
-    choice = StrategyChoice(rule, outputs, strategy, constraints)
-    return Decision(op, operands, topology, choice, plans), choice
+    choice = choose(Question(rule, operands, outputs, topology, constraints))
+    return Decision(op, operands, topology, choice, plans_to(specs, choice.strategy.inputs)), choice
 
 
 def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:

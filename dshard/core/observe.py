@@ -104,7 +104,7 @@ class Decision:
         """The plans that have steps, each with the bytes of one element."""
         plans = [(p, operand.itemsize) for p, operand in zip(self.plans, self.operands, strict=False)]
         if self.choice is not None:
-            plans += [(p, self.choice.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
+            plans += [(p, self.choice.question.outputs[0][1]) for p in (self.bias, *self.ends) if p is not None]
         return tuple((p, itemsize) for p, itemsize in plans if p.steps)
 
     def collectives(self) -> tuple[PlannedCollective, ...]:

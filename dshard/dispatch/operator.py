@@ -60,7 +60,7 @@ from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.strategy import ANY, Constraints, Question, Strategy
 from dshard.rules.strategy_choice import alternative_strategy, cheapest
 from dshard.torch_private import OpOverload, no_torch_function
 
@@ -302,15 +302,7 @@ def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, Alte
 
 def _priced(name: str, rule: Rule, call: Call, plan: AlternativePlan) -> Strategy:
     topology = planning_context().topology_of(call.specs[0].layout.mesh)
+    question = Question(rule, tuple(map(operand_of, call.specs)), call.out_sizes, topology)
     sent = [collective for each, itemsize in plan.plans for collective in planned(each, itemsize, topology)]
     seconds = sum(each.seconds for each, _ in plan.plans) + sum(each.seconds for each in plan.exchanges)
-    return alternative_strategy(
-        name,
-        rule,
-        tuple(map(operand_of, call.specs)),
-        call.out_sizes,
-        topology,
-        (plan.inputs, plan.outputs),
-        (*sent, *plan.exchanges),
-        seconds,
-    )
+    return alternative_strategy(name, question, (plan.inputs, plan.outputs), (*sent, *plan.exchanges), seconds)

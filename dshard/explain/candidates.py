@@ -17,10 +17,9 @@ from dshard.reshard import ReshardPlan
 from dshard.rules.communication_bounds import attention_bytes_bound, matmul_lower_bound
 from dshard.rules.expand import Operand, Row
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
-from dshard.rules.strategy import Strategy, StrategyChoice
+from dshard.rules.strategy import Question, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import strategies
 from dshard.tables import human_bytes
-from dshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +83,16 @@ def exchange_costs(exchanges: Sequence[PlannedCollective], mesh: Mesh) -> list[M
     return moves
 
 
-def rule_candidates(
-    choice: StrategyChoice, operands: tuple[Operand, ...], topology: Topology
-) -> dict[Strategy, Candidate]:
+def rule_candidates(choice: StrategyChoice) -> dict[Strategy, Candidate]:
     """The candidates of an operator's rule, and the alternatives to it, from cheapest to most expensive."""
-    ruled = strategies(choice.rule, operands, choice.outputs, topology, choice.constraints)
-    priced = sorted((*ruled, *choice.alternatives), key=lambda s: (s.seconds, s.moves))
-    return {strategy: candidate(choice, strategy, operands, topology) for strategy in priced}
+    priced = sorted((*strategies(choice.question), *choice.alternatives), key=lambda s: (s.seconds, s.moves))
+    return {strategy: candidate(choice.question, strategy) for strategy in priced}
 
 
-def candidate(
-    choice: StrategyChoice, strategy: Strategy, operands: tuple[Operand, ...], topology: Topology
-) -> Candidate:
+def candidate(question: Question, strategy: Strategy) -> Candidate:
     """One strategy with its bytes, messages and memory; outputs that it leaves partial are completed."""
-    mesh, rule, outputs = operands[0].layout.mesh, choice.rule, choice.outputs
+    rule, operands, outputs, topology, _ = question
+    mesh = operands[0].layout.mesh
     moves = [
         redistribution_cost(plan(o.layout, layout, o.shape, o.itemsize, topology), o.itemsize)
         for o, layout in zip(operands, strategy.inputs, strict=True)

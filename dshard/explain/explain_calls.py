@@ -69,7 +69,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     """The candidates of one decision, priced again, and why one was chosen."""
     topology, choice = decision.topology, decision.choice
     if choice is not None:
-        ruled = rule_candidates(choice, decision.operands, topology)
+        ruled = rule_candidates(choice)
         chosen = _add_decisions(_chosen_candidate(decision, choice, ruled), within)
         every = tuple(chosen if strategy == choice.strategy else priced for strategy, priced in ruled.items())
         every = every if chosen in every else (chosen, *every)
@@ -82,7 +82,7 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
     return Explanation(
         decision.op,
         tuple(f"[{o.layout}] {tuple(o.shape)}" for o in decision.operands),
-        "" if choice is None else str(choice.rule),
+        "" if choice is None else str(choice.question.rule),
         topology.name,
         str(topology),
         topology_why,
@@ -98,8 +98,8 @@ def explanation(decision: Decision, topology_why: str, within: tuple[Decision, .
 
 
 def _chosen_candidate(decision: Decision, choice: StrategyChoice, ruled: dict[Strategy, Candidate]) -> Candidate:
-    chosen = ruled.get(choice.strategy) or candidate(choice, choice.strategy, decision.operands, decision.topology)
-    bias = [] if decision.bias is None else [redistribution_cost(decision.bias, choice.outputs[0][1])]
+    chosen = ruled.get(choice.strategy) or candidate(choice.question, choice.strategy)
+    bias = [] if decision.bias is None else [redistribution_cost(decision.bias, choice.question.outputs[0][1])]
     return add_moves(chosen, bias) if bias else chosen
 
 

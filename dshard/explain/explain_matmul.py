@@ -28,7 +28,7 @@ from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_loops import STORAGES, Schedule, schedules, stored_layout
 from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
-from dshard.rules.strategy import StrategyChoice
+from dshard.rules.strategy import Question
 from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
 from dshard.topology.network import check_topology
@@ -158,9 +158,8 @@ def _candidates_of(matmul: MatmulCase, a: Layout, b: Layout) -> tuple[list[Candi
     """The candidates for operands of layouts `a` and `b`, the chosen one, and its plans."""
     itemsize, (shape_a, shape_b, shape) = matmul.dtype.itemsize, matmul.shapes
     operands, outputs = (Operand(a, shape_a, itemsize), Operand(b, shape_b, itemsize)), ((shape, itemsize),)
-    rule = matmul_rule(shape_a, shape_b)
-    chosen = choose(rule, operands, outputs, matmul.topology)
-    candidates = rule_candidates(StrategyChoice(rule, outputs, chosen), operands, matmul.topology)
+    choice = choose(Question(matmul_rule(shape_a, shape_b), operands, outputs, matmul.topology))
+    candidates, chosen = rule_candidates(choice), choice.strategy
     ends = ((a, chosen.inputs[0]), (b, chosen.inputs[1]), (chosen.outputs[0], chosen.ends[0]))
     first, second, end = (
         plan(src, dst, shape, itemsize, matmul.topology) for (src, dst), shape in zip(ends, matmul.shapes, strict=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dshard.caches import cached
 from dshard.cost import PlannedCollective
 from dshard.layout import Layout, Shape
 from dshard.placements import Partial, Replicate
-from dshard.rules.expand import Allowed, Order, Row
+from dshard.rules.expand import Allowed, Operand, Order, Row
 from dshard.rules.rule import Rule
+from dshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,16 @@ class Constraints:
 
 
 ANY = Constraints()
+
+
+class Question(NamedTuple):
+    """What a strategy is chosen for: a rule, its operands, the global shape and itemsize of each output, prices."""
+
+    rule: Rule
+    operands: tuple[Operand, ...]
+    outputs: tuple[tuple[Shape, int], ...]
+    topology: Topology
+    constraints: Constraints = ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +94,11 @@ class Strategy:
 class StrategyChoice:
     """The question to a chooser of strategies, and its answer: an alternative to the rule, or one of its strategies.
 
-    `outputs` are pairs of global shape and itemsize; `alternatives` those to the rule that apply.
+    `alternatives` are those to the rule that apply.
     """
 
-    rule: Rule
-    outputs: tuple[tuple[Shape, int], ...]
+    question: Question
     strategy: Strategy
-    constraints: Constraints = ANY
     alternatives: tuple[Strategy, ...] = ()
 
 

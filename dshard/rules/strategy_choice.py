@@ -7,33 +7,26 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from dshard.cost import PlannedCollective
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout
 from dshard.placements import Partial, Shard
-from dshard.rules.expand import Expansion, Operand, expansions, order_of
-from dshard.rules.rule import PassThrough, Rule
-from dshard.rules.strategy import ANY, Constraints, Strategy
+from dshard.rules.expand import Expansion, expansions, order_of
+from dshard.rules.rule import PassThrough
+from dshard.rules.strategy import Question, Strategy, StrategyChoice
 from dshard.rules.strategy_price import Price
-from dshard.topology import Topology
 
 
-def choose(
-    rule: Rule,
-    operands: Sequence[Operand],
-    outputs: Sequence[tuple[Shape, int]],
-    topology: Topology,
-    constraints: Constraints = ANY,
-) -> Strategy:
-    """The cheapest strategy of `rule` for these operands; `outputs` are pairs of global shape and itemsize.
+def choose(question: Question) -> StrategyChoice:
+    """The cheapest strategy of a rule for given operands.
 
     Branch and bound: the candidate with the least bound is priced redistribution by redistribution, and left as soon as
     another has a lower bound, until one is priced in full. `constraints.keep` is kept if any strategy can.
     """
-    candidates = candidate_expansions(rule, operands, outputs, constraints)
-    if constraints.keep is not None:
-        candidates = [e for e in candidates if e.inputs[0] == constraints.keep == e.outputs[0]] or candidates
-    price = Price(rule, operands, outputs, topology, constraints)
+    candidates, keep, operands = candidate_expansions(question), question.constraints.keep, question.operands
+    if keep is not None:
+        candidates = [e for e in candidates if e.inputs[0] == keep == e.outputs[0]] or candidates
+    price = Price(question)
     if len(candidates) == 1:
-        return price.of(candidates[0])
+        return StrategyChoice(question, price.of(candidates[0]))
     first = operands[0].layout
     bounds = [price.bound(e) for e in candidates]
     queue = [(bound.seconds(price), i) for i, bound in enumerate(bounds)]
@@ -66,7 +59,7 @@ def choose(
         if best is None or key < best_key:
             best, best_key = strategy, key
     assert best is not None, "replicated operands are always an expansion"
-    return best
+    return StrategyChoice(question, best)
 
 
 def _digits(seconds: float) -> float:
@@ -74,49 +67,38 @@ def _digits(seconds: float) -> float:
     return float(f"{seconds:.9e}")
 
 
-def strategies(
-    rule: Rule,
-    operands: Sequence[Operand],
-    outputs: Sequence[tuple[Shape, int]],
-    topology: Topology,
-    constraints: Constraints = ANY,
-) -> Iterator[Strategy]:
-    """Yield the candidate strategies of `rule`, priced."""
-    price = Price(rule, operands, outputs, topology, constraints)
-    return map(price.of, candidate_expansions(rule, operands, outputs, constraints))
+def strategies(question: Question) -> Iterator[Strategy]:
+    """Yield the candidate strategies of a rule, priced."""
+    return map(Price(question).of, candidate_expansions(question))
 
 
-def strategies_within(most: float, price: Price) -> list[Strategy]:
-    """The candidate strategies of the rule of these prices that take at most so many seconds."""
-    candidates = candidate_expansions(price.rule, price.operands, price.outputs, price.constraints)
-    near = [e for e in candidates if price.bound(e).seconds(price) <= most]
+def strategies_within(most: float, question: Question) -> list[Strategy]:
+    """The candidate strategies of a rule that take at most so many seconds."""
+    price = Price(question)
+    near = [e for e in candidate_expansions(question) if price.bound(e).seconds(price) <= most]
     return [strategy for strategy in map(price.of, near) if strategy.seconds <= most]
 
 
 def alternative_strategy(
     name: str,
-    rule: Rule,
-    operands: Sequence[Operand],
-    outputs: Sequence[tuple[Shape, int]],
-    topology: Topology,
+    question: Question,
     layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
     exchanges: tuple[PlannedCollective, ...],
     seconds: float,
 ) -> Strategy:
-    """An alternative to `rule`, priced like its strategies: `layouts` are the layouts of operands and outputs.
+    """An alternative to a rule, priced like its strategies: `layouts` are the layouts of operands and outputs.
 
     It sends `exchanges` while it runs, in `seconds`.
     """
     inputs, results = layouts
-    order = order_of(rule.inputs, inputs)
+    order = order_of(question.rule.inputs, inputs)
     passed = tuple(
         [
             PassThrough(frozenset({0}), (placement.reduce_op,)) if isinstance(placement, Partial) else None
             for placement in inputs[0].placements
         ]
     )
-    price = Price(rule, operands, outputs, topology, ANY)
-    priced = price.of(Expansion(inputs, results, inputs, passed, order))
+    priced = Price(question).of(Expansion(inputs, results, inputs, passed, order))
     return replace(priced, gather=priced.gather + seconds, name=name, exchanges=exchanges)
 
 
@@ -125,14 +107,13 @@ def cheapest(strategy: Strategy, alternatives: Sequence[Strategy]) -> Strategy:
     return min((strategy, *alternatives), key=lambda candidate: _digits(candidate.seconds))
 
 
-def candidate_expansions(
-    rule: Rule, operands: Sequence[Operand], outputs: Sequence[tuple[Shape, int]], constraints: Constraints
-) -> list[Expansion]:
-    """The candidate expansions of `rule`.
+def candidate_expansions(question: Question) -> list[Expansion]:
+    """The candidate expansions of a rule.
 
     A matmul with gradients is sharded along each mesh axis that shards an operand along a dim of the result, if it can
     be. Repeating it there may save a message, but also repeats the operators that follow, with replicated gradients.
     """
+    rule, operands, outputs, _, constraints = question
     candidates = list(expansions(rule, operands, outputs, constraints.among, constraints.result))
     if not rule.loops or not any(constraints.gradients) or (constraints.among, constraints.result) != (None, None):
         return candidates

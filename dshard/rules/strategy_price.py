@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -25,10 +24,9 @@ from dshard.rules.attention_blocks import (
     visible_blocks,
     work_of,
 )
-from dshard.rules.expand import Expansion, Operand, sizes_of
+from dshard.rules.expand import Expansion, sizes_of
 from dshard.rules.rule import MOVES, PassThrough, Rule
-from dshard.rules.strategy import Constraints, Strategy, completed_layout
-from dshard.topology import Topology
+from dshard.rules.strategy import Constraints, Question, Strategy, completed_layout
 
 
 class _Move(NamedTuple):
@@ -68,16 +66,9 @@ class Bound:
 class Price:
     """Prices of the expansions of one rule for given operands; shared redistributions are priced once."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        operands: Sequence[Operand],
-        outputs: Sequence[tuple[Shape, int]],
-        topology: Topology,
-        constraints: Constraints,
-    ) -> None:
-        self.rule, self.operands, self.outputs, self.topology = rule, operands, outputs, topology
-        self.constraints = constraints
+    def __init__(self, question: Question) -> None:
+        self.rule, self.operands, self.outputs, self.topology, self.constraints = question
+        rule, operands, outputs, topology, _ = question
         self.sizes = sizes_of(rule, operands, outputs)
         self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
         self.idle = frozenset(

@@ -20,7 +20,7 @@ from dshard.redistribute import plan
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_loops import schedules
 from dshard.rules.matmul_strategies import STRATEGIES
-from dshard.rules.strategy import Constraints
+from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import strategies
 from dshard.testing import distribute, parts, simulated, whole
 from dshard.topology import BYTES
@@ -71,7 +71,9 @@ def test_no_product_has_all_three_split_and_sends_nothing() -> None:
     for a, b in product(split, repeat=2):
         operands = [Operand(layout, shape, 8) for layout in (a, b)]
         for c in split:
-            found = strategies(matmul_rule(shape, shape), operands, [(shape, 8)], BYTES, Constraints(result=c))
+            found = strategies(
+                Question(matmul_rule(shape, shape), operands, [(shape, 8)], BYTES, Constraints(result=c))
+            )
             for one in found:
                 pairs = zip((a, b, one.outputs[0]), (*one.inputs, c), strict=True)
                 sent.append(sum(plan(src, dst, shape, 8, BYTES).busiest() for src, dst in pairs))

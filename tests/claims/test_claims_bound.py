@@ -20,7 +20,7 @@ from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
 from dshard.rules.matmul_loops import schedules
 from dshard.rules.matmul_strategies import STRATEGIES
-from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy import Constraints, Question, Strategy
 from dshard.rules.strategy_choice import choose
 from dshard.topology import BYTES, Topology
 
@@ -79,7 +79,7 @@ def dispatched(sizes: Sizes, stored: Sequence[Layout]) -> int:
     shapes = (m, k), (k, n), (m, n)
     operands = [Operand(layout, shape, ITEMSIZE) for layout, shape in zip(stored[:2], shapes[:2], strict=True)]
     rule, constraints = matmul_rule(*shapes[:2]), Constraints(result=stored[2])
-    return moved(choose(rule, operands, [(shapes[2], ITEMSIZE)], BYTES, constraints), stored, shapes)
+    return moved(choose(Question(rule, operands, [(shapes[2], ITEMSIZE)], BYTES, constraints)).strategy, stored, shapes)
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), CELLS)

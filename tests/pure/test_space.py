@@ -17,7 +17,7 @@ from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
 from dshard.rules.expand import Operand
-from dshard.rules.strategy import Constraints
+from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Measured, Topology
@@ -140,7 +140,7 @@ def test_no_strategy_is_cheaper_than_the_chosen_one(data: st.DataObject, topolog
     result = data.draw(st.none() | layouts(GRID, 2, partial=()))
     constraints = Constraints(result=result, gradients=data.draw(flags), kept=data.draw(flags))
 
-    chosen = choose(rule, operands, outputs, topology, constraints)
+    chosen = choose(Question(rule, operands, outputs, topology, constraints)).strategy
 
-    cheapest = min(s.seconds for s in strategies(rule, operands, outputs, topology, constraints))
+    cheapest = min(s.seconds for s in strategies(Question(rule, operands, outputs, topology, constraints)))
     assert chosen.seconds == pytest.approx(cheapest)

@@ -28,7 +28,7 @@ from dshard.rules.expand import Operand, merges
 from dshard.rules.matmul_loops import STORAGES, Loop, Schedule
 from dshard.rules.rule import MOVES, PassThrough, Rule, linear
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Constraints, Strategy, StrategyChoice, completed_layout
+from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoice, completed_layout
 from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import distribute, meshes, simulated, whole
 from dshard.testing.rule_rows import every_strategy
@@ -41,7 +41,7 @@ BIG = 1024
 
 def chosen(rule: Rule, mesh: Mesh, out: Shape, *operands: tuple[str, Shape]) -> Strategy:
     laid = [Operand(parse_layout(text, mesh), shape, 4) for text, shape in operands]
-    return choose(rule, laid, [(out, 4)], FLAT_CPU)
+    return choose(Question(rule, laid, [(out, 4)], FLAT_CPU)).strategy
 
 
 MM = parse_rule("m k, k n -> m n", [(BIG, BIG), (BIG, BIG)])
@@ -96,30 +96,32 @@ def test_a_product_with_gradients_repeats_no_work_that_its_operands_split(x: str
     axis = operands[0].layout.axes_of(0)[0]
 
     for gradients, repeated in (((False, False), True), ((True, True), False)):
-        found = strategies(rule, operands, [((8, 4), 4)], FLAT_CPU, Constraints(gradients=gradients, kept=(True, True)))
+        found = strategies(
+            Question(rule, operands, [((8, 4), 4)], FLAT_CPU, Constraints(gradients=gradients, kept=(True, True)))
+        )
         assert any(each.rows[axis] is None for each in found) == repeated
 
 
 def test_nobody_shards_what_nobody_declared() -> None:
     operands = [Operand(parse_layout("tp:R", LINE), SQUARE, 4)] * 2
 
-    assert [str(s) for s in strategies(MM, operands, [(SQUARE, 4)], FLAT_CPU)] == ["tp:R, tp:R -> tp:R"]
+    assert [str(s) for s in strategies(Question(MM, operands, [(SQUARE, 4)], FLAT_CPU))] == ["tp:R, tp:R -> tp:R"]
 
 
 def test_a_whole_factor_is_not_split() -> None:
     rule = parse_rule("b [h] -> b [h]", [SQUARE])
     operands = [Operand(parse_layout("tp:S(1)", LINE), SQUARE, 4)]
 
-    assert [str(s) for s in strategies(rule, operands, [(SQUARE, 4)], FLAT_CPU)] == ["tp:R -> tp:R"]
+    assert [str(s) for s in strategies(Question(rule, operands, [(SQUARE, 4)], FLAT_CPU))] == ["tp:R -> tp:R"]
 
 
 def test_the_cheapest_is_chosen() -> None:
     operands = [Operand(parse_layout(text, GRID), SQUARE, 4) for text in ("dp:S(1) tp:S(0)", "dp:S(1) tp:S(0)")]
 
-    found = list(strategies(MM, operands, [(SQUARE, 4)], FLAT_CPU))
+    found = list(strategies(Question(MM, operands, [(SQUARE, 4)], FLAT_CPU)))
 
     assert len(found) > 4
-    assert choose(MM, operands, [(SQUARE, 4)], FLAT_CPU).seconds == min(s.seconds for s in found)
+    assert choose(Question(MM, operands, [(SQUARE, 4)], FLAT_CPU)).strategy.seconds == min(s.seconds for s in found)
 
 
 def test_a_partial_result_is_charged_its_completion() -> None:
@@ -138,7 +140,7 @@ def test_results_of_a_partial_operand_are_charged_a_latency_each_and_its_pieces_
     rule = parse_rule("t n -> t n, n, n", [(32, 64)], shapes, passes=operator)
 
     operands = [Operand(parse_layout("tp:P(sum)", LINE), (32, 64), 4)]
-    found = choose(rule, operands, [(shape, 4) for shape in shapes], FLAT_CPU)
+    found = choose(Question(rule, operands, [(shape, 4) for shape in shapes], FLAT_CPU)).strategy
 
     assert bool(found.outputs[0].partial_axes()) == passes
 
@@ -155,7 +157,7 @@ def test_what_is_kept_in_place_stays() -> None:
     operands = [Operand(parse_layout(text, LINE), SQUARE, 4) for text in ("tp:R", "tp:S(0)")]
     kept = operands[0].layout
 
-    found = choose(rule, operands, [(SQUARE, 4)], FLAT_CPU, Constraints(keep=kept))
+    found = choose(Question(rule, operands, [(SQUARE, 4)], FLAT_CPU, Constraints(keep=kept))).strategy
 
     assert found.inputs[0] == found.outputs[0] == kept
 
@@ -165,7 +167,7 @@ def test_reductions_that_do_not_commute_are_no_strategy() -> None:
     alone = Rule(rule.inputs, rule.outputs, reduce=rule.reduce, passes=())
     operands = [Operand(parse_layout("dp:S(0) tp:P(sum)", GRID), (6, 6), 4)]
 
-    for found in strategies(alone, operands, [((), 4)], FLAT_CPU):
+    for found in strategies(Question(alone, operands, [((), 4)], FLAT_CPU)):
         assert {str(p) for p in found.outputs[0].placements} <= {"R", "P(max)"}
 
 
@@ -247,7 +249,9 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
 def executable_of(rule: Rule, strategy: Strategy, local: Any, operands: list[Any], out: torch.Tensor) -> Executable:
     specs, result = [x._spec for x in operands], spec(out, strategy.outputs[0])
     plans = tuple(plan_to(each, layout) for each, layout in zip(specs, strategy.inputs, strict=True))
-    decision = Decision("joint", tuple(map(operand_of, specs)), FLAT_CPU, StrategyChoice(rule, (), strategy), plans)
+    operands = tuple(map(operand_of, specs))
+    choice = StrategyChoice(Question(rule, operands, (), FLAT_CPU), strategy)
+    decision = Decision("joint", operands, FLAT_CPU, choice, plans)
     positions = range(len(operands))
     return Executable(decision, lambda at: local, [result], positions, wrap_as(result), gradients=strategy.gradients)
 
@@ -267,7 +271,7 @@ def test_where_nothing_costs_anything_a_choice_ends() -> None:
     mesh = Mesh((2, 2, 2), ("x", "y", "z"))
     rule = parse_rule("m n -> m n", [(0, 0)])
 
-    found = choose(rule, [Operand(Layout(mesh, (Shard(0),) * 3), (0, 0), 8)], [((0, 0), 8)], BYTES)
+    found = choose(Question(rule, [Operand(Layout(mesh, (Shard(0),) * 3), (0, 0), 8)], [((0, 0), 8)], BYTES)).strategy
 
     assert found.seconds == 0
 

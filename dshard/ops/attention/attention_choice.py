@@ -17,12 +17,13 @@ from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.spec import Spec, contiguous_spec, for_shapes, spec_of
 from dshard.errors import CompileError, StrategyError
-from dshard.layout import Layout, Shape
+from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options, whole
 from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_strategy
-from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.ops.small_reductions import partial_along, replicated_along
+from dshard.placements import ReduceOp, Shard
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import (
@@ -37,11 +38,10 @@ from dshard.rules.attention_loops import (
     without_row,
 )
 from dshard.rules.attention_ring import Ring
-from dshard.rules.expand import Allowed, Operand, expansions
-from dshard.rules.rule import Rule
-from dshard.rules.strategy import Constraints, Strategy, StrategyChoice, completed_layout
+from dshard.rules.expand import Allowed, expansions
+from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoice, completed_layout
 from dshard.rules.strategy_choice import cheapest, choose, strategies_within
-from dshard.rules.strategy_price import Price, returned_layout
+from dshard.rules.strategy_price import returned_layout
 from dshard.topology import Topology
 
 Kind: TypeAlias = Literal["split keys", "own key heads", "rings"]
@@ -50,6 +50,8 @@ Kind: TypeAlias = Literal["split keys", "own key heads", "rings"]
 
 ABOUT = 1 / 16
 """Seconds are predicted no better than this: of two as near, the candidate of at most half the bytes is taken."""
+STATISTICS: tuple[ReduceOp, ...] = ("max", "sum")
+"""The reductions of a number for each row of the scores that merge the results of split keys."""
 MERGING, PASSES = 13, 4
 """Distributed operators that merge the results of split keys, and how often a result is read or written there."""
 
@@ -102,7 +104,6 @@ class Candidates:
         self.specs, self.options, self.kinds, self.reach = specs, options, kinds, reach
         self.held = sum_dtype(specs[0].dtype).itemsize if held else 0
         shapes, layouts = [spec.shape for spec in specs], [spec.layout for spec in specs]
-        self.topology = planning_context().topology_of(layouts[0].mesh)
         forms: list[Keys] = ["whole", "split", *(["every head"] if is_grouped(shapes, options.gqa) else [])]  # type: ignore[list-item]
         self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal, self.held) for keys in forms}
         ways, self.balanced = ways_of(requested, self.rules["split"], layouts)
@@ -117,8 +118,10 @@ class Candidates:
             )
         with torch.no_grad(), for_shapes():
             self.out: Tensor = whole(options)(*(spec.meta() for spec in specs))
-        self.operands, self.outputs = tuple(map(operand_of, specs)), ((tuple(self.out.shape), self.out.itemsize),)
-        self.constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+        self.topology = planning_context().topology_of(layouts[0].mesh)
+        operands, outputs = tuple(map(operand_of, specs)), ((tuple(self.out.shape), self.out.itemsize),)
+        constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+        self.question = Question(self.rules["whole"], operands, outputs, self.topology, constraints)
         self.how = self._all()
         if not self.how:
             raise StrategyError(_impossible(requested, specs))
@@ -127,17 +130,15 @@ class Candidates:
         """The cheapest candidate."""
         base, *others = self.how
         strategy, how = self._fewest_bytes(cheapest(base, others))
-        (shape, itemsize), result = self.outputs[0], strategy.outputs[0]
+        (shape, itemsize), result = self.question.outputs[0], strategy.outputs[0]
         end = returned_layout(result, self.specs[0].layout)
         decision = Decision(
             "attention",
-            self.operands,
+            self.question.operands,
             self.topology,
             StrategyChoice(
-                self.rules["whole"],
-                self.outputs,
+                self._among(self.question, self.allowed),
                 strategy,
-                replace(self.constraints, among=self.allowed),
                 tuple(each for each, runs in self.how.items() if runs != How("whole")),
             ),
             plans_to(self.specs, strategy.inputs),
@@ -161,8 +162,8 @@ class Candidates:
             return decision
         inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
         assert decision.choice is not None
-        operands, choice = tuple(map(operand_of, inner)), replace(decision.choice, strategy=strategy)
-        plans = plans_to(inner, strategy.inputs)
+        operands, plans = tuple(map(operand_of, inner)), plans_to(inner, strategy.inputs)
+        choice = replace(decision.choice, strategy=strategy)
         return replace(decision, operands=operands, choice=choice, plans=plans, exchanges=())
 
     def _all(self) -> dict[Strategy, How]:
@@ -174,9 +175,9 @@ class Candidates:
         }
         candidates: dict[Strategy, How] = {}
         for keys, rule in self.rules.items():
-            strategy = self._cheapest(rule, self.operands, rows[keys])
+            strategy = self._cheapest(self.question._replace(rule=rule), rows[keys])
             if strategy is not None:
-                candidates[_named(strategy, keys, self.specs, self.outputs[0][0], self.topology)] = How(keys)
+                candidates[_named(strategy, keys, self.specs, tuple(self.out.shape), self.topology)] = How(keys)
         if "own key heads" in self.kinds and "every head" in self.rules:
             candidates |= self._repeated(rows["every head"])
         if "rings" in self.kinds:
@@ -195,8 +196,7 @@ class Candidates:
             most = best.seconds * (1 + ABOUT)
             near = {strategy: how for strategy, how in self.how.items() if strategy.seconds <= most}
             if self.allowed:
-                rule, constraints = self.rules["whole"], replace(self.constraints, among=self.allowed)
-                own = strategies_within(most, Price(rule, self.operands, self.outputs, self.topology, constraints))
+                own = strategies_within(most, self._among(self.question, self.allowed))
                 near = dict.fromkeys(own, How("whole")) | near
             received |= {each: n for each in near if 2 * (n := self._received(each)) <= received[best]}
         fewest = min(received, key=lambda each: (received[each], each.seconds))
@@ -204,22 +204,27 @@ class Candidates:
 
     def _received(self, strategy: Strategy) -> int:
         """Bytes that the busiest rank receives in the forward pass."""
+        outputs = self.question.outputs
         plans = [
             (plan_to(spec, layout), spec.itemsize) for spec, layout in zip(self.specs, strategy.inputs, strict=True)
         ]
         plans += [
             (plan(layout, end, shape, itemsize, self.topology), itemsize)
-            for layout, end, (shape, itemsize) in zip(strategy.outputs, strategy.ends, self.outputs, strict=True)
+            for layout, end, (shape, itemsize) in zip(strategy.outputs, strategy.ends, outputs, strict=True)
         ]
         return sum(moved.busiest() * itemsize for moved, itemsize in plans) + sum(
             sent.nbytes for sent in strategy.exchanges
         )
 
-    def _cheapest(self, rule: Rule, operands: Sequence[Operand], rows: tuple[Allowed, ...]) -> Strategy | None:
+    def _cheapest(self, question: Question, rows: tuple[Allowed, ...]) -> Strategy | None:
         """The cheapest strategy of a rule in which mesh axes have some of these rows; None where none can be."""
-        if next(expansions(rule, operands, self.outputs, rows), None) is None:
+        if next(expansions(*question[:3], rows), None) is None:
             return None
-        return choose(rule, operands, self.outputs, self.topology, replace(self.constraints, among=rows))
+        return choose(self._among(question, rows)).strategy
+
+    @staticmethod
+    def _among(question: Question, rows: tuple[Allowed, ...]) -> Question:
+        return question._replace(constraints=replace(question.constraints, among=rows))
 
     def _repeated(self, rows: tuple[Allowed, ...]) -> dict[Strategy, How]:
         """The candidates with loop h in which key heads are repeated until there are enough of them."""
@@ -227,7 +232,8 @@ class Candidates:
         for times in repeats(self.specs):
             specs = repeated(self.specs, times)
             rule = attention_rule([spec.shape for spec in specs], self.options.gqa, "whole", self.options.causal)
-            local = self._cheapest(rule, tuple(map(operand_of, specs)), rows)
+            operands = tuple(map(operand_of, specs))
+            local = self._cheapest(self.question._replace(rule=rule, operands=operands), rows)
             if local is None:
                 continue
             plans = [plan_to(specs[i], local.inputs[i]) for i in (1, 2)]
@@ -248,8 +254,7 @@ class Candidates:
 
     @property
     def _call(self) -> RingCall:
-        rule, constraints = self.rules["whole"], self.constraints
-        return RingCall(rule, self.specs, self.outputs, self.options, constraints, self.topology, self.reach)
+        return RingCall(self.question, self.specs, self.options, self.reach)
 
     def _rings(self) -> dict[Strategy, How]:
         """The candidates in which keys and values go round a ring."""
@@ -299,17 +304,9 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
 
 def _statistics(strategy: Strategy, query: Spec, itemsize: int, topology: Topology) -> tuple[Plan, ...]:
     """The reductions of a number for each row of the scores: its maximum, and the sum of exponentials."""
-    layout, axes = strategy.inputs[0], axes_of_row(strategy.rows, "k")
-    whole = _layout_with(layout, axes, Replicate())
-    parts = (_layout_with(layout, axes, Partial(op)) for op in ("max", "sum"))
-    return tuple(plan(part, whole, query.shape[:-1], itemsize, topology) for part in parts)
-
-
-def _layout_with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
-    """The layout with this placement on these mesh axes."""
-    for axis in axes:
-        layout = layout.replace(axis, placement)
-    return layout
+    layout, axes = strategy.inputs[0], tuple(axes_of_row(strategy.rows, "k"))
+    pairs = [(partial_along(layout, axes, op), replicated_along(layout, axes)) for op in STATISTICS]
+    return tuple(plan(*pair, query.shape[:-1], itemsize, topology) for pair in pairs)
 
 
 def _impossible(requested: RequestedLoops, specs: Sequence[Spec]) -> str:

@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 from dshard.comm import sum_dtype
-from dshard.core.operands import operand_of
 from dshard.core.spec import Spec
 from dshard.cost import (
     PlannedCollective,
@@ -20,7 +19,7 @@ from dshard.cost import (
     together_seconds,
     work_seconds,
 )
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options
@@ -29,8 +28,7 @@ from dshard.placements import Shard
 from dshard.rules.attention_blocks import ADDED, HELD, HELD_OPERATORS, HELD_PASSES, PREPARING, STANDING_IN, Reach, Work
 from dshard.rules.attention_ring import Ring, RingMessages, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
-from dshard.rules.rule import Rule
-from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy import Question, Strategy
 from dshard.rules.strategy_price import Price
 from dshard.topology import Topology
 
@@ -45,23 +43,17 @@ BEGINNING = 1 / 2
 class RingCall:
     """A call of attention as far as the price of a ring depends on it."""
 
-    rule: Rule
+    question: Question
     specs: Sequence[Spec]
-    outputs: tuple[tuple[Shape, int], ...]
     options: Options
-    constraints: Constraints
-    topology: Topology
     reach: Reach | None
 
 
 def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
     """The cheapest strategy in which keys and values go round these mesh axes; None where there is none."""
-    operands = tuple(map(operand_of, call.specs))
-    candidates = expansions(call.rule, operands, call.outputs, (rows,))
-    among = [_with_keys_split(expansion, call.specs, ring.axes) for expansion in candidates]
-    times = 1 + sum(call.constraints.gradients)
-    rule = replace(call.rule, triangle=None)  # what a mask hides is priced step by step
-    bases = list(map(Price(rule, operands, call.outputs, call.topology, call.constraints).of, among))
+    question, times = call.question, 1 + sum(call.question.constraints.gradients)
+    without_mask = replace(question.rule, triangle=None)  # what it hides is priced step by step
+    bases = list(map(Price(question._replace(rule=without_mask)).of, _with_keys_split(call, rows, ring.axes)))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
@@ -76,11 +68,9 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
 def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tuple[Strategy, KeyWindows] | None:
     """The cheapest strategy in which ranks receive their windows of the keys along these mesh axes, if there is one."""
     assert call.reach is not None
-    operands, topology = tuple(map(operand_of, call.specs)), call.topology
-    candidates = expansions(call.rule, operands, call.outputs, (rows,))
-    among = [_with_keys_split(expansion, call.specs, axes) for expansion in candidates]
+    topology, gradients = call.question.topology, call.question.constraints.gradients
     by_windows: list[tuple[Strategy, KeyWindows]] = []
-    for base in map(Price(call.rule, operands, call.outputs, topology, call.constraints).of, among):
+    for base in map(Price(call.question).of, _with_keys_split(call, rows, axes)):
         queries, keys, values = base.inputs[:3]
         if keys != values or {axis for axis, row in enumerate(base.rows) if row == "q"} != set(axes):
             continue
@@ -93,7 +83,7 @@ def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tup
             planned_collective("permute", mesh, names, windows.received(back) * key, topology) for back in (False, True)
         )
         copied = copy_seconds(2 * windows.longest * key, topology)
-        compute, gradients = base.compute * windows.longest / max(1, lengths[1]), call.constraints.gradients
+        compute = base.compute * windows.longest / max(1, lengths[1])
         backward = base.backward - (base.compute - compute) * sum(gradients)
         if any(gradients[1:3]):
             backward += returned.seconds + copied
@@ -117,23 +107,25 @@ def _name(strategy: Strategy, axes: Sequence[int], word: str) -> str:
     return " ".join(f"{name}:{row}" for name, row in words if row is not None)
 
 
-def _with_keys_split(expansion: Expansion, specs: Sequence[Spec], axes: Sequence[int]) -> Expansion:
-    """The expansion with keys and values, and their gradients, sharded over mesh axes."""
+def _with_keys_split(call: RingCall, rows: Allowed, axes: Sequence[int]) -> Iterator[Expansion]:
+    """Yield the expansions by these rows, with keys and values, and their gradients, sharded over mesh axes."""
+    question = call.question
 
     def split(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         out = list(layouts)
         for i, axis in product((1, 2), axes):
-            out[i] = out[i].replace(axis, Shard(len(specs[i].shape) - 2))
+            out[i] = out[i].replace(axis, Shard(len(call.specs[i].shape) - 2))
         return tuple(out)
 
-    return replace(expansion, inputs=split(expansion.inputs), gradients=split(expansion.gradients))
+    for expansion in expansions(question.rule, question.operands, question.outputs, (rows,)):
+        yield replace(expansion, inputs=split(expansion.inputs), gradients=split(expansion.gradients))
 
 
 class _Price:
     """The price of one strategy in which keys and values go round."""
 
     def __init__(self, call: RingCall, strategy: Strategy, ring: Ring) -> None:
-        self.call, self.base, self.ring = call, strategy, ring
+        self.call, self.base, self.ring, self.topology = call, strategy, ring, call.question.topology
         shapes = tuple(spec.shape for spec in call.specs)
         self.attention = RingAttention(strategy.inputs, shapes, call.options, ring, call.reach)
         self.mesh = strategy.inputs[0].mesh
@@ -163,7 +155,7 @@ class _Price:
         exchanges = (*swaps, *panels, *results)
         compute, forward = self._seconds([(each,) for each in panels], 0)
         panel = self.plans[0].lengths[0] * self.width * itemsize
-        forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.call.topology)  # packed, to be sent
+        forward += self._swapping([*swaps, *results]) + copy_seconds(panel, self.topology)  # packed, to be sent
         forward += self._laying_out()
         base = replace(
             base,
@@ -173,7 +165,7 @@ class _Price:
             compute=compute,
             held=self._held(),
         )
-        gradients = sum(self.call.constraints.gradients)
+        gradients = sum(self.call.question.constraints.gradients)
         if not gradients:
             return base
         returns = [self._hop(RingPlan.gradients, step, sums) for step in steps]
@@ -181,7 +173,7 @@ class _Price:
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
         statistics = self._swaps([(0, 2 * self.heads, sums)])
         moved = self.base.backward - self.base.compute * gradients
-        backward += (STANDING_IN + PREPARING + gradients) * self.call.topology.launch
+        backward += (STANDING_IN + PREPARING + gradients) * self.topology.launch
         return replace(base, backward=moved + backward + self._swapping([*there, *statistics, *swaps]))
 
     def _seconds(self, steps: Sequence[tuple[PlannedCollective, ...]], times: int) -> tuple[float, float]:
@@ -190,11 +182,11 @@ class _Price:
         Those of the backward pass, which adds so many gradients; of the forward pass if none. `steps` are the
         exchanges beside each step but the last.
         """
-        device = self.call.topology
+        device = self.topology
         rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
-        wide, held = sum_dtype(self.dtype).itemsize, self.call.rule.held
+        wide, held = sum_dtype(self.dtype).itemsize, self.call.question.rule.held
         narrow, backend = wide > self.dtype.itemsize, HELD if held else device.backend
 
         host = STEP * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
@@ -224,7 +216,7 @@ class _Price:
         """Bytes of the scores that a rank holds at once: those of its largest block, where they are held."""
         blocks = (block for plan in self.plans for step in plan.blocks for of_rank in step for block in of_rank)
         most = max((len(block.queries) * len(block.keys) for block in blocks), default=0)
-        return self.call.rule.held * self.heads * most
+        return self.call.question.rule.held * self.heads * most
 
     def _hop(
         self, messages: Callable[[RingPlan, int, int], RingMessages], step: int, itemsize: int
@@ -243,7 +235,7 @@ class _Price:
         if not sent.nbytes or len(pairs) == len(of_plans[0]) or len(of_plans) > 1:
             return sent
         # where a mask spares messages, those of a step may all stay within hosts
-        link = self.call.topology.link_within(self.mesh, self.attention.axes, pairs)
+        link = self.topology.link_within(self.mesh, self.attention.axes, pairs)
         return replace(sent, seconds=min(sent.seconds, messages_seconds(sent.nbytes, 1, link)))
 
     def _swaps(self, tensors: Sequence[tuple[int, int, int]]) -> list[PlannedCollective]:
@@ -260,12 +252,12 @@ class _Price:
             received += [size for i, size in enumerate(sizes) if 2 * i + 1 != len(sizes)]
         sent, axes = self._sent(self.attention.axes, max(received)), self.attention.axes
         # opposite ranks exchange: the slowest links carry every message at once, of a shift to the next rank one
-        seconds = collective_seconds("exchange", sent.nbytes, self.mesh, axes, self.call.topology, peers=1)
+        seconds = collective_seconds("exchange", sent.nbytes, self.mesh, axes, self.topology, peers=1)
         return [replace(sent, seconds=max(sent.seconds, seconds))]
 
     def _swapping(self, swaps: Sequence[PlannedCollective]) -> float:
         """Seconds of swaps: for the host a step each; of a tensor a half is packed, and all of it put together."""
-        topology = self.call.topology
+        topology = self.topology
         return sum(each.seconds + copy_seconds(3 * each.nbytes, topology) + STEP * topology.dispatch for each in swaps)
 
     def _laying_out(self) -> float:
@@ -275,10 +267,10 @@ class _Price:
         if heads == 1 or self.ring.balanced:
             return 0.0
         nbytes = rows * self.result * sum_dtype(self.dtype).itemsize
-        return copy_seconds(nbytes, self.call.topology) + self.call.topology.launch  # and of the log-sum-exps
+        return copy_seconds(nbytes, self.topology) + self.topology.launch  # and of the log-sum-exps
 
     def _sent(self, axes: tuple[str, ...], nbytes: int) -> PlannedCollective:
-        return planned_collective("permute", self.mesh, axes, nbytes, self.call.topology)
+        return planned_collective("permute", self.mesh, axes, nbytes, self.topology)
 
 
 def _together(seconds: Sequence[float], topology: Topology) -> list[float]:

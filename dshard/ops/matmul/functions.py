@@ -20,13 +20,13 @@ from dshard.core.wrapper import Wrapper, is_leaf
 from dshard.layout import replicated
 from dshard.ops.composite import Local
 from dshard.ops.matmul.matmul_autograd import multiply
-from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_strategy
+from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice
 from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options, options_of
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.split_contraction import split_contraction
-from dshard.rules.strategy import Constraints, Strategy
+from dshard.rules.strategy import Question, StrategyChoice
 from dshard.rules.strategy_choice import choose
 
 
@@ -89,27 +89,26 @@ def _choose_matmul(
     same_dtype(name, [spec.dtype for spec in specs])
     with torch.no_grad(), for_shapes():
         out = infer(*(spec.meta() for spec in specs))
-    operands = [*map(operand_of, specs[:2])]
+    operands = tuple(map(operand_of, specs[:2]))
     shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
 
-    def chosen(rule: Rule, operands: Sequence[Operand]) -> tuple[Strategy, Constraints]:
+    def chosen(rule: Rule, operands: tuple[Operand, ...]) -> StrategyChoice:
         constraints = options.constraints(rule, mesh, needs, leaf)
-        return choose(rule, operands, [(shape, out.itemsize)], topology, constraints), constraints
+        return choose(Question(rule, operands, ((shape, out.itemsize),), topology, constraints))
 
-    matmul_rule = rule()
-    strategy, constraints = chosen(matmul_rule, operands)
-    cut = split_contraction(matmul_rule, operands)
+    choice = chosen(rule(), operands)
+    cut = split_contraction(choice.question.rule, operands)
     if cut is not None:
-        by_blocks, cut_constraints = chosen(cut.rule, cut.operands)
-        if by_blocks.seconds < strategy.seconds:
-            matmul_rule, strategy, constraints = cut.rule, by_blocks, cut_constraints
-            specs = (*map(_cut_spec, specs, cut.operands), *specs[2:])
+        by_blocks = chosen(cut.rule, cut.operands)
+        if by_blocks.strategy.seconds < choice.strategy.seconds:
+            choice, specs = by_blocks, (*map(_cut_spec, specs, cut.operands), *specs[2:])
         else:
             cut = None
+    constraints, strategy = choice.question.constraints, choice.strategy
     has_result_layout = constraints.result is not None or constraints.reduced is not None
     layout = strategy.ends[0] if has_result_layout else strategy.outputs[0]
     out_spec = contiguous_spec(layout, shape, out.dtype, specs[0].device)
-    return matmul_of_strategy(name, matmul_rule, specs, out_spec, strategy, constraints, cut, options.streamed())
+    return matmul_of_choice(name, choice, specs, out_spec, cut, options.streamed())
 
 
 def _cut_spec(spec: Spec, operand: Operand) -> Spec:

@@ -29,7 +29,7 @@ from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
 from dshard.rules.panel_stream import AutoPanels, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.split_contraction import SplitContraction
-from dshard.rules.strategy import Constraints, Strategy, StrategyChoice
+from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoice
 
 NEITHER = (False, False)
 
@@ -79,7 +79,7 @@ class Matmul:
         if self._in_bulk is None:
             decision = self.executable.decision
             self._in_bulk = PanelExecutor(
-                _choice(decision).rule, self.plans(), self.out.dtype, Stream(1), decision.bias
+                _choice(decision).question.rule, self.plans(), self.out.dtype, Stream(1), decision.bias
             )
         return self._in_bulk
 
@@ -108,7 +108,8 @@ class Matmul:
 
     def _gradient(self, i: int, grad: Spec, other: Spec) -> Matmul:
         decision = self.executable.decision
-        rule, strategy = _choice(decision).rule, _choice(decision).strategy
+        choice = _choice(decision)
+        rule, strategy = choice.question.rule, choice.strategy
         (a, b), (out,) = rule.inputs, rule.outputs
         terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
         of_gradient = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
@@ -133,30 +134,25 @@ class StreamedExecutable(Executable):
         return self.streamed(local)[0]
 
 
-def matmul_of_strategy(
+def matmul_of_choice(
     name: str,
-    rule: Rule,
+    choice: StrategyChoice,
     specs: Sequence[Spec],
     out: Spec,
-    strategy: Strategy,
-    constraints: Constraints,
     cut: SplitContraction | None = None,
     stream: Stream | AutoPanels | None = None,
 ) -> Matmul:
-    """The matmul by `strategy` of operands of these specs, and a bias if there is a third."""
-    topology = planning_context().topology_of(out.layout.mesh)
-    pair = specs[:2]
-    plans = plans_to(pair, strategy.inputs)
+    """The matmul by the strategy chosen for operands of these specs, and a bias if there is a third."""
+    rule, operands, _, topology, constraints = choice.question
+    strategy = choice.strategy
+    plans = plans_to(specs[:2], strategy.inputs)
     end = plan_to(out.with_layout(strategy.outputs[0]), out.layout)
     gradients = strategy.gradients[:2]
     if len(specs) > 2:
         with_bias = _with_bias(rule, specs, out, strategy)
         plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
         gradients = (*gradients, with_bias.gradients[2])
-    decision = Decision(
-        *(name, tuple(map(operand_of, pair)), topology),
-        *(StrategyChoice(rule, ((out.shape, out.itemsize),), strategy, constraints), plans, (end,)),
-    )
+    decision = Decision(name, operands, topology, choice, plans, (end,))
     decision = replace(decision, panels=Panels(partial(in_panels, rule, _three(decision), out.dtype, topology)))
     streamed = _streamed(rule, decision, out, stream)
     make: Callable[..., Executable] = Executable
@@ -225,9 +221,8 @@ def gradient_matmul(
 
     With `complete` a partial sum is reduced at once, overlapped with the next matmul.
     """
-    operands = list(map(operand_of, specs))
-    sizes = sizes_of(rule, operands, [(like.shape, like.itemsize)])
-    expansion = expand(rule, operands, rows, order, sizes)
+    operands, outputs = tuple(map(operand_of, specs)), ((like.shape, like.itemsize),)
+    expansion = expand(rule, operands, rows, order, sizes_of(rule, operands, outputs))
     assert expansion is not None, "the gradient's factors are those of the matmul"
     target = like.layout.cotangent()
     end = target if complete else keep_partial_sums(expansion.outputs[0], target)
@@ -235,7 +230,9 @@ def gradient_matmul(
     strategy = Strategy(expansion.inputs, expansion.outputs, rows, expansion.gradients, (end,), order)
     if isinstance(stream, Stream):
         stream = replace(stream, axis=None)  # which loop moves most differs
-    return matmul_of_strategy(name, rule, specs, out, strategy, Constraints(result=end, kept=NEITHER), stream=stream)
+    topology = planning_context().topology_of(end.mesh)
+    question = Question(rule, operands, outputs, topology, Constraints(result=end, kept=NEITHER))
+    return matmul_of_choice(name, StrategyChoice(question, strategy), specs, out, stream=stream)
 
 
 def _gradient_row(row: Row, i: int) -> Row:
