@@ -20,8 +20,7 @@ from dshard.errors import ArgumentError, LayoutError
 from dshard.layout import Layout, layout_of
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, data_axes, data_coordinate, rows_alone
-from dshard.parallel.input_modes import InputModes, argument_names
-from dshard.parallel.inputs import Inputs
+from dshard.parallel.inputs import InputModes, Inputs, argument_names
 from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs

@@ -29,7 +29,7 @@ from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
-from dshard.parallel.input_modes import argument_names
+from dshard.parallel.inputs import argument_names
 from dshard.parallel.nested_tensors import nested_tensors
 from dshard.torch_private import disable_modes
 

@@ -25,10 +25,9 @@ from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.factors import trace_factors
-from dshard.parallel.input_modes import Mode, input_modes
+from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.nested_tensors import nested_tensors
-from dshard.parallel.plan_files import strategy_of
-from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
+from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price

@@ -13,9 +13,9 @@ from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, numel, plan
-from dshard.reshard.chain_price import chains_seconds, scheduled
 from dshard.reshard.chains import FORMS, Chain, Draft, Form, drafts, forms_of
 from dshard.reshard.host_network import HostNetwork, host_network_of
+from dshard.reshard.order import chains_seconds, scheduled
 from dshard.reshard.tasks import Task, reduced_axes, tasks
 from dshard.topology import Topology
 

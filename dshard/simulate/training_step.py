@@ -11,7 +11,7 @@ from dshard.cost import collective_seconds, work_seconds
 from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
 from dshard.layout import Layout, Shape
-from dshard.parallel.plan_files import read_plan
+from dshard.parallel.plan_values import read_plan
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.simulate.block import BlockCosts, BlockMatmul, block_events, matmuls, worked_layouts
 from dshard.simulate.memory import Memory, memory_of

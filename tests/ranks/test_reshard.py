@@ -32,7 +32,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
 from dshard.core.context import use_topology
 from dshard.placements import REDUCE_OPS
-from dshard.reshard import Form, chain_price, plan_of_form, plan_reshard
+from dshard.reshard import Form, order, plan_of_form, plan_reshard
 from dshard.reshard.chains import FORMS
 from dshard.rules.strategy import completed_layout
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
@@ -117,7 +117,7 @@ def test_every_form_keeps_the_tensor(run: Run) -> None:
 def many_chunks() -> Iterator[None]:
     """Within the block chains may have chunks of a single element."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain_price, "LEAST_BYTES", 1)
+        patch.setattr(order, "LEAST_BYTES", 1)
         yield
 
 

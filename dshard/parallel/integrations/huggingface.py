@@ -23,8 +23,7 @@ from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
-from dshard.parallel.input_modes import InputModes
-from dshard.parallel.inputs import Inputs
+from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.numbered_hooks import before
 from dshard.parallel.same_program import Draws

@@ -1,14 +1,15 @@
-"""`dshard demo`: train a model under several layouts."""
+"""`dshard demo` and `dshard selftest`: commands that start ranks."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 import torch
 
 from dshard import launch
 from dshard.errors import DShardError
-from dshard.tools import demo, report
+from dshard.tools import demo, report, selftest
 from dshard.tools.cli.arguments import (
     Commands,
     add_command,
@@ -82,3 +83,24 @@ def _strategy(text: str) -> str:
         return text if text in ("all", AUTO) else demo.find(text).name
     except DShardError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_selftest(commands: Commands) -> None:
+    summary = "check dshard on this machine: collectives, products, training steps, checkpoints"
+    parser = add_command(commands, "selftest", summary)
+    add_ranks(parser)
+    parser.add_argument("--json", action="store_true", help="print the results for machines")
+    parser.set_defaults(command=_selftest)
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    """Run the self-test and print its results; exit code 1 if a check fails."""
+    ranks, device = ranks_and_device(arguments, arguments.ranks, share_gpus=True)
+    with report.measure_progress(launch.is_reporting(), "checking") as progress:
+        tested = selftest.run(device, ranks, progress)
+    if launch.is_reporting():
+        value = {"machine": tested.machine, "results": [asdict(result) for result in tested.results]}
+        print_result(arguments, value, report.selftest_table(tested))
+        if tested.failed:
+            report.error(report.selftest_failures(tested))
+    return int(bool(tested.failed))
