@@ -11,7 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.comm import Scoped, outside_graphs
 from dshard.core.moves import local_redistribution, redistributed
-from dshard.core.wrapper import Wrapper
+from dshard.core.spec import spec_of
+from dshard.core.wrapper import Wrapper, wrap
+from dshard.layout import Layout
 from dshard.torch_private import current_autograd_node, no_torch_function
 
 _BLOCKS: Scoped[None, bool] = Scoped("accumulate", bool)
@@ -43,20 +45,37 @@ def accumulating() -> bool:
     return bool(_BLOCKS.anywhere) and _BLOCKS.value()
 
 
-def stays_partial(leaf: GradientLeaf) -> bool:
-    """Whether a gradient of the leaf that arises now is accumulated partial, to be reduced later."""
-    if not leaf.accumulates:
-        return False
-    if not accumulating():
-        return leaf.has_partial_sum
-    if not leaf.has_partial_sum:
-        x = getattr(current_autograd_node(), "variable", None)
-        if x is None:  # nothing is accumulated: torch.autograd.grad wants the gradient itself
-            return False
-        leaf.has_partial_sum = True
-        once = _ReduceOnce(leaf)
-        with no_torch_function():
+def to_add_locally(grad: Wrapper, leaf: GradientLeaf) -> Wrapper | None:
+    """A partial gradient of a leaf that torch now adds without a collective, to be reduced later; None: it is not.
+
+    `x.grad` gets its layout. It lies in memory as the leaf does, for torch would copy another one, which reduces it.
+    """
+    x = getattr(current_autograd_node(), "variable", None)
+    if x is None:  # nothing is accumulated: torch.autograd.grad wants the gradient itself
+        return None
+    spec = grad._spec
+    with no_torch_function():
+        if not leaf.has_partial_sum:
+            if not (leaf.accumulates and accumulating() and _has_layout(x, spec.layout)):
+                return None
+            leaf.has_partial_sum = True
+            once = _ReduceOnce(leaf)
             once.handle = x.register_post_accumulate_grad_hook(once)
+        stride = x.stride()
+        if stride == grad.stride():
+            return grad
+    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+    local = grad._local_tensor.permute(order).contiguous().permute(sorted(range(len(stride)), key=order.__getitem__))
+    return wrap(local, spec_of(spec.layout, spec.shape, stride, spec.dtype, spec.device))
+
+
+def _has_layout(x: Tensor, layout: Layout) -> bool:
+    """Whether `x.grad` is None, or has a layout, which it gets if that sends nothing."""
+    held = x.grad
+    if isinstance(held, Wrapper) and held._spec.layout is not layout:
+        if local_redistribution(held._spec, layout).plan.busiest():
+            return False
+        x.grad = redistributed(held, layout, "accumulate")
     return True
 
 

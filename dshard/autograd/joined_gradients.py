@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count, groupby
 from math import sqrt
 from operator import attrgetter
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 from weakref import ref
 
 import torch
@@ -33,7 +33,7 @@ from dshard.core.joined_moves import begin_lane, run_alone
 from dshard.core.moves import LocalRedistribution, count_write
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import Spec
-from dshard.core.wrapper import Wrapper, wrap_in_flight
+from dshard.core.wrapper import Wrapper, is_leaf, wrap_in_flight
 from dshard.cost import predicted_seconds
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
@@ -67,7 +67,7 @@ class GradientLeaf:
     )
 
     def __init__(self, x: Wrapper) -> None:
-        self.layout, self.accumulates = x._spec.layout.cotangent(), x.is_leaf
+        self.layout, self.accumulates = x._spec.layout.cotangent(), is_leaf(x)
         # for observers: a weak reference would keep torch from swapping it for another
         self.of, self.number = (id(x), next(_NUMBERS)) if self.accumulates else (0, 0)
         self.has_partial_sum = self.is_packed = self.has_gradient = False
@@ -123,9 +123,11 @@ class MeshLeaves:
     """The leaves of a mesh, cut into buckets, and the gradients that the next pass over it waits for.
 
     `last` are the gradients of the last pass, `before` those of the one before; all in the order in which they begin.
-    `sizes` has the number of awaited gradients of each bucket, in the order in which the buckets begin.
+    `sizes` has the number of awaited gradients of each bucket, in the order in which the buckets begin. `n_cuts` counts
+    the buckets that were cut, on all meshes.
     """
 
+    n_cuts: ClassVar[int] = 0
     __slots__ = ("awaited", "before", "buckets", "last", "sizes")
 
     def __init__(self) -> None:
@@ -143,6 +145,7 @@ class MeshLeaves:
         for members in lanes.values():
             if not all(x.key in self.buckets for x in members):
                 for bucket in _cut(members):
+                    MeshLeaves.n_cuts += 1
                     self.buckets |= dict.fromkeys(map(_KEY, bucket), (-bucket[-1].leaf.number, next(_NUMBERS)))
         if len(self.buckets) > _MOST:
             self.buckets = {x.key: self.buckets[x.key] for x in gradients}
@@ -164,14 +167,15 @@ class PassOnMesh:
     """The gradients on one mesh in one backward pass: those that arrived by bucket, `rest` those that nobody awaited.
 
     `awaited` are those still to come, `missing` how many of each bucket, `turns` the buckets to begin, the next last.
-    With `has_steps` a gradient takes several collectives.
+    With `has_steps` a gradient takes several collectives. A pass that `creates_graph` awaits none.
     """
 
-    __slots__ = ("arrived", "awaited", "expected", "has_steps", "leaves", "missing", "rest", "turns")
+    __slots__ = ("arrived", "awaited", "creates_graph", "expected", "has_steps", "leaves", "missing", "rest", "turns")
 
-    def __init__(self, leaves: MeshLeaves) -> None:
-        self.leaves, self.expected = leaves, leaves.awaited
-        self.awaited, self.missing = self.expected.copy(), dict(leaves.sizes)
+    def __init__(self, leaves: MeshLeaves, creates_graph: bool) -> None:
+        self.leaves, self.creates_graph = leaves, creates_graph
+        self.expected: Buckets = {} if creates_graph else leaves.awaited
+        self.awaited, self.missing = self.expected.copy(), {} if creates_graph else dict(leaves.sizes)
         self.turns = [*reversed(self.missing)]
         self.arrived: defaultdict[tuple[int, int], list[GradientInFlight]] = defaultdict(list)
         self.rest: list[GradientInFlight] = []
@@ -202,7 +206,8 @@ class PassOnMesh:
             for _, bucket in groupby(every, lambda x: numbers[x.key]):
                 _begin([*bucket])
             gradients = {x.key: numbers[x.key] for x in every}
-        if gradients is not self.leaves.last or gradients is not self.leaves.before:
+        is_new = gradients is not self.leaves.last or gradients is not self.leaves.before
+        if is_new and not self.creates_graph:
             self.leaves.has_run(gradients)
         for x in self.every() if self.has_steps else ():
             if x.move.has_steps:  # so that later ones begin in one order, too
@@ -236,7 +241,7 @@ class BackwardPass:
                 leaf.joined = move, leaves
         mesh = self.meshes.get(leaves)
         if mesh is None:
-            mesh = self.meshes[leaves] = PassOnMesh(leaves)
+            mesh = self.meshes[leaves] = PassOnMesh(leaves, torch.is_grad_enabled())
         mesh.add(pending)
 
     def end(self) -> None:

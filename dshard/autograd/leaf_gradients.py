@@ -7,12 +7,13 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from dshard.autograd.accumulation import ACCUMULATING, stays_partial
-from dshard.autograd.crossing import as_distributed, redistribute, redistribute_unrecorded
+from dshard.autograd.accumulation import ACCUMULATING, to_add_locally
+from dshard.autograd.crossing import Redistribute, as_distributed, redistribute, redistribute_unrecorded
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
 from dshard.comm import RECORDERS, recorder
-from dshard.core.moves import local_redistribution
+from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.torch_private import no_torch_function
@@ -44,6 +45,20 @@ def keep_gradient_layout(x: Wrapper) -> None:
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
 
 
+class _JoinedRedistribute(Redistribute):
+    """The gradient of a leaf, reduced with others, in a backward pass that is differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Context, grad: Wrapper, leaf: GradientLeaf, move: LocalRedistribution) -> Wrapper:  # type: ignore[override]
+        ctx.move, ctx.asynchronous = move, True
+        joined = join(leaf, grad._local_tensor, move, False)
+        return redistribute_unrecorded(grad, move, None, True) if joined is None else joined
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return Redistribute.backward(ctx, grad)[0], None, None
+
+
 def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wrapper:
     """A gradient of a leaf, in the leaf's layout. A single collective runs beside the rest of the backward pass.
 
@@ -55,14 +70,18 @@ def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wra
     spec: Spec = grad._spec
     if spec.layout is layout:
         return grad
-    if (ACCUMULATING or leaf.has_partial_sum) and not torch.is_grad_enabled() and stays_partial(leaf):
-        return grad
+    if (ACCUMULATING or leaf.has_partial_sum) and not torch.is_grad_enabled():
+        added = to_add_locally(grad, leaf)
+        if added is not None:
+            return added
     sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
     move = local_redistribution(sent, layout)
     if move.keeps_data and sent is spec and not torch.is_grad_enabled():
         return wrap(grad._local_tensor, move.spec)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
     if torch.is_grad_enabled():
+        if leaf.accumulates and sent is spec:
+            return _JoinedRedistribute.apply(grad, leaf, move)  # type: ignore[no-untyped-call,no-any-return]
         return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
     own = asynchronous and not leaf.is_packed and is_sole_owner(grad, references)  # a packed one is not written
     if leaf.accumulates:

@@ -246,6 +246,30 @@ def test_data_parallel_sends_two_collectives_for_a_mebibyte(ranks: RankPool):
     ranks.run(few_collectives)
 
 
+def differentiated_again() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = (mlp(3, 6) for _ in range(2))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    parallelize(model, mesh, "data", x)
+    for _ in range(3):
+        losses = list[Any]()
+        for net in (model, reference):
+            loss = net(x).square().sum()
+            with trace() as found:
+                grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
+            if net is model:
+                assert len(found.events) == 1, found.summary()
+            losses.append(sum(((grad**3).sum() for grad in grads), torch.zeros((), dtype=torch.float64)))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0].full_tensor(), losses[1], rtol=1e-12, atol=0)
+        for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_that_are_differentiated_again_are_reduced_together(ranks: RankPool):
+    ranks.run(differentiated_again)
+
+
 def begun_within_passes(losses: str) -> tuple[list[tuple[int, int]], object]:
     """For a sequence of passes over one network (d), or over it and another (g): collectives, and those begun within.
 
@@ -417,6 +441,32 @@ def accumulated_in_parts(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["data", "fsdp"])
 def test_accumulated_gradients_are_reduced_once(ranks: RankPool, strategy: str):
     ranks.run(accumulated_in_parts, strategy)
+
+
+def accumulated_to_zeros() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+    model, reference = (mlp(2, 6) for _ in range(2))
+    x = torch.randn(8, 6, dtype=torch.float64)
+    for net in (model, reference):
+        for p in net.parameters():
+            p.data = p.data.movedim(-1, 0).contiguous().movedim(0, -1)  # a leaf that lies otherwise than its gradients
+    parallelize(model, mesh, "data", x)
+    for _ in range(2):
+        for net in (model, reference):
+            net.zero_grad(set_to_none=False)
+        losses = [net(part).square().sum() for net in (model, reference) for part in x.split(4)]
+        with accumulate(), trace() as found:
+            losses[0].backward()
+        assert not found.events, found.summary()
+        with trace() as found:
+            losses[1].backward()
+        assert [event.op for event in found.events] == ["gradients of 4 leaves"], found.summary()
+        sum(losses[2:]).backward()
+        compare(model, reference)
+
+
+def test_gradients_are_accumulated_to_what_a_step_has_left(ranks: RankPool):
+    ranks.run(accumulated_to_zeros)
 
 
 def test_simulated_ranks_send_the_same():
