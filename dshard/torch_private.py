@@ -252,7 +252,7 @@ keeps_graph: Callable[[], bool] = _needed(
 autograd_engine: Any = _needed(
     "torch.autograd.Variable._execution_engine", "telling other ranks that a backward pass has failed"
 )
-run_backward: Callable[..., None] = _needed(
+run_backward: Callable[..., Any] = _needed(
     "torch.autograd.graph._engine_run_backward", "backward passes from a gradient that needs no check"
 )
 increment_version: Callable[[list[Tensor]], None] = _needed(

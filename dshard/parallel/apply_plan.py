@@ -20,6 +20,7 @@ from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
+from dshard.core.wrapper import is_leaf
 from dshard.distribute import cut, distribute_tensor
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
@@ -155,7 +156,7 @@ def _reduce_gradient_once(x: DTensor) -> None:
     if torch.compiler.is_compiling():  # a graph has no hooks on tensors in its middle
         return
     with no_torch_function():
-        if x._gradient_leaf is None and x.requires_grad and not x.is_leaf:
+        if x._gradient_leaf is None and x.requires_grad and not is_leaf(x):
             keep_gradient_layout(x)
 
 

@@ -7,13 +7,15 @@ similar one, which detaches the outputs in place and so refuses a stage that sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+
+from dshard.autograd.backward_graph import AutogradGraph
 
 Outputs = Sequence[tuple[Tensor, Tensor | None]]
 """The outputs of a stage, each with its gradient; None for a loss."""
@@ -33,7 +35,7 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
     That function also differentiates outputs that do not depend on an input that needs a gradient.
     """
     inputs = [x for x in inputs if x.requires_grad]
-    graph = _Graph([root for out, _ in outputs if (root := _node(out)) is not None])
+    graph = AutogradGraph([root for out, _ in outputs if (root := _node(out)) is not None])
     leading = graph.leading_to({node for x in inputs if (node := _node(x)) is not None})
     now = [pair for pair in outputs if _node(pair[0]) in leading]
     later = [pair for pair in outputs if _node(pair[0]) not in leading]
@@ -41,8 +43,8 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
         return lambda: backward(later)
     owners = {node: weight for weight in weights if (node := _node(weight)) is not None}
     # In the order of the graph, the same on all ranks: weights may need collectives for their gradients.
-    inner = [node for node in graph.following if node in leading]
-    borders = {node: leaves for node in inner if (leaves := graph.beside(node, leading, owners))}
+    inner = [node for node in graph.edges if node in leading]
+    borders = {node: leaves for node in inner if (leaves := _beside(graph, node, leading, owners))}
     entered: dict[Node, Grads] = {}
     hooks = [node.register_prehook(partial(_remember, entered, node)) for node in borders]
     try:
@@ -95,42 +97,15 @@ def _node(x: Tensor) -> Node | None:
     return None if viewed is None else viewed.next_functions[0][0]
 
 
-class _Graph:
-    """The autograd graph behind some roots: its nodes, and the nodes to which each passes gradients."""
-
-    def __init__(self, roots: list[Node]) -> None:
-        self.following: dict[Node, list[Node]] = {}
-        stack = list(roots)
-        while stack:
-            node = stack.pop()
-            if node not in self.following:
-                self.following[node] = [after for after, _ in node.next_functions if after is not None]
-                stack += self.following[node]
-
-    def leading_to(self, targets: set[Node]) -> set[Node]:
-        """The nodes from which one of the targets is reached, the targets included."""
-        before: dict[Node, list[Node]] = {}
-        for node, following in self.following.items():
-            for after in following:
-                before.setdefault(after, []).append(node)
-        nodes: set[Node] = set()
-        stack = [target for target in targets if target in self.following]
-        while stack:
-            node = stack.pop()
-            if node not in nodes:
-                nodes.add(node)
-                stack += before.get(node, [])
-        return nodes
-
-    def beside(self, node: Node, leading: set[Node], leaves: Iterable[Node]) -> set[Node]:
-        """The leaves that a node reaches without passing another node of `leading`."""
-        needed, reached, seen = set(leaves), set(), set()
-        stack = [after for after in self.following[node] if after not in leading]
-        while stack:
-            after = stack.pop()
-            if after not in seen:
-                seen.add(after)
-                stack += self.following[after]
-                if after in needed:
-                    reached.add(after)
-        return reached
+def _beside(graph: AutogradGraph, node: Node, leading: Container[Node], leaves: Iterable[Node]) -> set[Node]:
+    """The leaves that a node reaches without passing another node of `leading`."""
+    needed, reached, seen = set(leaves), set(), set()
+    waiting = [after for after, _ in graph.edges[node] if after not in leading]
+    while waiting:
+        after = waiting.pop()
+        if after not in seen:
+            seen.add(after)
+            waiting += [following for following, _ in graph.edges[after]]
+            if after in needed:
+                reached.add(after)
+    return reached

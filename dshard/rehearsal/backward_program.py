@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dshard.autograd.joined_gradients import bucket_of
 from dshard.rehearsal.answers import FILE
 from dshard.rehearsal.code import Code, variable
 from dshard.rehearsal.derivation import Derivation
@@ -39,14 +38,28 @@ class NoProgram(Exception):
     """A backward pass has no program, for a reason."""
 
 
+class Given(NamedTuple):
+    """A gradient that a backward pass gives: its slot, and what makes it of the local tensor."""
+
+    slot: Slot
+    wrap: Callable[[Tensor], Any]
+
+
+class PassStage(NamedTuple):
+    """A stage of a recorded pass: how many instructions ran until its end, and the operands whose gradients it gave."""
+
+    end: int
+    numbers: list[int]
+
+
 def program_of(
     record: Record,
     derivation: Derivation,
     grad_slots: Mapping[Slot, int],
-    results: Mapping[int, Slot],
-    wraps: Mapping[int, Callable[[Any], Any]],
+    results: Mapping[int, Given],
+    parts: Sequence[PassStage],
 ) -> BackwardProgram:
-    """The program of a recorded backward pass, which gives the `results` by number, in the order of autograd.
+    """The program of a recorded backward pass, which gives the `results` by number, those of each part behind it.
 
     Raises:
         NoProgram: it reads what is not there.
@@ -58,15 +71,15 @@ def program_of(
     def renamed(slot: Slot) -> Slot:
         return slot if slot in derivation.again else life.at(slot)
 
-    instructions = [with_slots(each, renamed) for each in _with_makers(record, derivation)]
-    given = {n: life.at(slot) for n, slot in results.items()}
+    instructions = [with_slots(each, renamed) for each in _with_makers(record, derivation, parts)]
+    given = {n: life.at(result.slot) for n, result in results.items()}
     instructions, same = simplified(instructions, derivation.views, given.values())
     given = {n: same.get(slot, slot) for n, slot in given.items()}
     once, rest, fixed = parted(life.fixed | derivation.literals.keys(), instructions)
     own.add(derivation.literals, once, len(derivation.views))
     code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
-    parts = _parts(record, rest, given)
-    run, source = code.function("backward", "v, w, g", _lines(parts, given, fixed, grad_slots, code), FILE)
+    pairs = [([each for each in rest if each.call == i], part.numbers) for i, part in enumerate(parts)]
+    run, source = code.function("backward", "v, w, g", _lines(pairs, given, fixed, grad_slots, code), FILE)
     made = {out for each in rest for out in each.made}
     read = {slot for each in rest for slot in reads(each)} | {*given.values()}
     read -= made | grad_slots.keys()
@@ -79,48 +92,27 @@ def program_of(
             numbers.add(record.contents.sources[slot])
     values = read - fixed
     fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
+    wraps = {n: result.wrap for n, result in results.items()}
     return BackwardProgram(
-        run, [numbers for _, numbers in parts], wraps, tuple(fresh), frozenset(values), frozenset(numbers), source
+        run, [part.numbers for part in parts], wraps, tuple(fresh), frozenset(values), frozenset(numbers), source
     )
 
 
-Part: TypeAlias = tuple[list[Instruction], list[int]]
-"""Instructions, and the numbers of the operands whose gradients are complete behind them."""
+def _with_makers(record: Record, derivation: Derivation, parts: Sequence[PassStage]) -> list[Instruction]:
+    """The instructions of the backward pass, each behind those that make what it reads and was not kept.
 
-
-def _parts(record: Record, instructions: Sequence[Instruction], results: Mapping[int, Slot]) -> list[Part]:
-    """The instructions in parts, each of which ends with the last gradient of a bucket.
-
-    So a bucket is reduced where it is in an eager pass: ranks send the same in one order, whatever each has answered.
+    The `call` of each is the number of its part.
     """
-    roots, last = roots_of(instructions), dict[Slot, int]()
-    for i, each in enumerate(instructions):
-        changed = [*each.made, *(reads(each) if each.operator is None else each.written())]
-        last |= {roots.get(slot, slot): i for slot in changed}
-    ends = {n: last.get(roots.get(slot, slot), -1) + 1 for n, slot in results.items()}
-    buckets: dict[object, int] = {}
-    for n, end in ends.items():
-        leaf = getattr(record.contents.leaves.get(n), "_gradient_leaf", None)
-        bucket = None if leaf is None else bucket_of(leaf)
-        if bucket is not None:
-            buckets[bucket] = max(end, buckets.get(bucket, 0))
-    cuts = sorted({*buckets.values()})[:-1]
-    parts = list[Part]()
-    for start, end in pairwise([0, *cuts, len(instructions)]):
-        numbers = [n for n, at in ends.items() if start < at <= end or (at == 0 and not parts)]
-        parts.append(([*instructions[start:end]], numbers))
-    return parts
-
-
-def _with_makers(record: Record, derivation: Derivation) -> list[Instruction]:
-    """The instructions of the backward pass, each behind those that make what it reads and was not kept."""
     life = record.lifetimes
     stored = life.kept | life.fixed | record.contents.sources.keys() | record.own.literals.keys()
     if record.contents.reader is not None:
         stored |= {record.contents.reader}
     instructions, again = list[Instruction](), set[int]()
-    for each in derivation.instructions:
-        _add(each, derivation, stored, instructions, again)
+    for i, (start, part) in enumerate(zip([0, *(part.end for part in parts)], parts, strict=False)):
+        n = len(instructions)
+        for each in derivation.instructions[start : part.end]:
+            _add(each, derivation, stored, instructions, again)
+        instructions[n:] = [replace(each, call=i) for each in instructions[n:]]
     return instructions
 
 
@@ -141,7 +133,11 @@ def _add(
 
 
 def _lines(
-    parts: Sequence[Part], results: Mapping[int, Slot], fixed: set[Slot], grad_slots: Mapping[Slot, int], code: Code
+    parts: Sequence[tuple[list[Instruction], list[int]]],
+    results: Mapping[int, Slot],
+    fixed: set[Slot],
+    grad_slots: Mapping[Slot, int],
+    code: Code,
 ) -> list[str]:
     """The lines of a backward program: each value is freed after its last use, also those of the forward pass."""
     lines = [*(f"{variable(slot)} = g[{i}]" for slot, i in grad_slots.items()), "g.clear()"]

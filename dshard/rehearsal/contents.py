@@ -33,7 +33,7 @@ class Contents:
         sources: The number of the tensor that gives a slot its value; its first are the inputs.
         leaves: The module's own tensors, and leaves of autograd; `kinds` are theirs.
         made: The results.
-        trained: The leaves and inputs that get a gradient.
+        trained: The leaves and inputs that get a gradient, in the order in which a backward pass has these whole.
         dropped: The calls at which Python had dropped a result.
         weights: The inputs that are gathered weights, which a backward pass gathers again.
         reader: The slot of the function that gives one of these to a backward pass.
@@ -134,7 +134,9 @@ def contents_of(recording: RegionRecording) -> Contents:
     read = {slot for each in instructions_of(calls) for slot in reads(each)}
     known = used | {n for slot, n in recording.sources.items() if slot in read}  # some are gathered ahead
     kinds = {n: kind_of(x) for n, x in recording.leaves.items() if n in known}
-    needing_inputs = [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
+    trained = [n for n, kind in kinds.items() if n in used and _needs_grad(kind)]
+    trained += [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
+    place = {n: i for i, n in enumerate(recorder.gradient_order)}
     return Contents(
         calls=calls,
         why_not=why_not,
@@ -146,7 +148,7 @@ def contents_of(recording: RegionRecording) -> Contents:
         leaves={n: recording.leaves[n] for n in kinds},
         kinds=kinds,
         made={n: result for n, result in recording.made.items() if n in made},
-        trained=[n for n, kind in kinds.items() if n in used and _needs_grad(kind)] + needing_inputs,
+        trained=sorted(trained, key=lambda n: place.get(n, len(place) + recording.n_tensors - n)),
         dropped=recording.dropped,
         ranks=tuple(recorder.ranks),
         weights=recording.gathering.weights,

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.dlpack import from_dlpack
 
-from dshard.comm import ENDS
+from dshard.comm import ENDS, recording_calls
 from dshard.core.context import settings_restored
+from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import is_for_shapes
@@ -28,6 +29,7 @@ from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, Loca
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.session import run_eagerly
 from dshard.rehearsal.simplified import reads
+from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import OpOverload, no_torch_function, pytree
 
 aten = torch.ops.aten
@@ -155,6 +157,12 @@ class Derivation(LocalRecorder):
                 x = self.values[slot.number]
             if isinstance(x, Tensor):
                 self._tensors[x] = slot
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block operators on local tensors, and collectives, are run by this derivation."""
+        with recording_calls(self), OperatorMode(self.run):
+            yield
 
     def slot_of(self, x: Tensor) -> Slot:
         """The slot of a tensor; one that no instruction made becomes external."""
@@ -441,24 +449,31 @@ def inner_tensors(run: Run, derivation: Derivation, ctx: Context | None) -> dict
         inner[n]._matmul = weight.kind[3]
         derivation._tensors[local_of(inner[n])] = weight.slot
     for n in contents.trained:
-        x: Any = inner[n]
-        with no_torch_function(), derivation._unrecorded():  # the class's own `requires_grad_` would have it reduced
-            alias: Any = Tensor.requires_grad_(x.detach()) if ctx is None else x.view_as(x)
-        if isinstance(x, Wrapper):
-            alias._matmul, alias._gradient_leaf = x._matmul, x._gradient_leaf
-            with no_torch_function():  # of a leaf, as a gathered weight is none, matmuls keep no copy in another layout
-                alias._leaf = n not in contents.weights and (x.is_leaf if x._leaf is None else x._leaf)
-        share(derivation, alias, x)
-        inner[n] = alias
+        inner[n] = _alias(inner[n], derivation, n not in contents.weights, is_apart=ctx is None)
     return inner
+
+
+def _alias(x: Any, derivation: Derivation, may_be_leaf: bool, *, is_apart: bool) -> Any:
+    """An alias of `x` that needs a gradient: a leaf of autograd if it is apart."""
+    with no_torch_function(), derivation._unrecorded():  # the class's own `requires_grad_` would have it reduced
+        alias: Any = Tensor.requires_grad_(x.detach()) if is_apart else x.view_as(x)
+    if isinstance(x, Wrapper):
+        alias._matmul, alias._gradient_leaf = x._matmul, x._gradient_leaf
+        with no_torch_function():  # of a leaf, as a gathered weight is none, matmuls keep no copy in another layout
+            alias._leaf = may_be_leaf and (x.is_leaf if x._leaf is None else x._leaf)
+    share(derivation, alias, x)
+    return alias
 
 
 def _read_weight(read: Callable[[int], Tensor], place: int) -> Tensor:
     return read(place)
 
 
-def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
-    """Run the calls of a run again, on the tensors `inner`, to which it adds their results."""
+def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: StagedBackward | None = None) -> None:
+    """Run the calls of a run again, on the tensors `inner`, to which it adds their results.
+
+    For a backward pass in stages each call gets aliases of the results of others.
+    """
     frames: dict[object, Frame] = {}
     for call in run.answered():
         derivation.number = -2
@@ -473,13 +488,19 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any]) -> None:
                 lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
             )
             results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
+        made = dict[int, Any]()
         for ref, x in zip(call.outs, results, strict=True):
             if isinstance(ref, Ref):
                 is_ready(x)
             if isinstance(ref, Ref) and ref.number not in inner:
-                inner[ref.number] = x
+                inner[ref.number] = made[ref.number] = x
                 if isinstance(x, Wrapper) and x._spec is not run.record.contents.made[ref.number].kind[1]:
                     raise RuntimeError(f"{call.name} at {call.line} gives another layout when it runs again")
+        if staged is not None:
+            with no_torch_function():
+                made = {n: x for n, x in made.items() if x.requires_grad}
+            staged.add_call(made, {n: inner[n] for n in call.refs})
+            inner.update({n: _alias(x, derivation, True, is_apart=True) for n, x in made.items()})
 
 
 @contextmanager

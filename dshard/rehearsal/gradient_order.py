@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, TypeAlias
 
+from dshard.autograd.joined_gradients import MeshLeaves, bucket_of
 from dshard.rehearsal.contents import Contents
 
 
 class GradientOrder:
     """The operands that get a gradient, in segments, each of which has a node of autograd.
 
-    They come in the order in which an eager backward pass gives their gradients, which is known of a program. A leaf's
-    gradient that is `alone`, not reduced with others, is reduced when it arises: all ranks have to keep the order.
+    They come in the order in which an eager backward pass has their gradients whole. Segments end where a bucket of
+    gradients does. A leaf's gradient that is `alone`, not reduced with others, is reduced when it arises, and has its
+    own: all ranks have to keep the order.
     """
 
     def __init__(self, contents: Contents) -> None:
-        first = {n: i for i, call in reversed([*enumerate(contents.calls)]) for n in call.refs}
-        likely = sorted(contents.trained, key=lambda n: (-first.get(n, 0), n))  # those used first come last
-        self._segments = [[n] for n in likely] or [[]]
-        self._n_known = -1
-        self.alone = False
+        self._leaves, self._order = contents.leaves, contents.trained
+        self._segments, self._n_cuts = list[list[int]](), -1
 
-    def learn(self, parts: Sequence[Sequence[int]]) -> None:
-        """Take over the order of a program, and its parts, if it gives more than those before."""
-        known = {n for part in parts for n in part}
-        if len(known) > self._n_known:
-            rest = [n for segment in self._segments for n in segment if n not in known]
-            self._n_known, self._segments = len(known), [*map(list, parts[:-1]), [*parts[-1], *rest]]
+    def _cut(self) -> None:
+        """Cut the order by the buckets that there are."""
+        self._n_cuts = MeshLeaves.n_cuts
+        last: dict[object, int] = {}
+        for i, n in enumerate(self._order):
+            leaf = getattr(self._leaves.get(n), "_gradient_leaf", None)
+            bucket = None if leaf is None else bucket_of(leaf)
+            if bucket is not None:
+                last[bucket] = i + 1
+        ends = {*last.values(), len(self._order)}
+        self._segments = [self._order[start:end] for start, end in pairwise([0, *sorted(ends)])]
 
     def segments(self, alone: bool) -> list[list[int]]:
         """The segments, of one operand each if gradients are `alone`."""
-        return [[n] for each in self._segments for n in each] if alone or self.alone else self._segments
+        if self._n_cuts != MeshLeaves.n_cuts:
+            self._cut()
+        return [[n] for n in self._order] or [[]] if alone else self._segments
 
 
 Parts: TypeAlias = tuple[Iterable[int], Iterator[dict[int, Any]]]
@@ -49,6 +56,9 @@ class GivenGradients:
     def begin(self, parts: Parts) -> None:
         """Begin a backward pass."""
         self._coming, self._parts, self._found = {*parts[0]}, parts[1], {}
+        if not self._coming:
+            for _ in self._parts:  # hooks within may wait for gradients
+                pass
 
     def of(self, segment: int) -> list[Any]:
         """The gradients of a segment; None: there is none."""

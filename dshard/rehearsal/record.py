@@ -87,7 +87,6 @@ class Record:
 
     def add_program(self, pattern: Any, program: Any) -> None:
         """Add the backward program of a pattern: from then on what no program reads is not kept."""
-        self.order.learn(program.parts)
         self.programs.append((pattern, program))
         self.read = {n for _, each in self.programs for n in each.reads} - self.contents.counted
         needed = {slot for _, each in self.programs for slot in each.slots} | self.lifetimes.lost

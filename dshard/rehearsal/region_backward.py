@@ -1,10 +1,10 @@
 """The backward pass of a rehearsed module: a program for each pattern of gradients that arrives.
 
 A pattern that is met first is derived: the calls run again under autograd, on aliases of the module's own tensors, but
-what their local operators give is taken from the run, so that nothing is sent, drawn or computed twice. What the inner
-backward pass then runs is recorded, and is the program of later passes. Gradients of the module's own tensors are given
-to autograd, often partial sums: it adds what other nodes give, and the hooks of the leaves reduce the sums, as those of
-eager passes, so that all ranks send the same, whatever each of them has answered.
+what their local operators give is taken from the run, so that nothing is sent, drawn or computed twice. Then their
+backward pass runs, as far as autograd asks for gradients, and is recorded: it is the program of later passes. Gradients
+of the module's own tensors are given to autograd, often partial sums: it adds what other nodes give, and the hooks of
+the leaves reduce the sums, as those of eager passes, so that all ranks send the same, whatever each has answered.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.accumulation import accumulating
-from dshard.autograd.crossing import unchecked_apply
+from dshard.autograd.crossing import as_distributed, unchecked_apply
 from dshard.autograd.gathered_weights import GatheredUse
-from dshard.comm import publish_failure, recording_calls
+from dshard.comm import publish_failure
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.context import settings_in_force
-from dshard.core.observe import OperatorMode, unobserved
+from dshard.core.observe import unobserved
 from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.rehearsal.backward_program import BackwardProgram, NoProgram, program_of
+from dshard.rehearsal.backward_program import BackwardProgram, Given, NoProgram, PassStage, program_of
 from dshard.rehearsal.calls import local_of
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again
 from dshard.rehearsal.gradient_order import Parts
@@ -35,6 +35,7 @@ from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run
 from dshard.rehearsal.simplified import reads
+from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import keeps_graph, no_torch_function, will_execute_node
 
 MAX_PATTERNS = 8
@@ -51,8 +52,10 @@ TWICE = (
 
 
 class Pattern(NamedTuple):
-    """The key of a backward program: the calls answered, the operands whose gradients are asked for, and those
-    that arrived, by place.
+    """The key of a backward program.
+
+    The calls answered, the operands whose gradients are asked for, those that arrived, by place, and in how many
+    segments the gradients are given.
     """
 
     n_answered: int
@@ -60,6 +63,7 @@ class Pattern(NamedTuple):
     grads: tuple[tuple[int, object, tuple[int, ...]], ...]
     settings: tuple[object, ...]
     accumulates: bool
+    n_segments: int
 
 
 class RegionNode(torch.autograd.Function):
@@ -154,7 +158,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
         run_pending()
     if run.hooks or LISTENERS:  # a program tells nobody of what it sends
         _check_versions(run, record.read)
-        return _derived(run, None, asked, given, arrived)
+        return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     locals_ = [local_of(grad) for grad in arrived]
     pattern = Pattern(
         run.n_answered,
@@ -165,10 +169,11 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
         ),
         tuple(settings_in_force()),
         accumulating() or any(leaf.has_partial_sum for leaf in record.own.gradient_leaves),
+        len(run.given.segments),
     )
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
-        return _derived(run, pattern, asked, given, arrived)
+        return asked, _DerivedPass(run, pattern, asked, given, arrived).parts()
     _check_versions(run, program.reads)
     for number in program.fresh:
         if run.values[number]._version:
@@ -213,61 +218,69 @@ def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
             raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
 
 
-def _derived(
-    run: Run, pattern: Pattern | None, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]
-) -> Parts:
+class _DerivedPass:
     """The gradients of a pattern without a program, which is made of them; None: hooks wait for gradients within."""
-    record = run.record
-    derivation = Derivation(run)
-    record.passes["derived"] += 1
-    with recording_calls(derivation), OperatorMode(derivation.run), torch.enable_grad():
-        with unobserved():
-            inner = _inner_graph(run, derivation, None)
-        outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
-        hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
-        arrived = list[int]()
-        for n in asked:
-            with no_torch_function():
-                inner[n].register_hook(partial(_note, arrived, n))
-        n_values = len(run.values)
-        if not (keeps_graph() or run.overwritten):
-            inner.clear()
-            derivation.let_go()
-            run.values = []
-        derivation.is_backward, derivation.expected = True, []
-        grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
-        with torch.no_grad():
-            gradients_asked = _asked_of(outs, operands, hooked, grads)
-        found = {n: x for n, x in zip(asked, gradients_asked, strict=True) if x is not None}
-        slots = {n: derivation.slot_of(local_of(found[n])) for n in arrived if n in found}
-    read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < n_values}
-    if run.overwritten:
-        _check_overwritten(run, map(record.lifetimes.at, read))
-    record.why_not = derivation.why_not or record.why_not
-    if pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
-        try:
-            program = program_of(record, derivation, grad_slots, slots, {n: _wrapping(x) for n, x in found.items()})
-        except NoProgram as error:
-            record.why_not = str(error)
-        else:
-            record.add_program(pattern, program)
-            _check_versions(run, program.reads - record.contents.counted)
-    if not keeps_graph():
-        run.free()
-    return found, iter([found])
 
+    def __init__(
+        self, run: Run, pattern: Pattern | None, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any]
+    ) -> None:
+        self._run, self._pattern = run, pattern
+        self._derivation = derivation = Derivation(run)
+        run.record.passes["derived"] += 1
+        with derivation.recording(), torch.enable_grad():
+            with unobserved():
+                inner = inner_tensors(run, derivation, None)
+                self._staged = StagedBackward(asked, [*run.hooks.values()])
+                run_again(run, derivation, inner, self._staged)
+            needing = run.record.places.needing
+            self._staged.begin({needing[i]: grad for i, grad in zip(given, grads, strict=True)})
+            self._layouts = {n: inner[n]._spec.layout for n in asked if isinstance(inner[n], Wrapper)}
+            self._n_values = len(run.values)
+            if not (keeps_graph() or run.overwritten):
+                inner.clear()
+                derivation.let_go()
+                run.values = []
+            derivation.is_backward, derivation.expected = True, []
+            self._grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
+        self._results, self._stages = dict[int, Given](), list[PassStage]()
+        self._segments = [wanted for each in run.given.segments if (wanted := [n for n in each if n in asked])] or [[]]
 
-def _note(arrived: list[int], n: int, grad: Tensor) -> None:
-    arrived.append(n)
+    def parts(self) -> Iterator[dict[int, Tensor | None]]:
+        """The gradients of each segment, which arise when they are asked for."""
+        derivation, staged = self._derivation, self._staged
+        for numbers in self._segments:
+            is_last = numbers is self._segments[-1]
+            with derivation.recording(), torch.no_grad():
+                found = staged.until(numbers)
+                if is_last:
+                    staged.end()
+                there = {n: x for n, x in found.items() if x is not None}
+                there |= {n: as_distributed(x, self._layouts[n]) for n, x in there.items() if n in self._layouts}
+                self._results |= {n: Given(derivation.slot_of(local_of(x)), _wrapping(x)) for n, x in there.items()}
+            if there:
+                self._stages.append(PassStage(len(derivation.instructions), [*there]))
+            if is_last:
+                self._end()
+            yield {**found, **there}
 
-
-def _asked_of(
-    outs: Sequence[Any], operands: Sequence[Any], hooked: Sequence[Any], grads: Sequence[Any], *, create: bool = False
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the operands; those of hooked tensors are computed with them."""
-    asked = [*operands, *hooked]
-    found = torch.autograd.grad(outs, asked, grads, create_graph=create, allow_unused=True) if asked else ()
-    return found[: len(operands)]
+    def _end(self) -> None:
+        run, record, derivation = self._run, self._run.record, self._derivation
+        if run.overwritten:
+            read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < self._n_values}
+            _check_overwritten(run, map(record.lifetimes.at, read))
+        record.why_not = derivation.why_not or record.why_not
+        if self._pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
+            *before, last = self._stages or [PassStage(0, [])]
+            parts = [*before, last._replace(end=len(derivation.instructions))]
+            try:
+                program = program_of(record, derivation, self._grad_slots, self._results, parts)
+            except NoProgram as error:
+                record.why_not = str(error)
+            else:
+                record.add_program(self._pattern, program)
+                _check_versions(run, program.reads - record.contents.counted)
+        if not keeps_graph():
+            run.free()
 
 
 def _wrapping(grad: Tensor) -> Callable[[Tensor], Any]:
@@ -275,32 +288,24 @@ def _wrapping(grad: Tensor) -> Callable[[Tensor], Any]:
     return partial(wrap, spec=grad._spec) if isinstance(grad, Wrapper) else lambda local: local
 
 
-def _inner_graph(run: Run, derivation: Derivation, ctx: Context | None) -> dict[int, Any]:
-    """The tensors of calls that have run again, by number, with hooks that wait for their gradients.
-
-    With the context of the first node they are connected to autograd's graph.
-    """
-    inner = inner_tensors(run, derivation, ctx)
-    run_again(run, derivation, inner)
-    for n, hook in run.hooks.values():
-        if n in inner:
-            inner[n].register_hook(hook)
-    return inner
-
-
 def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Sequence[Any], ctx: Context) -> Parts:
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
     record.passes["derived"] += 1
-    record.order.alone = True
     saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
-    with torch.enable_grad(), recording_calls(derivation), OperatorMode(derivation.run), saving:
-        inner = _inner_graph(run, derivation, ctx)
+    with torch.enable_grad(), derivation.recording(), saving:
+        inner = inner_tensors(run, derivation, ctx)
+        run_again(run, derivation, inner)
         outs, operands = [inner[record.places.needing[i]] for i in given], [inner[n] for n in asked]
         hooked = [inner[n] for n, _ in run.hooks.values() if n in inner]
+        for n, hook in run.hooks.values():
+            if n in inner:
+                inner[n].register_hook(hook)
         derivation.is_backward, derivation.expected = True, []
-        found = _asked_of(outs, operands, hooked, grads, create=True)
+        found: Sequence[Tensor | None] = ()
+        if operands or hooked:  # gradients of these are computed for their hooks
+            found = torch.autograd.grad(outs, [*operands, *hooked], grads, create_graph=True, allow_unused=True)
     if not keeps_graph():
         run.free()
-    return asked, iter([dict(zip(asked, found, strict=True))])
+    return asked, iter([dict(zip(asked, found, strict=False))])

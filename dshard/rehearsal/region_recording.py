@@ -24,11 +24,13 @@ from dshard.core.context import settings_in_force, settings_states
 from dshard.core.observe import OperatorMode
 from dshard.core.plain_tensors import is_within_forward
 from dshard.core.signature import Args, Kwargs
+from dshard.core.trees import tensors_in
 from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import Kind, RecordedCall, Ref, autocast_now, is_own, is_ready, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly
+from dshard.rehearsal.staged_backward import gradient_order
 from dshard.torch_private import (
     OpOverload,
     is_transforming,
@@ -36,6 +38,7 @@ from dshard.torch_private import (
     no_torch_function,
     pytree,
     saved_tensor_hooks,
+    sequence_number,
     tensor_references,
 )
 
@@ -78,7 +81,8 @@ class RegionRecorder(LocalRecorder):
     """The local operators of one call of a module.
 
     `storages` has the memory of each new tensor. `reads_host` names an operator of the running call that reads numbers
-    on the host. Draws of random numbers are run again in their places, so their states need no instructions.
+    on the host. Draws of random numbers are run again in their places, so their states need no instructions. Nodes of
+    autograd are numbered `since` it began; `gradient_order` is that of the operands in a backward pass.
     """
 
     def __init__(self) -> None:
@@ -86,6 +90,7 @@ class RegionRecorder(LocalRecorder):
         self.reads_host = ""
         self.storages: dict[Slot, StorageWeakRef] = {}
         self.settings: list[list[object]] = []
+        self.since, self.gradient_order = sequence_number(), list[int]()
 
     def _check(self, func: OpOverload, args: Args) -> None:
         super()._check(func, args)
@@ -466,6 +471,12 @@ class RegionRecording:
                 shown.append(n)
             seen.add(storage)
         return shown
+
+    def has_given(self, out: object) -> None:
+        """Note in which order a backward pass from what the module has given has its gradients whole."""
+        operands = self.leaves | dict(enumerate(self.inputs))
+        outs = tensors_in(out) or [x for each in self._refs.values() if (x := each()) is not None]
+        self.recorder.gradient_order = gradient_order(outs, operands, self.recorder.since)
 
     def end(self) -> None:
         """Let go of tensors, which are not looked after any more."""
