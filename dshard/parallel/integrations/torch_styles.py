@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh, current_mesh
-from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.signature import Args, Kwargs
 from dshard.distribute import distribute_module, distribute_tensor
 from dshard.errors import ArgumentError, LayoutError, MeshError, MixedError, ShapeError
 from dshard.mesh import Mesh
@@ -22,6 +22,8 @@ from dshard.validate import as_int, check_type
 
 AnyMesh = DeviceMesh | Mesh
 Layouts = Placement | Sequence[Placement | None] | None
+Rows: TypeAlias = Mapping[type[nn.Module], tuple[Mapping[str, Placement], Placement]]
+"""For classes of modules the layouts of parameters by name, replicated if not named, and that of the input."""
 
 
 class ParallelStyle(ABC):
@@ -37,12 +39,12 @@ class ParallelStyle(ABC):
         """Lay out `module` in place, and return it."""
 
 
-class ColwiseParallel(ParallelStyle):
-    """The outputs of an `nn.Linear`, or the columns of an `nn.Embedding`, are sharded over the mesh.
+class _OfWeights(ParallelStyle):
+    """A style of modules with weights: how they, the input and the output are laid out, by the class of the module."""
 
-    `input_layouts`: the layout of a plain input, replicated by default. `output_layouts`: the layout of the output,
-    sharded over its last dim by default. `use_local_output`: return the plain local tensor, or else the DTensor.
-    """
+    _default_input: Placement
+    _default_output: Placement
+    _rows: ClassVar[Rows]
 
     def __init__(
         self,
@@ -51,27 +53,51 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (_placement("input_layouts", input_layouts, Replicate()),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, Shard(-1)),)
-        self.desired_input_layouts = (Replicate(),)
+        self.input_layouts = (_placement("input_layouts", input_layouts, self._default_input),)
+        self.output_layouts = (_placement("output_layouts", output_layouts, self._default_output),)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        layouts: Mapping[str, Placement]
-        match module:
-            case nn.Linear():
-                layouts = {"weight": Shard(0), "bias": Shard(0)}
-            case nn.Embedding():
-                layouts = {"weight": Shard(1)}
-            case _:
-                raise _refused("ColwiseParallel", module)
-        return _lay_out(self, module, device_mesh, layouts, self.desired_input_layouts)
+        row = next((row for kind, row in self._rows.items() if isinstance(module, kind)), None)
+        if row is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} lays out nn.Linear and nn.Embedding, not {type(module).__name__}: "
+                "lay out its parameters with distribute_module, or derive a style from ParallelStyle"
+            )
+        one_axis(device_mesh)
+        layouts, desired = row
+        size = module.in_features if isinstance(module, nn.Linear) else None
+        return distribute_module(
+            module,
+            device_mesh,
+            lambda name, submodule, mesh: _distribute(submodule, mesh, layouts, self.src_data_rank),
+            lambda mod, inputs, mesh: (
+                distributed_input(inputs[0], mesh, self.input_layouts, (desired,), size),
+                *inputs[1:],
+            ),
+            partial(_returned, self.output_layouts, self.use_local_output),
+        )
 
     def __repr__(self) -> str:
-        return _shown(self, "input_layouts", "output_layouts", "use_local_output")
+        return f"{type(self).__name__}({_listed(vars(self))})"
 
 
-class RowwiseParallel(ParallelStyle):
+class ColwiseParallel(_OfWeights):
+    """The outputs of an `nn.Linear`, or the columns of an `nn.Embedding`, are sharded over the mesh.
+
+    `input_layouts`: the layout of a plain input, replicated by default. `output_layouts`: the layout of the output,
+    sharded over its last dim by default. `use_local_output`: return the plain local tensor, or else the DTensor.
+    """
+
+    _default_input, _default_output = Replicate(), Shard(-1)
+    desired_input_layouts = (Replicate(),)
+    _rows: ClassVar[Rows] = {
+        nn.Linear: ({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
+        nn.Embedding: ({"weight": Shard(1)}, Replicate()),
+    }
+
+
+class RowwiseParallel(_OfWeights):
     """The inputs of an `nn.Linear`, or the rows of an `nn.Embedding`, are sharded over the mesh; the output is a sum.
 
     `input_layouts`: the layout of a plain input, sharded over its last dim by default. `output_layouts`: the layout of
@@ -79,31 +105,11 @@ class RowwiseParallel(ParallelStyle):
     plain local tensor, or else the DTensor.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.input_layouts = (_placement("input_layouts", input_layouts, Shard(-1)),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, Replicate()),)
-        self.use_local_output = use_local_output
-
-    def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        desired: tuple[Placement, ...]
-        layouts: Mapping[str, Placement]
-        match module:
-            case nn.Linear():
-                layouts, desired = {"weight": Shard(1), "bias": Replicate()}, (Shard(-1),)
-            case nn.Embedding():
-                layouts, desired = {"weight": Shard(0)}, (Replicate(),)
-            case _:
-                raise _refused("RowwiseParallel", module)
-        return _lay_out(self, module, device_mesh, layouts, desired)
-
-    def __repr__(self) -> str:
-        return _shown(self, "input_layouts", "output_layouts", "use_local_output")
+    _default_input, _default_output = Shard(-1), Replicate()
+    _rows: ClassVar[Rows] = {
+        nn.Linear: ({"weight": Shard(1)}, Shard(-1)),
+        nn.Embedding: ({"weight": Shard(0)}, Replicate()),
+    }
 
 
 class SequenceParallel(ParallelStyle):
@@ -119,13 +125,10 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        def replicate(name: str, submodule: nn.Module, mesh: AnyMesh) -> None:
-            _distribute(submodule, mesh, {}, self.src_data_rank)
-
         return distribute_module(
             module,
             device_mesh,
-            replicate,
+            lambda name, submodule, mesh: _distribute(submodule, mesh, {}, self.src_data_rank),
             lambda mod, inputs, mesh: (
                 distributed_input(inputs[0], mesh, self.sequence_sharding, self.sequence_sharding),
             ),
@@ -177,29 +180,6 @@ def _global_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) -
     return None
 
 
-def _lay_out(
-    style: ColwiseParallel | RowwiseParallel,
-    module: nn.Module,
-    device_mesh: AnyMesh,
-    layouts: Mapping[str, Placement],
-    desired: tuple[Placement, ...],
-) -> nn.Module:
-    """Lay out the module's parameters, and register hooks that redistribute its input and output for the style."""
-    one_axis(device_mesh)
-    size = module.in_features if isinstance(module, nn.Linear) else None
-
-    def partition(name: str, submodule: nn.Module, mesh: AnyMesh) -> None:
-        _distribute(submodule, mesh, layouts, style.src_data_rank)
-
-    return distribute_module(
-        module,
-        device_mesh,
-        partition,
-        lambda mod, inputs, mesh: (distributed_input(inputs[0], mesh, style.input_layouts, desired, size), *inputs[1:]),
-        partial(_returned, style.output_layouts, style.use_local_output),
-    )
-
-
 def _distribute(module: nn.Module, mesh: AnyMesh, layouts: Mapping[str, Placement], source: int | None) -> None:
     """Lay out the module's own parameters; those not named are replicated."""
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -224,17 +204,6 @@ def one_axis(mesh: AnyMesh) -> Mesh:
             f"give one of them, such as mesh[{pure.names[-1]!r}]"
         )
     return pure
-
-
-def _refused(style: str, module: nn.Module) -> NotImplementedError:
-    return NotImplementedError(
-        f"{style} lays out nn.Linear and nn.Embedding, not {type(module).__name__}: "
-        "lay out its parameters with distribute_module, or derive a style from ParallelStyle"
-    )
-
-
-def _shown(style: object, *names: str) -> str:
-    return f"{type(style).__name__}({', '.join(f'{name}={getattr(style, name)}' for name in names)})"
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -415,8 +384,8 @@ def _all(
             f"module {what} and {what[:-1]}_layouts should have same length! "
             f"They are {len(values)} and {len(layouts)}: give one for each, None for what is to be left as it is"
         )
-    make: Function = _one
-    return tuple(make(*row, use_local) for row in zip(values, (mesh,) * len(values), layouts, desired, strict=True))
+    rows = zip(values, layouts, desired, strict=True)
+    return tuple(_one(x, mesh, layout, placement, use_local) for x, layout, placement in rows)
 
 
 def _one(x: object, mesh: AnyMesh, layout: Placement | None, desired: Placement | None, use_local: bool) -> Any:
@@ -427,7 +396,8 @@ def _one(x: object, mesh: AnyMesh, layout: Placement | None, desired: Placement 
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+    """The arguments of a style, without the source that `parallelize_module` sets."""
+    return ", ".join(f"{name}={value}" for name, value in values.items() if name != "src_data_rank")
 
 
 def parallelize_module(

@@ -83,17 +83,14 @@ class NcclContract(CommunicatorGroup):
         """One tensor of one size -> those of all ranks, in one tensor."""
         return self._begin("all_gather_into_tensor", [self._gather_into(output, input)])
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self.all_gather_single(output, input)
+    _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Several all_gathers as one."""
         parts = [self._gather_into(out, x) for out, x in zip(outputs, inputs, strict=True)]
         return self._begin("all_gather_into_tensor_coalesced", parts)
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several all_gathers as one."""
-        return self.all_gather_single_coalesced(outputs, inputs)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_into(self, out: Tensor, x: Tensor) -> Entry:
         what = "all_gather_into_tensor"
@@ -127,8 +124,7 @@ class NcclContract(CommunicatorGroup):
         """Terms for all ranks in one tensor -> the reduction of this rank's piece; all of one size."""
         return self._begin("reduce_scatter_tensor", [self._scatter_from(output, input, _op(opts))])
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_single(output, input, opts)
+    _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -137,9 +133,7 @@ class NcclContract(CommunicatorGroup):
         parts = [self._scatter_from(out, x, _op(opts)) for out, x in zip(outputs, inputs, strict=True)]
         return self._begin("reduce_scatter_tensor_coalesced", parts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several reduce_scatters as one."""
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_from(self, out: Tensor, x: Tensor, op: dist.ReduceOp) -> Entry:
         what = "reduce_scatter_tensor"
@@ -187,9 +181,7 @@ class NcclContract(CommunicatorGroup):
         call = Digest(("all_to_all_single", str(input.dtype)), send, receive)
         return self._begin("all_to_all_single", [Entry(call, [input], [output], run)])
 
-    def alltoall_base(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
-        """Pieces for each rank in one tensor -> pieces from each rank in one."""
-        return self.all_to_all_single(output, input, out_sizes, in_sizes)
+    alltoall_base = all_to_all_single
 
     def _splits(self, x: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of the pieces of `x` along its first dim."""
