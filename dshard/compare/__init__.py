@@ -16,11 +16,11 @@ from dshard.compare.comparison import Comparison, Deviation, ModuleComparison, f
 from dshard.compare.observed_pass import ObservedPass, Place, deviations, errors
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Kwargs
+from dshard.core.trees import nested_tensors
 from dshard.errors import ArgumentError, MeshError
 from dshard.parallel import parallelize
 from dshard.parallel.boundary import boundary_of
 from dshard.parallel.model_plan import PlanArgument
-from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.precision import Precision, as_precision
 from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import article, check_callable, check_type, shown

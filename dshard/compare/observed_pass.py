@@ -23,7 +23,7 @@ from dshard.compare.comparison import (
     Deviation,
 )
 from dshard.core.transforms import is_wrapped
-from dshard.parallel.nested_tensors import map_tensors, named_tensors
+from dshard.core.trees import map_tensors, named_tensors
 from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import graph_task_id
 

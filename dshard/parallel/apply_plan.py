@@ -20,6 +20,7 @@ from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
+from dshard.core.trees import map_tensors, nested_tensors
 from dshard.core.wrapper import is_leaf
 from dshard.distribute import cut, distribute_tensor
 from dshard.layout import Layout
@@ -27,7 +28,6 @@ from dshard.ops.matmul.options import MatmulOptions, current_options, enter_opti
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.gather_groups import gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
-from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard

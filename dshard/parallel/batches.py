@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dshard.comm import begin_rows, comparing, device_of, gather_objects, group_of_hosts, with_waits
+from dshard.core.trees import map_tensors
 from dshard.errors import LayoutError, PeerError
 from dshard.mesh import Mesh
 from dshard.parallel.boundary import boundary_of, distribute_batch
 from dshard.parallel.inputs import STATES, Input, Inputs, have_values, row_of
-from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.same_program import ranks_alike, ranks_by_value
 from dshard.torch_private import pytree
 

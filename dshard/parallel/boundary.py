@@ -16,12 +16,12 @@ from dshard.comm import own_coordinate
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_tensors import declare_model
+from dshard.core.trees import map_tensors, nested_tensors
 from dshard.errors import ArgumentError, LayoutError
 from dshard.layout import Layout, layout_of
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, data_axes, data_coordinate, rows_alone
 from dshard.parallel.inputs import InputModes, Inputs, argument_names
-from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs
 from dshard.placements import Placement

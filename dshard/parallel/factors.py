@@ -22,7 +22,7 @@ from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
-from dshard.core.trees import replace_tensors, tensors_in, with_tensors
+from dshard.core.trees import map_tensors, nested_tensors, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import find
 from dshard.errors import LayoutError
@@ -30,7 +30,6 @@ from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.parallel.forward_values import ForwardValues, named_inputs
-from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.reachable_state import ReachableState
 from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes

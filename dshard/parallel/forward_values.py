@@ -23,14 +23,13 @@ from torch.overrides import TorchFunctionMode
 from dshard.autograd.crossing import redistribute
 from dshard.comm import are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
+from dshard.core.trees import nested_tensors, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
 from dshard.parallel.inputs import argument_names
-from dshard.parallel.nested_tensors import nested_tensors
 from dshard.torch_private import disable_modes
 
 QUESTIONS = frozenset(

@@ -14,12 +14,12 @@ from dshard.compile.graph_functions import as_graph_function, as_graph_functions
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import FunctionReplacement, PlainReplicated
 from dshard.core.signature import Function
+from dshard.core.trees import map_tensors, nested_tensors
 from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, sizes_of_batch
-from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor

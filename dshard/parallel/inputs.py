@@ -15,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ranks, warn_user
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.signature import Args, Kwargs
+from dshard.core.trees import map_tensors, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.parallel.batch_rows import Rows
-from dshard.parallel.nested_tensors import map_tensors, named_tensors, nested_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, RowsOfRanks, differing, ranks_alike, ranks_by_value, states
 from dshard.placements import Replicate

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.signature import Args, Kwargs
 from dshard.core.subclasses import refuse_own_rules
+from dshard.core.trees import nested_tensors
 from dshard.distribute import lay_out_assigned
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
@@ -26,7 +27,6 @@ from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_b
 from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
-from dshard.parallel.nested_tensors import nested_tensors
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of

@@ -12,14 +12,13 @@ from torch import nn
 from dshard.comm import plain, planning
 from dshard.core.context import planning_context
 from dshard.core.spec import Spec
-from dshard.core.trees import tensors_in
+from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.factors import stand_in_for, trace_factors, without_data
 from dshard.parallel.forward_values import HostReadMissing, HostReads
-from dshard.parallel.nested_tensors import map_tensors, nested_tensors
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.reachable_state import ReachableState
 from dshard.placements import Replicate

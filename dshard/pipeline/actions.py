@@ -80,25 +80,27 @@ class BackwardWeight(_Compute):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class _Message:
+    """A message of one microbatch along an edge."""
+
+    verb: ClassVar[str]
+    edge: Edge
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.edge} of microbatch {self.microbatch}"
+
+
+class Send(_Message):
     """Begin to send a value that was computed."""
 
-    edge: Edge
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"send {self.edge} of microbatch {self.microbatch}"
+    verb = "send"
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(_Message):
     """Begin to receive a value into memory; the action that computes with it waits for it."""
 
-    edge: Edge
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"receive {self.edge} of microbatch {self.microbatch}"
+    verb = "receive"
 
 
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dshard.comm import group_rank, runtime_of
 from dshard.core.plain_tensors import implicit_replication
+from dshard.core.trees import map_tensors
 from dshard.errors import LayoutError
 from dshard.factories import zeros
 from dshard.ops.random import seeded_alike
@@ -24,7 +25,6 @@ from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import InputModes, Inputs
-from dshard.parallel.nested_tensors import map_tensors
 from dshard.parallel.numbered_hooks import before
 from dshard.parallel.same_program import Draws
 from dshard.placements import Partial, Replicate
