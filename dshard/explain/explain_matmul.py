@@ -21,7 +21,8 @@ from dshard.explain.candidates import MoveCost, candidate_of_moves, redistributi
 from dshard.explain.report_values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
-from dshard.ops.matmul.panel_price import Plans, in_panels
+from dshard.ops.matmul.panel_executor import PlannedMatmul
+from dshard.ops.matmul.panel_price import in_panels
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import Plan, plan
 from dshard.rules.communication_bounds import matmul_lower_bound
@@ -61,6 +62,7 @@ _MOVING = {"m": "B", "n": "A", "k": "C"}
 _LOOPS = "nmk"
 """The loops whose mesh axes move A, B and C."""
 
+Plans: TypeAlias = tuple[Plan, Plan, Plan]
 ScheduleKey: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -145,7 +147,7 @@ def _explanation(
         for name, shape in zip(operands, matmul.shapes[:2], strict=True)
     )
     rule = matmul_rule(*matmul.shapes[:2])
-    panels = in_panels(rule, plans, dtype, topology)
+    panels = in_panels(PlannedMatmul(rule, plans, dtype, topology))
     reason = why_chosen(chosen, candidates)
     return Explanation(
         *("matmul", described, str(rule), topology.name, str(topology), why),

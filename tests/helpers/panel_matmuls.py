@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dshard import DTensor, Mesh, Schedule, Stream
-from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.panel_executor import PanelExecutor, PlannedMatmul
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import Plan, plan
@@ -53,4 +53,4 @@ def plans_of(mesh: Mesh, schedule: Schedule, m: int, k: int, n: int) -> tuple[Pl
 def executor_of(mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], stream: Stream) -> PanelExecutor | None:
     m, k, n = shape
     plans = plans_of(mesh, schedule, m, k, n)
-    return executor(matmul_rule((m, k), (k, n)), plans, torch.float64, stream, None, BYTES)
+    return executor(PlannedMatmul(matmul_rule((m, k), (k, n)), plans, torch.float64, BYTES), stream)

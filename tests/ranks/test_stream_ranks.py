@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dshard import Mesh, Schedule, Stream, explain, init_device_mesh, matmul, trace, use_strategy, use_topology
 from dshard.comm import WORKSPACE, Transfer, bind
 from dshard.errors import RankError, StrategyError
+from dshard.ops.matmul.panel_executor import PlannedMatmul
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.rules.panel_stream import PanelCost
@@ -171,7 +172,7 @@ def priced(topology: Topology, schedule: Schedule = SUMMA, shape: tuple[int, int
     """The product on (4, 4) in each number of panels."""
     m, k, n = shape
     plans = plans_of(Mesh((4, 4), ("r", "c")), schedule, m, k, n)
-    return in_panels(matmul_rule((m, k), (k, n)), plans, torch.float64, topology)
+    return in_panels(PlannedMatmul(matmul_rule((m, k), (k, n)), plans, torch.float64, topology))
 
 
 @given(st.floats(1, 1e6), st.floats(1, 1e6))

@@ -35,6 +35,7 @@ from dshard.errors import LayoutError, StrategyError
 from dshard.explain import Explanation, explain_matmul
 from dshard.layout import Layout
 from dshard.ops.matmul.options import Saved
+from dshard.ops.matmul.panel_executor import PlannedMatmul
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.ops.matmul.rules import matmul_rule
@@ -276,7 +277,7 @@ def taken(topology: Topology, local: str, stream: Stream, sizes: tuple[int, int,
     plans = plans_of(mesh, Schedule(("n", "m"), ("m", "R")), m, k, n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", local)
-        found = executor(matmul_rule((m, k), (k, n)), plans, dtype, stream, None, topology)
+        found = executor(PlannedMatmul(matmul_rule((m, k), (k, n)), plans, dtype, topology), stream)
     return type(found).__name__
 
 
@@ -474,7 +475,7 @@ def priced(topology: Topology, schedule: Schedule, sizes: tuple[int, int, int]) 
     """The prices of a matmul on eight GPUs that need not exist."""
     m, k, n = sizes
     plans = plans_of(Mesh((8,), ("x",), device_type="cuda"), schedule, m, k, n)
-    return in_panels(matmul_rule((m, k), (k, n)), plans, torch.float64, topology)
+    return in_panels(PlannedMatmul(matmul_rule((m, k), (k, n)), plans, torch.float64, topology))
 
 
 def nvlinked(bandwidth: float, flops: float, latency: float = 0.0) -> Topology:
@@ -523,7 +524,7 @@ def test_what_is_taken_is_never_dearer_than_what_is_listed(
 def test_auto_takes_no_kernel_where_nothing_says_that_nvlink_joins_the_ranks(topology: Topology) -> None:
     mesh = Mesh((16 if topology.size == 16 else 4,), ("x",), device_type="cuda")
     plans = plans_of(mesh, COLUMN, 64, 64, 64)
-    costs = in_panels(matmul_rule((64, 64), (64, 64)), plans, torch.float64, topology)
+    costs = in_panels(PlannedMatmul(matmul_rule((64, 64), (64, 64)), plans, torch.float64, topology))
 
     assert {each.transport for each in costs} == {"collective"}
 

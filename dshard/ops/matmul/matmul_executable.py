@@ -20,7 +20,7 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.local import LocalProduct, local_product
-from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.panel_executor import PanelExecutor, PlannedMatmul
 from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
@@ -77,10 +77,7 @@ class Matmul:
         if self.streamed is not None:
             return self.streamed
         if self._in_bulk is None:
-            decision = self.executable.decision
-            self._in_bulk = PanelExecutor(
-                _choice(decision).question.rule, self.plans(), self.out.dtype, Stream(1), decision.bias
-            )
+            self._in_bulk = PanelExecutor(_planned(self.executable.decision, self.out), Stream(1))
         return self._in_bulk
 
     def leaves_whole(self, i: int) -> bool:
@@ -153,8 +150,8 @@ def matmul_of_choice(
         plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
         gradients = (*gradients, with_bias.gradients[2])
     decision = Decision(name, operands, topology, choice, plans, (end,))
-    decision = replace(decision, panels=Panels(partial(in_panels, rule, _three(decision), out.dtype, topology)))
-    streamed = _streamed(rule, decision, out, stream)
+    decision = replace(decision, panels=Panels(partial(in_panels, _planned(decision, out)._replace(bias=None))))
+    streamed = _streamed(decision, out, stream)
     make: Callable[..., Executable] = Executable
     if streamed is not None:
         make = partial(StreamedExecutable, streamed)
@@ -175,15 +172,19 @@ def _three(decision: Decision) -> tuple[Plan, Plan, Plan]:
     return decision.plans[0], decision.plans[1], decision.ends[0]
 
 
-def _streamed(rule: Rule, decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
+def _planned(decision: Decision, out: Spec) -> PlannedMatmul:
+    rule = _choice(decision).question.rule
+    return PlannedMatmul(rule, _three(decision), out.dtype, decision.topology, decision.bias)
+
+
+def _streamed(decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
     """The executor in panels, if panels are requested and something is communicated; else None."""
-    plans = _three(decision)
-    if stream is None or not any(map(sends, plans)):
+    if stream is None or not any(map(sends, _three(decision))):
         return None
     if isinstance(stream, AutoPanels):
         best = cheapest(decision.panels.costs(), stream.limit)
         stream = Stream(best.panels, transport=best.transport)
-    return executor(rule, plans, out.dtype, stream, decision.bias, decision.topology)
+    return executor(_planned(decision, out), stream)
 
 
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:

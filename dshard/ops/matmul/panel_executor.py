@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,33 @@ from dshard.redistribute import Panel, Plan, Ranges
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of, panels_of
 from dshard.rules.panel_stream import Stream
-from dshard.rules.rule import Rule
+from dshard.rules.rule import Rule, Term
+from dshard.topology import Topology
+
+
+class PlannedMatmul(NamedTuple):
+    """A matmul and the plans that redistribute both operands and the result, and the bias if there is one."""
+
+    rule: Rule
+    plans: tuple[Plan, Plan, Plan]
+    dtype: torch.dtype
+    topology: Topology
+    bias: Plan | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the operands."""
+        return self.plans[0].src.mesh
+
+    @property
+    def terms(self) -> tuple[Term, Term, Term]:
+        """The terms of both operands and of the result."""
+        return self.rule.inputs[0], self.rule.inputs[1], self.rule.outputs[0]
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each factor."""
+        operands = [Operand(plan.src, plan.shape, self.dtype.itemsize) for plan in self.plans[:2]]
+        return sizes_of(self.rule, operands, [(self.plans[2].shape, self.dtype.itemsize)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +95,7 @@ class Compiled:
 
 
 class PanelExecutor:
-    """A matmul in panels; `plans` redistribute both operands and the result, `bias` the bias if there is one.
+    """A planned matmul in panels.
 
     If `factor` is None nothing is cut: every tensor is redistributed in bulk. `whole` is the number of an operand that
     a run can return as it was multiplied.
@@ -76,15 +103,10 @@ class PanelExecutor:
 
     whole: int | None = None
 
-    def __init__(
-        self, rule: Rule, plans: tuple[Plan, Plan, Plan], dtype: torch.dtype, stream: Stream, bias: Plan | None
-    ) -> None:
-        self.bias = bias
-        self.rule, self.plans, self.dtype, self.stream = rule, plans, dtype, stream
-        self.terms = (*rule.inputs, rule.outputs[0])
-        shapes = [plan.shape for plan in plans]
-        operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
-        sizes = sizes_of(rule, operands, [(shapes[2], dtype.itemsize)])
+    def __init__(self, matmul: PlannedMatmul, stream: Stream) -> None:
+        rule, self.plans, self.dtype, _, self.bias = matmul
+        plans, sizes = self.plans, matmul.sizes()
+        self.stream, self.mesh, self.terms = stream, matmul.mesh, matmul.terms
         bulk = stream.panels == 1 and stream.transport == "collective"
         self.factor = None if bulk else factor_of(rule, stream, plans, sizes)
         self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
@@ -94,14 +116,9 @@ class PanelExecutor:
         self.panels: tuple[Ranges, ...] = ()
         if self.factor is not None:
             self.panels = panels_of(self.factor, size, self.terms, plans, stream)
-        self.multiply = local_product(*rule.inputs, *rule.outputs)
-        self.add = accumulating(*rule.inputs, *rule.outputs)
+        self.multiply = local_product(*self.terms)
+        self.add = accumulating(*self.terms)
         self.known: dict[tuple[Coordinate, bool], Compiled] = {}
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the operands."""
-        return self.plans[0].src.mesh
 
     def __call__(self, tensors: Sequence[Tensor], *, whole: bool = False) -> tuple[Tensor, ...]:
         """Run the matmul on the local tensors of the operands, and of the bias if there is one.
@@ -123,7 +140,7 @@ class PanelExecutor:
         plans = self.plans[:2] if self.bias is None else (*self.plans[:2], self.bias)
         tensors = [torch.empty(p.src.local_shape(p.shape, at), dtype=self.dtype, device="meta") for p in plans]
         dry = copy(self)
-        dry.multiply, dry.add = outlined(*self.rule.inputs, *self.rule.outputs), lambda total, x, y: total
+        dry.multiply, dry.add = outlined(*self.terms), lambda total, x, y: total
         return run_without_data(dry.whole_program, tensors, at)[1]
 
     def compiled(self, at: Coordinate, runtime: Runtime | None) -> Compiled:

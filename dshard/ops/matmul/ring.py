@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-import torch
 from torch import Tensor
 
 from dshard.comm import (
@@ -30,15 +29,13 @@ from dshard.comm import (
 )
 from dshard.layout import Shape
 from dshard.mesh import Coordinate
-from dshard.ops.matmul.panel_executor import Compiled, PanelExecutor, panel_of, place
+from dshard.ops.matmul.panel_executor import Compiled, PanelExecutor, PlannedMatmul, panel_of, place
 from dshard.ops.matmul.symmetric import SymmetricExecutor, changed_axis, check_symmetric, fused_matmul
 from dshard.placements import Shard
 from dshard.redistribute import Panel, Plan, Ranges, owned
-from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule
-from dshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +46,34 @@ class RingStep:
     shapes: tuple[Shape, ...]
 
 
-def executor(
-    rule: Rule,
-    plans: tuple[Plan, Plan, Plan],
-    dtype: torch.dtype,
-    stream: Stream,
-    bias: Plan | None,
-    topology: Topology,
-) -> PanelExecutor | None:
-    """The executor of this matmul in panels, or None if no tensor that could be cut is communicated.
+def executor(matmul: PlannedMatmul, stream: Stream) -> PanelExecutor | None:
+    """The executor of a matmul in panels, or None if no tensor that could be cut is communicated.
 
     Collectives replace a ring along several axes, for sums in half precision, which a ring would round at every rank,
     and for replicated results, which a ring would leave different in their last bits. They replace symmetric memory
     where `fused_matmul` finds no kernel.
     """
     if stream.transport == "symmetric":
-        check_symmetric(stream, plans[0].src.mesh, topology)
-        fused = fused_matmul(rule, plans, dtype, topology, stream.axis)
+        check_symmetric(stream, matmul.mesh, matmul.topology)
+        fused = fused_matmul(matmul, stream.axis)
         if fused is not None:
-            return SymmetricExecutor(rule, plans, dtype, stream, bias, fused)
+            return SymmetricExecutor(matmul, stream, fused)
         stream = replace(stream, transport="collective")
     if stream.transport == "ring":
-        axes = ring_axes(rule, plans, dtype, stream)
+        axes = ring_axes(matmul, stream)
         if axes:
-            return RingExecutor(rule, plans, dtype, stream, bias, axes)
+            return RingExecutor(matmul, stream, axes)
         stream = replace(stream, transport="collective")
-    in_panels = PanelExecutor(rule, plans, dtype, stream, bias)
+    in_panels = PanelExecutor(matmul, stream)
     return None if in_panels.factor is None else in_panels
 
 
-def ring_axes(rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, stream: Stream) -> dict[int, int]:
+def ring_axes(matmul: PlannedMatmul, stream: Stream) -> dict[int, int]:
     """The mesh axis around which each tensor is sent, by operand number: one operand, both, or the result (2).
 
     Both operands, if the same factor of both is gathered along two axes of one size; else the most communicated one.
     """
+    rule, plans, dtype, *_ = matmul
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
     axes = {i: axis for i, plan in enumerate(plans) if (axis := changed_axis(plan, reduces=i == 2)) is not None}
     if dtype in HALF:
@@ -121,24 +112,14 @@ def _meets(rule: Rule, plans: Sequence[Plan], a: int, b: int) -> bool:
 class RingExecutor(PanelExecutor):
     """A matmul around rings: one or both operands, or the result, are sent from rank to rank in panels."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        plans: tuple[Plan, Plan, Plan],
-        dtype: torch.dtype,
-        stream: Stream,
-        bias: Plan | None,
-        axes: dict[int, int],
-    ) -> None:
-        super().__init__(rule, plans, dtype, replace(stream, transport="collective"), bias)
+    def __init__(self, matmul: PlannedMatmul, stream: Stream, axes: dict[int, int]) -> None:
+        super().__init__(matmul, replace(stream, transport="collective"))
         self.stream, self.axes = stream, axes
-        first = min(axes)
+        (rule, plans, *_), first = matmul, min(axes)
         self.uncut = tuple(i not in axes for i in range(3))
         self.factor = _factor(rule, plans[first], first, axes[first])
         self.dims = tuple(term.index((self.factor,)) if (self.factor,) in term else None for term in self.terms)
-        operands = [Operand(plan.src, plan.shape, dtype.itemsize) for plan in plans[:2]]
-        size = sizes_of(rule, operands, [(plans[2].shape, dtype.itemsize)])[self.factor]
-        dim = self.dims[first]
+        size, dim = matmul.sizes()[self.factor], self.dims[first]
         assert dim is not None
         stored = plans[2].dst if first == 2 else plans[first].src
         self.length = self.mesh.shape[axes[first]]

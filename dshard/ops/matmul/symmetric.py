@@ -31,7 +31,7 @@ from dshard.comm import (
 from dshard.errors import StrategyError
 from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.matmul.panel_executor import PanelExecutor
+from dshard.ops.matmul.panel_executor import PanelExecutor, PlannedMatmul
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Plan
 from dshard.rules.matmul_strategies import factors_of
@@ -103,17 +103,15 @@ def _has_loaded() -> bool:
     return True
 
 
-def fused_matmul(
-    rule: Rule, plans: Sequence[Plan], dtype: torch.dtype, topology: Topology, loop: str | None = None
-) -> FusedMatmul | None:
+def fused_matmul(matmul: PlannedMatmul, loop: str | None = None) -> FusedMatmul | None:
     """The kernel for the most communicated tensor that one takes; None if there is none.
 
     A kernel takes a floating dtype, and equal chunks along one mesh axis, whose ranks NVLink joins on one host, as far
     as the topology and torchrun tell; chunks to gather of a multiple of 16 bytes. Batches of matmuls have none, nor
     have operands gathered along a summed dim.
     """
-    mesh = plans[0].src.mesh
-    terms = a, b, out = (*rule.inputs, *rule.outputs)
+    (rule, plans, dtype, topology, _), mesh = matmul, matmul.mesh
+    terms = a, b, out = matmul.terms
     if not _has_symmetric_memory(mesh, topology) or not dtype.is_floating_point or dtype.itemsize == 1:
         return None
     if list(mesh.ranks) != sorted(mesh.ranks) or any(len(names) != 1 for term in terms for names in term):
@@ -182,21 +180,13 @@ class KernelCall(NamedTuple):
 class SymmetricExecutor(PanelExecutor):
     """A matmul fused with the all_gather of an operand, or with the reduce_scatter of the result."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        plans: tuple[Plan, Plan, Plan],
-        dtype: torch.dtype,
-        stream: Stream,
-        bias: Plan | None,
-        fused: FusedMatmul,
-    ) -> None:
-        super().__init__(rule, plans, dtype, _BULK, bias)
-        self.in_bulk = PanelExecutor(rule, plans, dtype, _BULK, bias)
-        self.stream, self.fused, moved = stream, fused, plans[fused.tensor]
+    def __init__(self, matmul: PlannedMatmul, stream: Stream, fused: FusedMatmul) -> None:
+        super().__init__(matmul, _BULK)
+        self.in_bulk = PanelExecutor(matmul, _BULK)
+        self.stream, self.fused, moved = stream, fused, matmul.plans[fused.tensor]
         self.uncut = tuple(i != fused.tensor for i in range(3))
         self.chunks = moved.dst if fused.tensor == 2 else moved.src
-        self.bias_at = self.chunks if fused.tensor == 2 else plans[2].src
+        self.bias_at = self.chunks if fused.tensor == 2 else matmul.plans[2].src
         rows, columns = (*fused.rows, *fused.summed), (*fused.summed, *fused.columns)
         self.left = [self.terms[fused.left].index(names) for names in rows]
         self.right = [self.terms[1 - fused.left].index(names) for names in columns]
