@@ -22,30 +22,17 @@ Dims: TypeAlias = int | Sequence[int] | None
 # -- variance, of distances from the mean rather than of squares: the mean may be large
 
 
-def var(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Variance."""
-    return _moments(x, dim, correction, keepdim)[0].to(real_dtype(x.dtype))
+def variance(*, root: bool = False, and_mean: bool = False) -> Function:
+    """The function of the variance, or of its root, alone or with the mean."""
 
+    def run(
+        x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result, mean = _moments(x, dim, correction, keepdim)
+        result = (result.sqrt() if root else result).to(real_dtype(x.dtype))
+        return (result, mean.to(x.dtype)) if and_mean else result
 
-def var_mean(
-    x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Variance and mean."""
-    variance, mean = _moments(x, dim, correction, keepdim)
-    return variance.to(real_dtype(x.dtype)), mean.to(x.dtype)
-
-
-def std(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Standard deviation."""
-    return _moments(x, dim, correction, keepdim)[0].sqrt().to(real_dtype(x.dtype))
-
-
-def std_mean(
-    x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Standard deviation and mean."""
-    variance, mean = _moments(x, dim, correction, keepdim)
-    return variance.sqrt().to(real_dtype(x.dtype)), mean.to(x.dtype)
+    return run
 
 
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -247,10 +234,10 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 DECOMPOSITIONS: dict[OpOverload, Function] = {
-    aten.var.correction: var,
-    aten.var_mean.correction: var_mean,
-    aten.std.correction: std,
-    aten.std_mean.correction: std_mean,
+    aten.var.correction: variance(),
+    aten.var_mean.correction: variance(and_mean=True),
+    aten.std.correction: variance(root=True),
+    aten.std_mean.correction: variance(root=True, and_mean=True),
     aten.linalg_vector_norm.default: vector_norm,
     aten.norm.Scalar: norm,
     aten.norm.ScalarOpt_dim: norm,
