@@ -27,7 +27,7 @@ from dshard.torch_private import OpOverload
 LocalOp: TypeAlias = Function
 Check: TypeAlias = Callable[[dict[str, Any]], None]
 """Takes the arguments by name, and raises the errors that torch's kernels raise for them."""
-Kernel: TypeAlias = Callable[["Call", Strategy, Coordinate], LocalOp]
+Kernel: TypeAlias = Callable[["RankCall"], LocalOp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +111,34 @@ class Call:
         value = [value] if isinstance(value, int) else value
         return tuple(dim + ndim if dim < 0 else dim for dim in value)
 
+    def at(self, strategy: Strategy, coordinate: Coordinate) -> RankCall:
+        """The call as the rank at a coordinate runs it by a strategy."""
+        return RankCall(self.func, self.args, self.kwargs, self.specs, self.outs, strategy, coordinate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCall(Call):
+    """A call as one rank runs it: by a strategy, on the local tensors at its coordinate."""
+
+    strategy: Strategy
+    coordinate: Coordinate
+
+    def held(self, dim: int, operand: int = 0) -> range:
+        """The indices of a dim of an operand that the rank holds."""
+        return self.strategy.inputs[operand].dim_range(dim, self.shapes[operand][dim], self.coordinate)
+
+    def local_shape(self, operand: int = 0) -> Shape:
+        """The shape of the rank's local tensor of an operand."""
+        return self.strategy.inputs[operand].local_shape(self.shapes[operand], self.coordinate)
+
+    def out_local_shape(self, i: int = 0) -> Shape:
+        """The shape of the rank's local tensor of output `i`."""
+        return self.strategy.outputs[i].local_shape(self.out_shapes[i], self.coordinate)
+
+    def is_first(self, *factors: str) -> bool:
+        """Whether the rank is the first along each mesh axis that shards one of these factors."""
+        return all(row not in factors or self.coordinate[axis] == 0 for axis, row in enumerate(self.strategy.rows))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlternativePlan:
@@ -178,11 +206,6 @@ class Operator:
     check: Check | None = None
     refuses_empty: bool = False
     values: bool = True
-
-
-def out_local_shape(call: Call, strategy: Strategy, coordinate: Coordinate, i: int = 0) -> Shape:
-    """The shape of output `i` on the rank at `coordinate`."""
-    return strategy.outputs[i].local_shape(call.out_shapes[i], coordinate)
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:

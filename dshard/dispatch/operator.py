@@ -205,7 +205,7 @@ def operator_executable(
 
 def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
-    operator = with_meta_form(call.func) if op.kernel is None else op.kernel(call, strategy, coordinate)
+    operator = with_meta_form(call.func) if op.kernel is None else op.kernel(call.at(strategy, coordinate))
     return sharing_version(operator) if views_first(call.func) else operator
 
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from dshard.comm import depending_on
-from dshard.core.call import Call, Kernel, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, Kernel, LocalOp, Operator, RankCall
 from dshard.core.checks import with_meta_form
 from dshard.core.signature import Function
-from dshard.mesh import Coordinate
 from dshard.ops.views import with_local_size
 from dshard.rules.rule import Rule, linear
-from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
 
@@ -51,18 +49,17 @@ def none_sharded(call: Call) -> Rule:
 def or_nothing(kernel: Kernel | None = None) -> Kernel:
     """The operator, or empty results on a rank without entries, for which torch may refuse to run it."""
 
-    def choose(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-        pairs = zip(strategy.inputs, call.specs, strict=True)
-        sizes = (zip(spec.shape, layout.local_shape(spec.shape, coordinate), strict=True) for layout, spec in pairs)
+    def choose(call: RankCall) -> LocalOp:
+        sizes = (zip(shape, call.local_shape(i), strict=True) for i, shape in enumerate(call.shapes))
         if any(n > 0 and not here for shape in sizes for n, here in shape):
-            return _nothing(call, strategy, coordinate)
-        return with_meta_form(call.func) if kernel is None else kernel(call, strategy, coordinate)
+            return _nothing(call)
+        return with_meta_form(call.func) if kernel is None else kernel(call)
 
     return choose
 
 
-def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-    shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(call.outs))]
+def _nothing(call: RankCall) -> LocalOp:
+    shapes = [call.out_local_shape(i) for i in range(len(call.outs))]
     mask = call.argument("output_mask")
 
     def make(*args: object, **kwargs: object) -> Any:
@@ -78,7 +75,7 @@ def _nothing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return make
 
 
-def in_memory_like(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def in_memory_like(call: RankCall) -> LocalOp:
     """The operator on a local matrix that is contiguous if and only if the global tensor is.
 
     torch factors the transpose of a contiguous matrix, and its backward tells which it was by the strides.

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.checks import check_cat
 from dshard.core.spec import dense_stride
-from dshard.mesh import Coordinate
 from dshard.ops import exchange
 from dshard.ops.exchange import index_exchange
 from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, MOVES, PassThrough, Rule, together
-from dshard.rules.strategy import Strategy
 
 SAME_WHEN_EQUAL: tuple[ReduceOp, ...] = ("avg", "max", "min")
 """The reductions that leave a value unchanged if all ranks have it."""
@@ -67,9 +65,9 @@ def triangle(call: Call) -> Rule:
     return call.rule("... -> ...", passes=MOVES)
 
 
-def triangle_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def triangle_kernel(call: RankCall) -> LocalOp:
     """A kernel whose diagonal counts from the first row and column of the local tensor."""
-    rows, columns = strategy.inputs[0].region(call.shapes[0], coordinate)[-2:]
+    rows, columns = call.strategy.inputs[0].region(call.shapes[0], call.coordinate)[-2:]
     diagonal = call.argument("diagonal") + rows.start - columns.start
     return lambda x, *_, **__: call.func(x, diagonal)
 
@@ -84,17 +82,17 @@ def creation(call: Call) -> Rule:
     return replace(rule, unread=frozenset({0}))
 
 
-def like_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def like_kernel(call: RankCall) -> LocalOp:
     """A kernel for a new tensor, whose local shape may differ from that of the first operand."""
-    size = out_local_shape(call, strategy, coordinate)
-    if strategy.inputs[0].local_shape(call.shapes[0], coordinate) == size:
+    size = call.out_local_shape()
+    if call.local_shape() == size:
         return call.func
     return lambda x, *args, **options: call.func(x.new_empty(size), *args, **options)
 
 
-def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def strided_kernel(call: RankCall) -> LocalOp:
     """A kernel that gives local strides in the order of the global ones."""
-    size = out_local_shape(call, strategy, coordinate)
+    size = call.out_local_shape()
     stride = dense_stride(size, tuple(call.argument("stride")))
     return lambda x, _size, _stride, **options: call.func(x, size, stride, **options)
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from dshard.comm import depending_on
-from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.checks import check_convolution
-from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
 from dshard.rules.rule import Rule, linear
-from dshard.rules.strategy import Strategy
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -56,15 +54,15 @@ def convolution_backward(call: Call) -> Rule:
     return _with_sizes(call, 1, call.rule(f"{out}, {x}, {weight} -> {outputs}", passes=linear(0)))
 
 
-def forward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def forward_kernel(call: RankCall) -> LocalOp:
     """A kernel for the groups that this rank holds; the first rank that shards the input channels adds the bias."""
-    groups, adds = _groups(call, strategy, coordinate, 0), _is_first(strategy, coordinate)
+    groups, adds = _groups(call, 0), call.is_first("i")
     return lambda x, weight, bias, *rest: call.func(x, weight, bias if adds else None, *rest[:-1], groups)
 
 
-def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def backward_kernel(call: RankCall) -> LocalOp:
     """A backward kernel: the first of the ranks that shard the input channels computes the gradient of the bias."""
-    groups, adds = _groups(call, strategy, coordinate, 1), _is_first(strategy, coordinate)
+    groups, adds = _groups(call, 1), call.is_first("i")
 
     def run(grad: Tensor, x: Tensor, weight: Tensor, bias: list[int] | None, *rest: Any) -> Any:
         *rest_, _, mask = rest
@@ -80,17 +78,13 @@ def backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> L
     return run
 
 
-def _is_first(strategy: Strategy, coordinate: Coordinate) -> bool:
-    return all(row != "i" or coordinate[axis] == 0 for axis, row in enumerate(strategy.rows))
-
-
-def _groups(call: Call, strategy: Strategy, coordinate: Coordinate, x: int) -> int:
+def _groups(call: RankCall, x: int) -> int:
     """The groups that the rank at `coordinate` has."""
     groups: int = call.argument("groups")
     channels = call.shapes[x][1]
     if groups == 1 or not channels:
         return groups
-    return groups * len(strategy.inputs[x].dim_range(1, channels, coordinate)) // channels
+    return groups * len(call.held(1, x)) // channels
 
 
 RULES: dict[str, Operator] = {

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from dshard.comm import HALF
-from dshard.core.call import Call, LocalOp, Operator
-from dshard.mesh import Coordinate
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.ops.batched import or_nothing
 from dshard.ops.small_reductions import Statistic, reduced_statistic
 from dshard.rules.rule import Rule, linear
-from dshard.rules.strategy import Strategy
 
 aten: Any = torch.ops.aten
 
@@ -30,9 +28,9 @@ def distances_backward(call: Call) -> Rule:
     return call.rule(f"... p r, ... p {features}, ... r {features}, ... p r -> ... p {features}", passes=linear(0))
 
 
-def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def _refused_alike(call: RankCall) -> LocalOp:
     """The operator; in half precision also called on a rank without rows, so that all refuse the dtype."""
-    local = or_nothing()(call, strategy, coordinate)
+    local = or_nothing()(call)
     if call.specs[0].dtype not in HALF:
         return local
 
@@ -44,7 +42,7 @@ def _refused_alike(call: Call, strategy: Strategy, coordinate: Coordinate) -> Lo
     return refusing
 
 
-def _where_largest(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def _where_largest(call: RankCall) -> LocalOp:
     """The backward form; for p=inf it finds the largest difference by equality, so the distances are recomputed.
 
     A partial operand may have been completed in another order for the forward form, and rounded differently.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
@@ -29,18 +29,18 @@ def looked_up(call: Call) -> Rule:
     return call.rule(EMBEDDING, passes=linear(0))
 
 
-def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def kernel(call: RankCall) -> LocalOp:
     """A kernel of embedding in which rows that another rank holds count as zero.
 
     Of a whole table it is torch's own operator, whose local gradient is then a term of the table's: not where rows are
     divided by how often all ranks look them up, or where torch's has no second derivative.
     """
     size = call.shapes[0][0]
-    rows = strategy.inputs[0].dim_range(0, size, coordinate)
+    rows = call.held(0)
     if len(rows) < size:
         return rows_held(rows, size, look_up)
-    local_shapes = [layout.local_shape(x, coordinate) for layout, x in zip(strategy.inputs, call.shapes, strict=True)]
-    return call.func if all(map(prod, local_shapes)) and not call.argument("scale_grad_by_freq") else look_up
+    has_entries = all(prod(call.local_shape(i)) for i in (0, 1))
+    return call.func if has_entries and not call.argument("scale_grad_by_freq") else look_up
 
 
 def looked_up_backward(call: Call) -> Rule:

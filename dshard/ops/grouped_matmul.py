@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import numbers_of, with_form
-from dshard.core.call import Call, LocalOp, Operator
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.signature import Function
-from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
-from dshard.rules.strategy import Strategy
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _TERMS = {
@@ -53,7 +51,7 @@ def without_data(
 META: dict[Any, Function] = {_GROUPED: without_data}
 
 
-def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def kernel(call: RankCall) -> LocalOp:
     """The operator, one matmul after the other where it refuses the strides of local tensors, or without data."""
 
     def run(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard.comm import has_only_shape, kernel_device, recorded, traced
-from dshard.core.call import Call, LocalOp, writes_first
-from dshard.mesh import Coordinate
-from dshard.rules.strategy import Strategy
+from dshard.core.call import Call, LocalOp, RankCall, writes_first
 from dshard.torch_private import assert_async
 
 _embedding = torch.ops.aten.embedding.default
@@ -71,10 +69,10 @@ def rows_held(rows: range, size: int, look_up: LocalOp) -> LocalOp:
     return run
 
 
-def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def reading(call: RankCall) -> LocalOp:
     """A kernel of gather and index_select, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
-    held = _held(call, strategy, coordinate, dim)
+    held = _held(call, dim)
     if held is None:
         return call.func
     size = call.shapes[0][dim]
@@ -93,10 +91,10 @@ def reading(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return read
 
 
-def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def selecting(call: RankCall) -> LocalOp:
     """A kernel of select: the slice on the rank that holds the index, zeros on others."""
     dim, index = call.dim(), call.argument("index")
-    held = _held(call, strategy, coordinate, dim)
+    held = _held(call, dim)
     if held is None:
         return call.func
     at = index % call.shapes[0][dim]
@@ -105,9 +103,9 @@ def selecting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp
     return lambda x, *_: x.new_zeros([n for d, n in enumerate(x.shape) if d != dim])
 
 
-def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def indexing(call: RankCall) -> LocalOp:
     """A kernel of x[i, j]: the elements that this rank holds, zeros for others."""
-    held_indices = _split(call, strategy, coordinate)
+    held_indices = _split(call)
     if not held_indices:
         return call.func
 
@@ -125,10 +123,10 @@ def indexing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return read
 
 
-def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def writing(call: RankCall) -> LocalOp:
     """A kernel of scatter, index_add, index_copy, index_fill and their like, along one dim."""
     dim = call.dim() if call.shapes[0] else 0
-    held = _held(call, strategy, coordinate, dim)
+    held = _held(call, dim)
     if held is None:
         return call.func
     size, in_place = call.shapes[0][dim], writes_first(call.func)
@@ -143,9 +141,9 @@ def writing(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return write
 
 
-def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def putting(call: RankCall) -> LocalOp:
     """A kernel of x[i, j] = values."""
-    held_indices = _split(call, strategy, coordinate)
+    held_indices = _split(call)
     if not held_indices:
         return call.func
     in_place = writes_first(call.func)
@@ -162,17 +160,17 @@ def putting(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     return write
 
 
-def _held(call: Call, strategy: Strategy, coordinate: Coordinate, dim: int) -> range | None:
+def _held(call: RankCall, dim: int) -> range | None:
     """The indices of `dim` of the first operand that this rank holds, or None if it holds all."""
-    if not call.shapes[0] or not strategy.inputs[0].axes_of(dim):
+    if not call.shapes[0] or not call.strategy.inputs[0].axes_of(dim):
         return None
-    return strategy.inputs[0].dim_range(dim, call.shapes[0][dim], coordinate)
+    return call.held(dim)
 
 
-def _split(call: Call, strategy: Strategy, coordinate: Coordinate) -> dict[int, range]:
+def _split(call: RankCall) -> dict[int, range]:
     """The indexed dims that are sharded, and the indices of each that this rank holds."""
     dims = [dim for dim, index in enumerate(call.argument("indices")) if index is not None]
-    held_indices = {dim: _held(call, strategy, coordinate, dim) for dim in dims}
+    held_indices = {dim: _held(call, dim) for dim in dims}
     return {dim: held for dim, held in held_indices.items() if held is not None}
 
 

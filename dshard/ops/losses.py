@@ -18,19 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import HALF, numbers_of, on_each, sum_dtype
-from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.checks import check_nll_loss
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
-from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.small_reductions import reduce_statistics, stays_sharded
 from dshard.rules.rule import Rule, linear
-from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -50,9 +48,9 @@ def loss_backward(call: Call) -> Rule:
     return call.rule("*... -> ...", passes=linear(0))
 
 
-def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def mean_kernel(call: RankCall) -> LocalOp:
     """A kernel of the mean: the sum of the local elements over the global count; half precision is summed in single."""
-    if not _is_split_mean(call, strategy):
+    if not _is_split_mean(call):
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))
     if call.outs[0].dtype in HALF:
@@ -62,17 +60,17 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
     return lambda *args, **kwargs: summed(*args, **kwargs) / count
 
 
-def mean_backward_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def mean_backward_kernel(call: RankCall) -> LocalOp:
     """A kernel of the backward form of a mean loss."""
-    if not _is_split_mean(call, strategy):
+    if not _is_split_mean(call):
         return call.func
     count = prod(torch.broadcast_shapes(*call.shapes))
     summed = call.with_argument("reduction", SUM)
     return lambda grad, *args, **kwargs: summed(grad / count, *args, **kwargs)
 
 
-def _is_split_mean(call: Call, strategy: Strategy) -> bool:
-    return call.argument("reduction") == MEAN and any(layout.sharded_dims() for layout in strategy.inputs)
+def _is_split_mean(call: RankCall) -> bool:
+    return call.argument("reduction") == MEAN and any(layout.sharded_dims() for layout in call.strategy.inputs)
 
 
 def _mean(losses: Tensor, count: int) -> Tensor:
@@ -104,12 +102,12 @@ def _loss_terms(call: Call, ndim: int) -> tuple[str, str, str]:
 def nll_kernel(operand: int) -> Kernel:
     """A kernel that ignores targets with classes on other ranks; operand `operand` has the log-probabilities."""
 
-    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+    def kernel(call: RankCall) -> LocalOp:
         shape, ignored = call.shapes[operand], call.argument("ignore_index")
         dim = 0 if len(shape) == 1 else 1
-        if not strategy.inputs[operand].axes_of(dim):
+        if not call.strategy.inputs[operand].axes_of(dim):
             return call.func
-        held = strategy.inputs[operand].dim_range(dim, shape[dim], coordinate)
+        held = call.held(dim, operand)
 
         def run(*args: Any) -> Any:
             arguments = list(args)

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from dshard.comm import sum_dtype
-from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp, Operator, out_local_shape
+from dshard.core.call import Alternative, AlternativePlan, Call, Kernel, LocalOp, Operator, RankCall
 from dshard.core.checks import check_aminmax, check_dim
 from dshard.layout import Layout, Shape
-from dshard.mesh import Coordinate
 from dshard.ops.pointwise import pointwise
 from dshard.ops.scans import BEST_OF_BLOCKS, LARGEST, SMALLEST, add, latest, log_add, multiply, scan
 from dshard.ops.small_reductions import split_axes
 from dshard.placements import ReduceOp, Shard
 from dshard.rules.expand import order_of, sharded_anyway
 from dshard.rules.rule import LINEAR, Rule, together
-from dshard.rules.strategy import Strategy, completed_layout
+from dshard.rules.strategy import completed_layout
 
 
 def _plan(call: Call, rule: Rule) -> AlternativePlan | None:
@@ -118,10 +117,10 @@ def both_extremes(call: Call) -> Rule:
     return reduction(call, "min", "max")
 
 
-def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def mean_kernel(call: RankCall) -> LocalOp:
     """A kernel of the mean: the sum of the local elements over the global count; half precision is summed in single."""
     dims, shape, out = reduced(call), call.shapes[0], call.outs[0].dtype
-    if not set(dims) & set(strategy.inputs[0].sharded_dims()):
+    if not set(dims) & set(call.strategy.inputs[0].sharded_dims()):
         return call.func
     count, keepdim = prod(shape[dim] for dim in dims), bool(call.argument("keepdim"))
     wide = sum_dtype(out)
@@ -132,14 +131,14 @@ def mean_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> Local
     return mean
 
 
-def filled(*ops: ReduceOp) -> Callable[[Call, Strategy, Coordinate], LocalOp]:
+def filled(*ops: ReduceOp) -> Kernel:
     """A kernel of max and min: a rank that holds no elements gives the identity of the reduction."""
 
-    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-        local = strategy.inputs[0].local_shape(call.shapes[0], coordinate)
+    def kernel(call: RankCall) -> LocalOp:
+        local = call.local_shape()
         if len(call.specs) > 1 or len(call.outs) != len(ops) or all(local[dim] for dim in reduced(call)):
             return call.func
-        shapes = [out_local_shape(call, strategy, coordinate, i) for i in range(len(ops))]
+        shapes = [call.out_local_shape(i) for i in range(len(ops))]
         if len(ops) == 1:
             return lambda x, *args, **kwargs: x.new_full(shapes[0], identity(ops[0], x.dtype))
         return lambda x, *args, **kwargs: tuple(

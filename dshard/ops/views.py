@@ -12,22 +12,20 @@ import torch
 from torch import Tensor
 
 from dshard.comm import mapped
-from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, out_local_shape, views_first
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall, views_first
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
-from dshard.mesh import Coordinate
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
-from dshard.rules.strategy import Strategy
 from dshard.torch_private import no_dispatch, no_torch_function
 
 
 def with_local_size(name: str) -> Kernel:
     """A kernel with the output's local shape in place of the global argument `name`."""
 
-    def kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
-        size = out_local_shape(call, strategy, coordinate)
+    def kernel(call: RankCall) -> LocalOp:
+        size = call.out_local_shape()
         return call.func if size == call.out_shapes[0] else call.with_argument(name, size)
 
     return kernel
@@ -43,11 +41,11 @@ def reshape(call: Call) -> Rule:
     return replace(reshape_rule(call.shapes[0], call.out_shapes[0]), passes=MOVES, reshards=True)
 
 
-def reshape_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def reshape_kernel(call: RankCall) -> LocalOp:
     """A kernel with the local shape in place of the global one; a view wherever the local strides allow it."""
     if call.argument("dtype") is not None:
         return call.func
-    shape = out_local_shape(call, strategy, coordinate)
+    shape = call.out_local_shape()
     return lambda x, *_, **__: x.reshape(shape)
 
 
@@ -93,7 +91,7 @@ def _squeezed(call: Call) -> tuple[int, ...]:
     return tuple(dim for dim in dims if shape[dim] == 1)
 
 
-def squeeze_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def squeeze_kernel(call: RankCall) -> LocalOp:
     """A kernel that removes only dims of global size one, as other dims may have local size one."""
     gone = _squeezed(call)
     return lambda x, *_, **__: x.squeeze(gone)
@@ -135,10 +133,10 @@ def _in_memory_as(spec: Spec, x: Tensor) -> Tensor:
     return x if x.stride() == spec.stride else x.new_empty_strided(spec.shape, spec.stride).copy_(x)
 
 
-def strided_kernel(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def strided_kernel(call: RankCall) -> LocalOp:
     """A kernel whose offset counts from the start of the operand, which has all its memory: see `strided_of_base`."""
     if _is_plain(call):
-        return reshape_kernel(call, strategy, coordinate)
+        return reshape_kernel(call)
 
     def local(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
         return x.as_strided(size, stride, x.storage_offset() + (storage_offset or 0))
@@ -174,7 +172,7 @@ def conjugate(call: Call) -> Rule:
 
 def done_now(operator: LocalOp) -> Kernel:
     """Resolve torch's lazy conjugate and negative bits: collectives read memory as it is."""
-    return lambda call, strategy, coordinate: operator
+    return lambda call: operator
 
 
 # -- the same tensor in other dims

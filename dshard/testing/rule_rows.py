@@ -66,7 +66,7 @@ def run_strategy(op: Operator, call: Call, strategy: Strategy, arguments: tuple[
     operands = [local_tensor_of(x, layout, seed) for seed, (x, layout) in enumerate(pairs)]
     outputs: list[Parts] = [{} for _ in call.outs]
     for at in strategy.inputs[0].mesh.coordinates():
-        local_op = call.func if op.kernel is None else op.kernel(call, strategy, at)
+        local_op = call.func if op.kernel is None else op.kernel(call.at(strategy, at))
         local_outputs = run_on(local_op, arguments, [part(at) for part in operands])
         for output, local in zip(outputs, local_outputs, strict=True):
             output[at] = local

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dshard.core.call import Call, LocalOp, Operator, out_local_shape
+from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.errors import DtypeError
 from dshard.layout import Shape
-from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear, together
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Strategy
 
 
 def notation(text: str) -> Operator:
@@ -87,9 +85,6 @@ def bmm_rule(a: Shape, b: Shape) -> Rule:
 # -- with a bias
 
 
-CONTRACTED = frozenset({"k", "s"})
-
-
 def plus(a: str, b: str, out: str) -> Operator:
     """An operator bias, a, b -> out, the bias broadcast; the factors k and s are contracted."""
 
@@ -102,12 +97,12 @@ def plus(a: str, b: str, out: str) -> Operator:
     return Operator(rule, once)
 
 
-def once(call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
+def once(call: RankCall) -> LocalOp:
     """The kernel whose bias only the first rank along each axis that shards the contraction adds."""
-    shape = out_local_shape(call, strategy, coordinate)
+    shape = call.out_local_shape()
     if 0 in shape:  # of nothing, torch does not broadcast the bias
         return lambda bias, *_, **__: bias.new_empty(shape)
-    if all(row not in CONTRACTED or coordinate[axis] == 0 for axis, row in enumerate(strategy.rows)):
+    if call.is_first("k", "s"):
         return call.func
     return lambda *args, **kwargs: call.func(*args, **{**kwargs, "beta": 0})
 
