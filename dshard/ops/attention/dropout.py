@@ -16,9 +16,9 @@ from torch import Tensor
 from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.ops.attention.local_attention import Options
-from dshard.ops.matmul.functions import matmul_of
+from dshard.ops.matmul.functions import MatmulFunction, matmul_of
 from dshard.ops.matmul.options import MatmulOptions
 from dshard.ops.small_reductions import reduce_statistics
 from dshard.rules.attention_loops import leading_dims
@@ -67,15 +67,14 @@ def attention_with_dropout(
 
 def _product(loops: str, a: Tensor, b: Tensor, options: MatmulOptions) -> Any:
     """One of the two matmuls of attention, whose factors are its loops."""
-    shapes = tuple(a.shape), tuple(b.shape)
 
-    def rule() -> Rule:
+    def rule(*shapes: Shape) -> Rule:
         lead = leading_dims(a.dim())
         terms, out = loops.split(" -> ")
         left, right = terms.split(", ")
         return parse_rule(f"{lead} {left}, {lead} {right} -> {lead} {out}", shapes, passes=linear(0, 1), loops=True)
 
-    return matmul_of("matmul", rule, torch.matmul, (a, b), options, loops)
+    return matmul_of(MatmulFunction("matmul", torch.matmul, rule, loops), (a, b), options)
 
 
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec, for_shapes
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, is_leaf
-from dshard.layout import replicated
+from dshard.layout import Shape, replicated
 from dshard.ops.composite import Local
 from dshard.ops.matmul.matmul_autograd import multiply
 from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice
@@ -30,65 +31,54 @@ from dshard.rules.strategy import Question, StrategyChoice
 from dshard.rules.strategy_choice import choose
 
 
-def matmul_of(
-    name: str,
-    rule: Callable[[], Rule],
-    infer: Local,
-    tensors: Sequence[Any],
-    options: MatmulOptions | None = None,
-    key: object = None,
-) -> Any:
+class MatmulFunction(NamedTuple):
+    """A function that is a matmul: its name, a function of its result without data, and the rule for two shapes.
+
+    `infer` raises torch's own errors; `key` tells functions of one name apart.
+    """
+
+    name: str
+    infer: Local
+    rule: Callable[[Shape, Shape], Rule]
+    key: object = None
+
+
+def matmul_of(function: MatmulFunction, tensors: Sequence[Any], options: MatmulOptions | None = None) -> Any:
     """The matmul of two tensors, plus a bias if there is a third, by the cheapest strategy or the requested one."""
     cls = Wrapper.public
     tensors = autocast(tensors)
     for t in tensors:
         if type(t) is not cls and not isinstance(t, Wrapper):
-            tensors = distributed_operands(name, tensors)
+            tensors = distributed_operands(function.name, tensors)
             break
     options = current_options() if options is None else options
-    return multiply(choose_matmul(name, rule, infer, tensors, options, key), tensors)
+    return multiply(choose_matmul(function, tensors, options), tensors)
 
 
-def choose_matmul(
-    name: str,
-    rule: Callable[[], Rule],
-    infer: Local,
-    tensors: Sequence[Any],
-    options: MatmulOptions,
-    key: object = None,
-) -> Matmul:
-    """The cheapest matmul of these tensors within the options; cached.
-
-    `infer` gives the result without data, or torch's own error; `key` tells rules of one name and shape apart.
-    """
+def choose_matmul(function: MatmulFunction, tensors: Sequence[Any], options: MatmulOptions) -> Matmul:
+    """The cheapest matmul of these tensors within the options; cached."""
     recorded = torch.is_grad_enabled()
-    called = (name, key, None if options is NO_OPTIONS else options)  # which has no hash at hand
+    called = (function.name, function.key, None if options is NO_OPTIONS else options)  # which has no hash at hand
     full_key = call_key(called, tensors, recording=recorded)
     choices = planning_context().choices
     matmul: Matmul | None = choices.get(full_key)
     if matmul is None:
-        common_mesh(name, list(tensors))
+        common_mesh(function.name, list(tensors))
         specs = [t._spec for t in tensors]
         needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
-        matmul = choices.add(full_key, _choose_matmul(name, rule, infer, specs, options, needs, leaf))
+        matmul = choices.add(full_key, _choose_matmul(function, specs, options, needs, leaf))
     else:
         choices.hits += 1
     return matmul
 
 
 def _choose_matmul(
-    name: str,
-    rule: Callable[[], Rule],
-    infer: Local,
-    specs: Sequence[Spec],
-    options: MatmulOptions,
-    needs: Sequence[bool],
-    leaf: Sequence[bool],
+    function: MatmulFunction, specs: Sequence[Spec], options: MatmulOptions, needs: Sequence[bool], leaf: Sequence[bool]
 ) -> Matmul:
-    mesh = specs[0].layout.mesh
+    name, mesh = function.name, specs[0].layout.mesh
     same_dtype(name, [spec.dtype for spec in specs])
     with torch.no_grad(), for_shapes():
-        out = infer(*(spec.meta() for spec in specs))
+        out = function.infer(*(spec.meta() for spec in specs))
     operands = tuple(map(operand_of, specs[:2]))
     shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
 
@@ -96,7 +86,7 @@ def _choose_matmul(
         constraints = options.constraints(rule, mesh, needs, leaf)
         return choose(Question(rule, operands, ((shape, out.itemsize),), topology, constraints))
 
-    choice = chosen(rule(), operands)
+    choice = chosen(function.rule(specs[0].shape, specs[1].shape), operands)
     cut = split_contraction(choice.question.rule, operands)
     if cut is not None:
         by_blocks = chosen(cut.rule, cut.operands)
@@ -123,16 +113,18 @@ def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
 
 # -- torch's functions
 
+MATMUL, MM = (MatmulFunction(infer.__name__, infer, matmul_rule) for infer in (torch.matmul, torch.mm))
+BMM = MatmulFunction("bmm", torch.bmm, bmm_rule)
+ADDMM = MatmulFunction("addmm", lambda a, b, bias: torch.addmm(bias, a, b), matmul_rule)
+LINEAR = MatmulFunction("linear", F.linear, linear_rule)
+
 
 def matmul(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
     """`torch.matmul`, `@`."""
     a, b, *out = (*args, *kwargs.values())
-    infer = torch.mm if func in (torch.mm, Tensor.mm) else torch.matmul
     if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
         return call_torch(func, args, kwargs)
-    return matmul_of(
-        infer.__name__, lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b), options=options
-    )
+    return matmul_of(MM if func in (torch.mm, Tensor.mm) else MATMUL, (a, b), options)
 
 
 def rmatmul(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -144,8 +136,7 @@ def bmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.bmm`."""
     if len(args) != 2 or kwargs:
         return call_torch(func, args, kwargs)
-    a, b = args
-    return matmul_of("bmm", lambda: bmm_rule(tuple(a.shape), tuple(b.shape)), torch.bmm, (a, b))
+    return matmul_of(BMM, args)
 
 
 def einsum(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -155,15 +146,11 @@ def einsum(func: Function, args: Args, kwargs: Kwargs) -> Any:
         operands = list(operands[0])
     if kwargs or not isinstance(equation, str) or len(operands) != 2:
         return call_torch(func, args, kwargs)
-    a, b = operands
-    rule = einsum_rule(equation, tuple(a.shape), tuple(b.shape))
+    rule = einsum_rule(equation, *(tuple(x.shape) for x in operands))
     if rule is None:
         return call_torch(func, args, kwargs)
-
-    def infer(a: Tensor, b: Tensor) -> Tensor:
-        return torch.einsum(equation, a, b)
-
-    return matmul_of("einsum", lambda: rule, infer, (a, b), key=equation)
+    function = MatmulFunction("einsum", partial(torch.einsum, equation), lambda *shapes: rule, equation)
+    return matmul_of(function, operands)
 
 
 def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -173,11 +160,7 @@ def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     bias, a, b = args
     if bias.shape[0] != b.shape[-1]:
         return call_torch(func, args, kwargs)
-
-    def infer(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return torch.addmm(bias, a, b)
-
-    return matmul_of("addmm", lambda: matmul_rule(tuple(a.shape), tuple(b.shape)), infer, (a, b, bias))
+    return matmul_of(ADDMM, (a, b, bias))
 
 
 def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
@@ -185,6 +168,4 @@ def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | 
     x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     options = options_of(weight) if options is None else options
-    return matmul_of(
-        "linear", lambda: linear_rule(tuple(x.shape), tuple(weight.shape)), F.linear, tensors, options=options
-    )
+    return matmul_of(LINEAR, tensors, options)
