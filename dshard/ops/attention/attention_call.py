@@ -75,13 +75,13 @@ def _executable(
     is_split = choice.how.keys == "split" or bool(choice.how.ring.axes)
     if dropout and ("rings" not in kinds or not is_split):
         drop = partial(F.dropout, p=dropout)
-        run = partial(attention_with_dropout, choice.strategy, choice.result.layout, options, drop)
+        run = partial(attention_with_dropout, choice, drop)
         return ComposedExecutable(replace(choice.decision, composed=True), run)
     functions = ScoreFunctions(None, partial(_recorded, options, needed))
     make = partial(_with_dropout, options, dropout, needed, specs) if dropout else lambda: functions
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     attend_at = partial(_attend_at, options, specs[0].shape[-2])
-    return executable_of(choice, specs, options, attend_at, make, positions)
+    return executable_of(choice, attend_at, make, positions)
 
 
 def _attend_at(options: Options, rows: int, ranges: Sequence[range], keys: range) -> Attend:
@@ -110,4 +110,4 @@ def _recorded_dropout(
     """Attention in which ranks have all keys of their queries, and repeat a draw."""
     choice = Candidates([t._spec for t in tensors], options, None, needed, _NONE, held=True).choice()
     drop = partial(dropped_again, p=dropout, repeated=draw)
-    return attention_with_dropout(choice.strategy, choice.result.layout, options, drop, tensors, {})
+    return attention_with_dropout(choice, drop, tensors, {})

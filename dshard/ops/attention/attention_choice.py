@@ -74,9 +74,13 @@ class How(NamedTuple):
 class AttentionChoice:
     """The cheapest way to run a call of attention: its decision and strategy, how it runs, and the result's spec.
 
-    `within` is the decision of what ranks compute, once they have the keys that are brought to them.
+    `specs` are those of the operands, `reach` says which keys queries may see, where that is known. `within` is the
+    decision of what ranks compute, once they have the keys that are brought to them.
     """
 
+    specs: Sequence[Spec]
+    options: Options
+    reach: Reach | None
     decision: Decision
     strategy: Strategy
     how: How
@@ -147,7 +151,8 @@ class Candidates:
         )
         out, device = self.out, self.specs[0].device
         spec = spec_of(end, shape, out.stride(), out.dtype, device)
-        return AttentionChoice(decision, strategy, how, spec, self._within(decision, strategy, how))
+        within = self._within(decision, strategy, how)
+        return AttentionChoice(self.specs, self.options, self.reach, decision, strategy, how, spec, within)
 
     def _within(self, decision: Decision, strategy: Strategy, how: How) -> Decision:
         """The decision of what ranks compute: it sends nothing to bring keys."""

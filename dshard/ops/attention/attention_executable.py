@@ -15,51 +15,43 @@ from dshard.autograd.crossing import redistribute
 from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec
 from dshard.core.wrapper import is_recorded
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import AttentionChoice
 from dshard.ops.attention.key_windows import windowed
-from dshard.ops.attention.local_attention import Attend, Options, of_key_heads
+from dshard.ops.attention.local_attention import Attend, of_key_heads
 from dshard.ops.attention.partial_attention import PartialAttention
 from dshard.ops.attention.score_functions import ScoreFunctions
 from dshard.ops.composite import SavedOperands, SavingExecutable, run_recorded
-from dshard.rules.attention_blocks import Reach
 
 AttendAt: TypeAlias = Callable[[Sequence[range], range], Attend]
 """Local attention of the scores at ranges of the batch dims, heads and queries, and at one of the keys."""
 
 
 def executable_of(
-    choice: AttentionChoice,
-    specs: Sequence[Spec],
-    options: Options,
-    attend_at: AttendAt,
-    functions: Callable[[], ScoreFunctions],
-    positions: Sequence[int],
-    reach: Reach | None = None,
+    choice: AttentionChoice, attend_at: AttendAt, functions: Callable[[], ScoreFunctions], positions: Sequence[int]
 ) -> Executable | ComposedExecutable:
-    """The executable of a choice for operands of these specs, of which those at `positions` are distributed.
+    """The executable of a choice, of whose operands those at `positions` are distributed.
 
     `functions` are for ranks that have some of the keys of their queries, `attend_at` for those that have all of them.
     """
     how, result = choice.how, choice.result
     if how.keys == "split" or how.ring.axes:
-        return PartialAttention(choice, specs, options, functions, reach)
+        return PartialAttention(choice, functions)
     strategy = choice.within.strategy
     assert strategy is not None
     saves_copies = how.keys == "every head" or strategy.outputs[0].leaves_empty(result.shape)
     make = SavingExecutable if saves_copies else Executable
-    kernel = partial(_kernel, choice, specs, attend_at)
+    kernel = partial(_kernel, choice, attend_at)
     local = make(choice.within, kernel, [result], positions, wrap_as(result), gradients=strategy.gradients)
     if how.windows is None and how.repeats == 1:
         return local
     return ComposedExecutable(choice.decision, partial(_on_brought_keys, choice, local))
 
 
-def _kernel(choice: AttentionChoice, specs: Sequence[Spec], attend_at: AttendAt, at: Coordinate) -> LocalOp:
+def _kernel(choice: AttentionChoice, attend_at: AttendAt, at: Coordinate) -> LocalOp:
     """The local attention of the rank at a coordinate: its queries and their key heads, or its window of the keys."""
-    (query, key, *_), windows = specs, choice.how.windows
+    (query, key, *_), windows = choice.specs, choice.how.windows
     *ranges, _ = choice.strategy.inputs[0].region(query.shape, at)
     attend = attend_at(ranges, range(key.shape[-2]) if windows is None else windows.window(at))
     if choice.how.keys != "every head":

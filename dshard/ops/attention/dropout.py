@@ -16,8 +16,8 @@ from torch import Tensor
 from dshard.autograd.crossing import redistribute
 from dshard.core.signature import Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.layout import Layout, Shape
-from dshard.ops.attention.local_attention import Options
+from dshard.layout import Shape
+from dshard.ops.attention.attention_choice import AttentionChoice
 from dshard.ops.matmul.functions import MatmulFunction, matmul_of
 from dshard.ops.matmul.options import MatmulOptions
 from dshard.ops.small_reductions import reduce_statistics
@@ -25,21 +25,16 @@ from dshard.rules.attention_loops import leading_dims
 from dshard.rules.expand import Row
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
-from dshard.rules.strategy import Strategy
 
 
 def attention_with_dropout(
-    strategy: Strategy,
-    end: Layout,
-    options: Options,
-    drop: Callable[[Tensor], Tensor],
-    tensors: Sequence[Wrapper],
-    kwargs: Kwargs,
+    choice: AttentionChoice, drop: Callable[[Tensor], Tensor], tensors: Sequence[Wrapper], kwargs: Kwargs
 ) -> Wrapper:
-    """Attention of query, key, value and perhaps a mask, by the loops of a strategy; its result in the layout `end`.
+    """Attention of query, key, value and perhaps a mask, by the loops of a choice.
 
     `drop` drops weights. A query that sees no key at all gets zeros.
     """
+    strategy, options, end = choice.strategy, choice.options, choice.result.layout
     operands: list[Tensor] = [
         redistribute(x, layout, "attention") for x, layout in zip(tensors, strategy.inputs, strict=True)
     ]

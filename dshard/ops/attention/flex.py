@@ -117,7 +117,7 @@ def _executable(
     functions = ScoreFunctions(partial(modified_at, score_mod, mask), partial(_recorded, score_mod, mask, options))
     attend_at = partial(_attend_at, score_mod, mask, options)
     positions = [i for i, x in enumerate(tensors) if isinstance(x, Wrapper)]
-    return executable_of(choice, specs, options, attend_at, lambda: functions, positions, reach)
+    return executable_of(choice, attend_at, lambda: functions, positions)
 
 
 def _recorded(score_mod: Modify | None, mask: BlockMask | None, options: Options, tensors: Sequence[Wrapper]) -> Any:
@@ -126,7 +126,7 @@ def _recorded(score_mod: Modify | None, mask: BlockMask | None, options: Options
     choice = _chosen(tensors, specs, options, None, False, None)
     attend_at = partial(_attend_at, score_mod, mask, options)
     functions = ScoreFunctions(None, lambda tensors: None)
-    local: Any = executable_of(choice, specs, options, attend_at, lambda: functions, range(3))
+    local: Any = executable_of(choice, attend_at, lambda: functions, range(3))
     return run_recorded(local, *tensors)
 
 

@@ -24,34 +24,26 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.layout import Layout, Shape
 from dshard.ops.attention.attention_choice import AttentionChoice
-from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.ops.attention.score_functions import ScoreFunctions
 from dshard.ops.composite import SavedOperands
 from dshard.placements import Replicate, Shard
-from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import axes_of_row
 
 
 class PartialAttention(ComposedExecutable):
     """Attention of keys on several ranks: its decision is complete, and what runs within repeats it.
 
-    `functions` are made for each call. `reach` says which keys queries may see, where that is known.
+    `functions` are made for each call.
     """
 
-    def __init__(
-        self,
-        choice: AttentionChoice,
-        specs: Sequence[Spec],
-        options: Options,
-        functions: Callable[[], ScoreFunctions],
-        reach: Reach | None = None,
-    ) -> None:
+    def __init__(self, choice: AttentionChoice, functions: Callable[[], ScoreFunctions]) -> None:
         super().__init__(choice.decision, self._run)
-        self.specs, self.functions, self.out = specs, functions, choice.result
+        self.specs, self.functions, self.out = choice.specs, functions, choice.result
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.axes = axes_of_row(choice.strategy.rows, "k")
-        self.ring = RingAttention(self.layouts, tuple(spec.shape for spec in specs), options, choice.how.ring, reach)
+        shapes = tuple(spec.shape for spec in choice.specs)
+        self.ring = RingAttention(self.layouts, shapes, choice.options, choice.how.ring, choice.reach)
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         functions = self.functions()
