@@ -33,7 +33,8 @@ from section import markdown_table, write_section
 from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
 from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of
 from dshard.launch.processes import share_cores
-from dshard.reshard import ReshardPlan, plan_of_form, plan_reshard
+from dshard.reshard import ReshardPlan, plan_reshard
+from dshard.reshard.reshard_plan import plan_of_form
 from dshard.tables import text_table
 from dshard.tools.calibrate.rounds import Clock
 from dshard.topology import Layer

@@ -78,7 +78,6 @@ from dshard.comm.rank_tensors import (
     on_each,
     plain,
     stack,
-    unstack,
     with_form,
 )
 from dshard.comm.recorded_calls import (
@@ -103,7 +102,6 @@ from dshard.comm.runtime import (
     device_mesh_of,
     group_of,
     group_with_data,
-    has_processes,
     init_device_mesh,
     is_first_rank,
     is_outside,
@@ -124,5 +122,5 @@ from dshard.comm.streams import Stream, current_stream, follow, is_captured
 from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import depending_on, outside_graphs, traced
 from dshard.comm.user_code import user_frame, user_line, warn_here, warn_user
-from dshard.comm.workspace import WORKSPACE, Session
+from dshard.comm.workspace import Session
 from dshard.comm.world import Moving, Once, run_without_data

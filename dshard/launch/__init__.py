@@ -1,6 +1,6 @@
 """Ranks for a job: processes started on this host, or by a launcher such as torchrun."""
 
-from dshard.launch.group import Send, choose_device, choose_ranks, is_launched, is_reporting, run, run_ranks
+from dshard.launch.group import Send, choose_device, choose_ranks, is_launched, is_reporting, run
 from dshard.launch.rehearse import Rehearsed, rehearse
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "is_reporting",
     "rehearse",
     "run",
-    "run_ranks",
 ]

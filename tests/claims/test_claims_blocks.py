@@ -17,7 +17,9 @@ from torch.func import functional_call
 
 import dshard
 from dshard import Mesh, Placement, Replicate, Shard, distribute_tensor, parallelize, use_strategy
-from dshard.comm import WORKSPACE, Program, Session, as_mesh, plain, run_without_data, unstack
+from dshard.comm import Program, Session, as_mesh, plain, run_without_data
+from dshard.comm.rank_tensors import unstack
+from dshard.comm.workspace import WORKSPACE
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.simulate.recording import record

@@ -75,7 +75,7 @@ def test_from_local_gives_its_gradient_as_said() -> None:
             x = DTensor.from_local(local, GRID, [Replicate(), Replicate()], grad_placements=laid)
             x.sum().backward()
 
-            assert [grad[0].item() for grad in dshard.comm.unstack(local.grad).values()] == expected
+            assert [grad[0].item() for grad in dshard.comm.rank_tensors.unstack(local.grad).values()] == expected
 
 
 def test_hooks_and_retained_gradients_see_dtensors() -> None:

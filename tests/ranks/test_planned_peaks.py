@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import Mesh
-from dshard.comm import WORKSPACE, plain
+from dshard.comm import plain
+from dshard.comm.workspace import WORKSPACE
 from dshard.parallel import Precision, parallelize, plan_model
 from dshard.simulate.recording import record
 from dshard.testing import RankPool

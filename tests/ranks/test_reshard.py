@@ -32,8 +32,9 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import DeviceMesh, begin_reshard, bind, reshard
 from dshard.core.context import use_topology
 from dshard.placements import REDUCE_OPS
-from dshard.reshard import Form, order, plan_of_form, plan_reshard
-from dshard.reshard.chains import FORMS
+from dshard.reshard import order, plan_reshard
+from dshard.reshard.chains import FORMS, Form
+from dshard.reshard.reshard_plan import plan_of_form
 from dshard.rules.strategy import completed_layout
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dshard import Mesh, Schedule, Stream, explain, init_device_mesh, matmul, trace, use_strategy, use_topology
-from dshard.comm import WORKSPACE, Transfer, bind
+from dshard.comm import Transfer, bind
+from dshard.comm.workspace import WORKSPACE
 from dshard.errors import RankError, StrategyError
 from dshard.ops.matmul.panel_executor import PlannedMatmul
 from dshard.ops.matmul.panel_price import cheapest, in_panels

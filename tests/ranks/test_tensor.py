@@ -71,7 +71,7 @@ def test_distributing_and_gathering_keeps_the_tensor(mesh: Mesh, shape: Shape, d
 
         assert x.layout == default
         assert torch.equal(whole(x), value)
-        assert all(torch.equal(part, value) for part in dshard.comm.unstack(x.full_tensor()).values())
+        assert all(torch.equal(part, value) for part in dshard.comm.rank_tensors.unstack(x.full_tensor()).values())
 
 
 @given(meshes(max_axes=2), shapes(max_dims=3), st.data())
