@@ -13,14 +13,14 @@ from dshard.pipeline.actions import (
     Forward,
     Receive,
     Send,
+    chain,
+    edges_of,
 )
-from dshard.pipeline.choose import Choice, choose, rank_schedules
 from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
-from dshard.pipeline.flow import chain, edges_of
 from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
-from dshard.pipeline.simulator import play, simulate
+from dshard.pipeline.simulator import Choice, choose, play, rank_schedules, simulate
 from dshard.pipeline.split import Part, split
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.timeline import Crossing, Span, Timeline

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from dshard.comm import group_of, runtime_of
 from dshard.core.signature import Function
 from dshard.errors import MeshError, ScheduleError
-from dshard.pipeline.actions import Compute
-from dshard.pipeline.choose import DELAYS, choose
+from dshard.pipeline.actions import Compute, edges_of, names_of
 from dshard.pipeline.costs import Costs
-from dshard.pipeline.flow import edges_of, names_of
 from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
 from dshard.pipeline.program import Program
 from dshard.pipeline.runner import Runner
+from dshard.pipeline.simulator import DELAYS, choose
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of
 from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type

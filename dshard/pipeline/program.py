@@ -33,7 +33,7 @@ class Program:
     `delay` splits each backward, see `computes`. With `overlap` a stage computes during its sends, else it waits until
     they have arrived. A stage posts receives at least `ahead` microbatches early, see `early`.
 
-    >>> from dshard.pipeline.flow import chain
+    >>> from dshard.pipeline.actions import chain
     >>> print(Program("1f1b", 2, 2, chain(2), ahead=0))
     stage 0: F0, send x 0->1 of microbatch 0, F1, send x 0->1 of microbatch 1, receive gradient of x 1->0 of microbatch 0, B0, receive gradient of x 1->0 of microbatch 1, B1
     stage 1: receive x 0->1 of microbatch 0, F0, B0, send gradient of x 1->0 of microbatch 0, receive x 0->1 of microbatch 1, F1, B1, send gradient of x 1->0 of microbatch 1

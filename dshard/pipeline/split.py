@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from dshard.comm import split_graph
 from dshard.errors import ScheduleError
-from dshard.pipeline.flow import names_of
+from dshard.pipeline.actions import names_of
 from dshard.validate import as_tuple, check_type, shown
 
 

@@ -12,7 +12,7 @@ from dshard.core.signature import Function
 from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
 from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
-from dshard.pipeline.flow import names_of
+from dshard.pipeline.actions import names_of
 from dshard.pipeline.split import Part
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
