@@ -27,7 +27,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tesseract": ((1, 2, 2), ("d", "r", "c")),
 }
 STEPS = 9
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROWS, LENGTH, WORDS = 8, 16, 64
 MESHES = {"alone": (1, 1), "fsdp": (4, 1), "megatron": (1, 2), "fsdp x megatron": (2, 2)}
 

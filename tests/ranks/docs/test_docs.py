@@ -11,7 +11,7 @@ import pytest
 
 from dshard.testing import RankPool
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 EVERY = [
     pytest.param(page.name, source, id=f"{page.stem}: {source.split(chr(10))[0]} ({i})")
     for page in sorted(DOCS.rglob("*.md"))

@@ -33,7 +33,7 @@ MESHES = (
     Mesh((4,), ("x",), (3, 1, 0, 2)),
 )
 DTYPE = torch.float64
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 
 
 @cache

@@ -19,7 +19,7 @@ def run(names: list[str], *options: str, **environment: str) -> str:
     done = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=600,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dshard
 from dshard.testing import RankPool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "ported.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "ported.md").read_text()
 ROWS = re.findall(r'```py title="dshard.*?"\n(.*?)```', PAGE, re.DOTALL)
 LAYOUTS = dict.fromkeys(row for row in ROWS if "parallelize(" in row)
 STEPS = dict.fromkeys(row for row in ROWS if "parallelize(" not in row)

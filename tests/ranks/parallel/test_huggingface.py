@@ -246,7 +246,7 @@ def test_from_pretrained_asks_for_the_names_of_axes(ranks: RankPool, tmp_path: P
     ranks.run(refuses_axes_without_names, str(tmp_path))
 
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "finetune_llama.py"
+PROGRAM = Path(__file__).parents[3] / "examples" / "finetune_llama.py"
 
 
 def printed(*options: str) -> str:

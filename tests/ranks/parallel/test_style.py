@@ -37,7 +37,7 @@ from dshard.parallel import (
 from dshard.testing import RankPool, simulated, whole
 from dshard.torch_dtensor import IS_TORCHS
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tensor_parallel.py"
 LINE = Mesh((4,), ("tp",))
 WAIT = 300.0
 """Seconds that the ranks get where torch, making its first optimizer, imports half of itself."""

@@ -29,7 +29,7 @@ from dshard import (
 from dshard.experimental import local_map
 from dshard.testing import RankPool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
 
 
 def grid() -> dshard.DeviceMesh:

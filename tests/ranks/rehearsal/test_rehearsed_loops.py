@@ -24,7 +24,7 @@ import dshard
 from dshard.debug import CommDebugMode
 from dshard.testing import RankPool
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "data": ((4,), ("dp",)),
     "megatron": ((4,), ("tp",)),

@@ -15,7 +15,7 @@ import torch
 
 from dshard.testing import RankPool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "examples" / "train.py"
 
 

@@ -24,7 +24,7 @@ from dshard import Layout, Partial, Replicate, Shard
 from dshard.comm import bind, peer_failure
 from dshard.testing import RankPool, count_traffic, distribute
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sizes": lambda x: x + x.t(),

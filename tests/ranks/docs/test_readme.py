@@ -16,7 +16,7 @@ import pytest
 import dshard
 from dshard.parallel.strategies import STRATEGIES, StrategyName
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TEST_COMMAND = 'pip install -c constraints.txt -e ".[dev]" && pytest'
@@ -122,7 +122,7 @@ def test_the_public_surface_is_what_all_says():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    ci = (Path(__file__).parents[2] / ".ci" / "run").read_text()
+    ci = (Path(__file__).parents[3] / ".ci" / "run").read_text()
 
     assert TEST_COMMAND in README
     assert TEST_COMMAND in ci

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import fake_cuda
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.thorough,  # minutes, in a process of its own
     pytest.mark.skipif(bool(fake_cuda.why_not()), reason=fake_cuda.why_not()),
