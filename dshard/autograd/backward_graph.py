@@ -50,6 +50,16 @@ class AutogradGraph:
                 waiting += before.get(node, [])
         return nodes
 
+    def behind(self, node: Node, beyond: Container[Node] = ()) -> set[Node]:
+        """The nodes to which a node leads without passing one of those `beyond`."""
+        nodes, waiting = set[Node](), [after for after, _ in self.edges[node]]
+        while waiting:
+            after = waiting.pop()
+            if after not in nodes and after not in beyond:
+                nodes.add(after)
+                waiting += [each for each, _ in self.edges[after]]
+        return nodes
+
     def in_order(self, nodes: set[Node]) -> list[Node]:
         """Nodes, with all that lead to them, as a backward pass runs them: of those that are ready the newest first."""
         needs = Counter(after for node in nodes for after, _ in self.edges[node] if after in nodes)

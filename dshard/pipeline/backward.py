@@ -7,7 +7,7 @@ similar one, which detaches the outputs in place and so refuses a stage that sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
     owners = {node: weight for weight in weights if (node := _node(weight)) is not None}
     # In the order of the graph, the same on all ranks: weights may need collectives for their gradients.
     inner = [node for node in graph.edges if node in leading]
-    borders = {node: leaves for node in inner if (leaves := _beside(graph, node, leading, owners))}
+    borders = {node: leaves for node in inner if (leaves := graph.behind(node, leading) & owners.keys())}
     entered: dict[Node, Grads] = {}
     hooks = [node.register_prehook(partial(_remember, entered, node)) for node in borders]
     try:
@@ -95,17 +95,3 @@ def _node(x: Tensor) -> Node | None:
         return x.grad_fn
     viewed = x.view_as(x).grad_fn
     return None if viewed is None else viewed.next_functions[0][0]
-
-
-def _beside(graph: AutogradGraph, node: Node, leading: Container[Node], leaves: Iterable[Node]) -> set[Node]:
-    """The leaves that a node reaches without passing another node of `leading`."""
-    needed, reached, seen = set(leaves), set(), set()
-    waiting = [after for after, _ in graph.edges[node] if after not in leading]
-    while waiting:
-        after = waiting.pop()
-        if after not in seen:
-            seen.add(after)
-            waiting += [following for following, _ in graph.edges[after]]
-            if after in needed:
-                reached.add(after)
-    return reached
