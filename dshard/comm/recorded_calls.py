@@ -24,19 +24,15 @@ class CallRecorder(Protocol):
 
     def call(self, key: object, function: Callable[..., T], *args: object) -> T:
         """Call the function, and record that as one instruction: equal keys stand for equal functions."""
-        ...
 
     def add_alias(self, x: Tensor, of: Tensor) -> None:
         """Record that `x` has got the memory of the tensor `of`, by no operator."""
-        ...
 
     def add_leaf(self, number: int) -> None:
         """Record that a gradient of the leaf with this id arose."""
-        ...
 
     def add_read(self) -> None:
         """Record that numbers of a tensor were read on the host, which decide what comes."""
-        ...
 
 
 _RECORDERS: Scoped[CallRecorder, CallRecorder | None] = Scoped(
