@@ -37,7 +37,7 @@ class Multiply(torch.autograd.Function):
 
         def saved(moved: Sequence[Tensor] | None = None) -> list[Wrapper | None]:
             if moved is None and (keep_a or keep_b):
-                moved = [run(p, t._local_tensor) for p, t in zip(matmul.plans(), tensors[:2], strict=False)]
+                moved = [run(p, t._local_tensor) for p, t in zip(matmul.planned.plans, tensors[:2], strict=False)]
             return [
                 a if need_a else None,
                 b if need_b else None,
@@ -123,7 +123,7 @@ def _overlapped(first: tuple[Matmul, Sequence[Any]], second: tuple[Matmul, Seque
         return (yield from rest), other
 
     tensors = [t._local_tensor for _, operands in (first, second) for t in operands]
-    plans = [p for matmul, _ in (first, second) for p in matmul.plans()]
+    plans = [p for matmul, _ in (first, second) for p in matmul.planned.plans]
     gradients = run_program(first[0].executable.mesh, program, tensors, plans)
     return [wrap(x, matmul.out) for x, (matmul, _) in zip(gradients, (first, second), strict=True)]
 

@@ -25,7 +25,7 @@ from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
 from dshard.redistribute import MakePartial, Plan, Slice
-from dshard.rules.expand import Expansion, Order, Row, expand, sizes_of
+from dshard.rules.expand import Expansion, Row, expand, sizes_of
 from dshard.rules.panel_stream import AutoPanels, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.split_contraction import SplitContraction
@@ -37,28 +37,32 @@ NEITHER = (False, False)
 class Matmul:
     """A matmul as chosen for given operand specs: its executable, its panels, and the matmuls of its gradients.
 
-    `specs` are the specs of the operands, a bias last, and `out` that of the result. `kept` says for each operand
-    whether its redistributed copy is saved for the backward pass, `cut` how the operands are unflattened first.
-    `streamed` runs the matmul in panels, or is None for one in bulk; `stream` is the requested option. If `overlaps`,
-    the reduction runs beside the next matmul.
+    `specs` are the specs of the operands, a bias last, and `out` that of the result; `planned` has the plans. `kept`
+    says for each operand whether its redistributed copy is saved for the backward pass, `cut` how the operands are
+    unflattened first. `streamed` runs the matmul in panels, or is None for one in bulk; `stream` is the requested
+    option. If `overlaps`, the reduction runs beside the next matmul.
     """
 
-    __slots__ = ("_in_bulk", "cut", "executable", "gradients", "kept", "out", "overlaps", "specs", "stream", "streamed")
+    __slots__ = (
+        *("_in_bulk", "choice", "cut", "executable", "gradients", "kept", "out", "overlaps", "planned", "specs"),
+        *("stream", "streamed"),
+    )
 
     def __init__(
         self,
         executable: Executable,
+        planned: PlannedMatmul,
+        choice: StrategyChoice,
         specs: Sequence[Spec],
-        constraints: Constraints,
         cut: SplitContraction | None,
         stream: Stream | AutoPanels | None,
         streamed: PanelExecutor | None,
     ) -> None:
-        self.executable, self.specs, self.cut, self.stream, self.streamed = executable, specs, cut, stream, streamed
-        self.out = executable.specs[0]
-        sent = enumerate(zip(constraints.kept, executable.plans, strict=False))
+        self.executable, self.planned, self.choice, self.specs, self.cut = executable, planned, choice, specs, cut
+        self.stream, self.streamed, self.out = stream, streamed, executable.specs[0]
+        sent = enumerate(zip(choice.question.constraints.kept, executable.plans, strict=False))
         self.kept = tuple(keep and sends(p) and self.leaves_whole(i) for i, (keep, p) in sent)
-        first, _, end = self.plans()
+        first, _, end = planned.plans
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[object, ...], Matmul] = {}
         self._in_bulk: PanelExecutor | None = None
@@ -68,16 +72,12 @@ class Matmul:
         """Whether a bias along the last dim of the result is added."""
         return len(self.specs) > 2
 
-    def plans(self) -> tuple[Plan, Plan, Plan]:
-        """The plans of both operands and of the result."""
-        return _three(self.executable.decision)
-
     def executor(self) -> PanelExecutor:
         """The executor that runs the matmul in panels, or in bulk overlapped with another matmul."""
         if self.streamed is not None:
             return self.streamed
         if self._in_bulk is None:
-            self._in_bulk = PanelExecutor(_planned(self.executable.decision, self.out), Stream(1))
+            self._in_bulk = PanelExecutor(self.planned, Stream(1))
         return self._in_bulk
 
     def leaves_whole(self, i: int) -> bool:
@@ -100,21 +100,8 @@ class Matmul:
         """The matmul that computes operand `i`'s gradient from the result's gradient and the other operand."""
         key = (i, grad, other)
         if key not in self.gradients:
-            self.gradients[key] = self._gradient(i, grad, other)
+            self.gradients[key] = _gradient_matmul(self, i, grad, other)
         return self.gradients[key]
-
-    def _gradient(self, i: int, grad: Spec, other: Spec) -> Matmul:
-        decision = self.executable.decision
-        choice = _choice(decision)
-        rule, strategy = choice.question.rule, choice.strategy
-        (a, b), (out,) = rule.inputs, rule.outputs
-        terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
-        of_gradient = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
-        rows = tuple(_gradient_row(row, i) for row in strategy.rows)
-        complete = not i and (isinstance(self.stream, Stream) or self.streamed is not None)
-        return gradient_matmul(
-            f"{decision.op} backward", of_gradient, specs, self.specs[i], rows, strategy.order, self.stream, complete
-        )
 
 
 class StreamedExecutable(Executable):
@@ -140,7 +127,7 @@ def matmul_of_choice(
     stream: Stream | AutoPanels | None = None,
 ) -> Matmul:
     """The matmul by the strategy chosen for operands of these specs, and a bias if there is a third."""
-    rule, operands, _, topology, constraints = choice.question
+    rule, operands, _, topology, _ = choice.question
     strategy = choice.strategy
     plans = plans_to(specs[:2], strategy.inputs)
     end = plan_to(out.with_layout(strategy.outputs[0]), out.layout)
@@ -149,42 +136,27 @@ def matmul_of_choice(
         with_bias = _with_bias(rule, specs, out, strategy)
         plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
         gradients = (*gradients, with_bias.gradients[2])
-    decision = Decision(name, operands, topology, choice, plans, (end,))
-    decision = replace(decision, panels=Panels(partial(in_panels, _planned(decision, out)._replace(bias=None))))
-    streamed = _streamed(decision, out, stream)
+    planned = PlannedMatmul(rule, (plans[0], plans[1], end), out.dtype, topology, plans[2] if len(plans) > 2 else None)
+    panels = Panels(partial(in_panels, planned._replace(bias=None)))
+    streamed = _streamed(planned, panels, stream)
     make: Callable[..., Executable] = Executable
     if streamed is not None:
         make = partial(StreamedExecutable, streamed)
-        panels, transport = streamed.stream.panels, streamed.stream.transport
-        decision = replace(decision, panels=replace(decision.panels, run_in=panels, transport=transport))
-    kernel = partial(_local, local_product(*rule.inputs, *rule.outputs), len(specs) > 2, strategy)
+        panels = replace(panels, run_in=streamed.stream.panels, transport=streamed.stream.transport)
+    decision = Decision(name, operands, topology, choice, plans, (end,), panels=panels)
+    kernel = partial(_local, local_product(*planned.terms), len(specs) > 2, strategy)
     executable = make(decision, kernel, [out], range(len(specs)), wrap_as(out), gradients=gradients)
-    return Matmul(executable, specs, constraints, cut, stream, streamed)
+    return Matmul(executable, planned, choice, specs, cut, stream, streamed)
 
 
-def _choice(decision: Decision) -> StrategyChoice:
-    assert decision.choice is not None
-    return decision.choice
-
-
-def _three(decision: Decision) -> tuple[Plan, Plan, Plan]:
-    """The plans of both operands and of the result."""
-    return decision.plans[0], decision.plans[1], decision.ends[0]
-
-
-def _planned(decision: Decision, out: Spec) -> PlannedMatmul:
-    rule = _choice(decision).question.rule
-    return PlannedMatmul(rule, _three(decision), out.dtype, decision.topology, decision.bias)
-
-
-def _streamed(decision: Decision, out: Spec, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
+def _streamed(planned: PlannedMatmul, panels: Panels, stream: Stream | AutoPanels | None) -> PanelExecutor | None:
     """The executor in panels, if panels are requested and something is communicated; else None."""
-    if stream is None or not any(map(sends, _three(decision))):
+    if stream is None or not any(map(sends, planned.plans)):
         return None
     if isinstance(stream, AutoPanels):
-        best = cheapest(decision.panels.costs(), stream.limit)
+        best = cheapest(panels.costs(), stream.limit)
         stream = Stream(best.panels, transport=best.transport)
-    return executor(_planned(decision, out), stream)
+    return executor(planned, stream)
 
 
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:
@@ -208,32 +180,30 @@ def _local(kernel: LocalProduct, has_bias: bool, strategy: Strategy, at: Coordin
     return F.linear if kernel is F.linear else lambda a, b, bias: kernel(a, b) + bias
 
 
-def gradient_matmul(
-    name: str,
-    rule: Rule,
-    specs: tuple[Spec, Spec],
-    like: Spec,
-    rows: tuple[Row, ...],
-    order: Order,
-    stream: Stream | AutoPanels | None = None,
-    complete: bool = False,
-) -> Matmul:
-    """The matmul that computes a gradient by these rows; its result has `like`'s layout, except for partial sums.
+def _gradient_matmul(matmul: Matmul, i: int, grad: Spec, other: Spec) -> Matmul:
+    """The matmul of operand `i`'s gradient by the rows of `matmul`; it has the operand's layout but for partial sums.
 
-    With `complete` a partial sum is reduced at once, overlapped with the next matmul.
+    In panels a partial sum is reduced at once, overlapped with the next matmul.
     """
+    rule, strategy, like, stream = matmul.planned.rule, matmul.choice.strategy, matmul.specs[i], matmul.stream
+    (a, b), (out,) = rule.inputs, rule.outputs
+    terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
+    rule = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
+    rows, order = tuple(_gradient_row(row, i) for row in strategy.rows), strategy.order
     operands, outputs = tuple(map(operand_of, specs)), ((like.shape, like.itemsize),)
     expansion = expand(rule, operands, rows, order, sizes_of(rule, operands, outputs))
     assert expansion is not None, "the gradient's factors are those of the matmul"
     target = like.layout.cotangent()
+    complete = not i and (isinstance(stream, Stream) or matmul.streamed is not None)
     end = target if complete else keep_partial_sums(expansion.outputs[0], target)
-    out = contiguous_spec(end, like.shape, like.dtype, like.device)
+    result = contiguous_spec(end, like.shape, like.dtype, like.device)
     strategy = Strategy(expansion.inputs, expansion.outputs, rows, expansion.gradients, (end,), order)
     if isinstance(stream, Stream):
         stream = replace(stream, axis=None)  # which loop moves most differs
     topology = planning_context().topology_of(end.mesh)
     question = Question(rule, operands, outputs, topology, Constraints(result=end, kept=NEITHER))
-    return matmul_of_choice(name, StrategyChoice(question, strategy), specs, out, stream=stream)
+    name = f"{matmul.executable.decision.op} backward"
+    return matmul_of_choice(name, StrategyChoice(question, strategy), specs, result, stream=stream)
 
 
 def _gradient_row(row: Row, i: int) -> Row:
