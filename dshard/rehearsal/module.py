@@ -20,6 +20,7 @@ from dshard.comm import RECORDERS, Scoped, comparing, has_only_shape, simulated_
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.observe import OBSERVERS
 from dshard.core.spec import is_for_shapes
+from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import autocast_now, is_own, is_ready, kind_of
 from dshard.rehearsal.record import Record
@@ -79,12 +80,13 @@ class Rehearsal:
         self.why_not = "it was not called"
         self.weights = weights
         self._known: dict[object, _Known] = {}
+        self._watched: _Known | None = None  # of the call that runs by Python
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
         copy = Rehearsal.__new__(Rehearsal)
         memo[id(self)] = copy
         copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
-        copy._known, copy.weights = {}, deepcopy(self.weights, memo)
+        copy._known, copy._watched, copy.weights = {}, None, deepcopy(self.weights, memo)
         return copy
 
     @property
@@ -122,13 +124,17 @@ class Rehearsal:
 
     def leave(self, module: nn.Module, args: object, out: object) -> None:
         """The forward pass has ended, or failed."""
-        if torch.compiler.is_dynamo_compiling() or not HERE.entered:
+        if torch.compiler.is_dynamo_compiling():
             return
-        caller = sys._getframe(1)
-        failed = any(each.frame is caller for each in HERE.entered)
-        if isinstance(HERE.answer, RegionRecording) and HERE.entered[-1].frame is caller.f_back:
-            HERE.answer.has_given(out)
-        HERE.leave((caller, caller.f_back), failed=failed)
+        if HERE.entered:
+            caller = sys._getframe(1)
+            failed = any(each.frame is caller for each in HERE.entered)
+            if isinstance(HERE.answer, RegionRecording) and HERE.entered[-1].frame is caller.f_back:
+                HERE.answer.has_given(out)
+            HERE.leave((caller, caller.f_back), failed=failed)
+        watched, self._watched = self._watched, None
+        if watched is not None and watched.record is not None:
+            watched.record.watch(tensors_in(out))
 
     def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RegionRecording | Run | None, _Known | None]:
         flat, structure = args, None
@@ -169,6 +175,10 @@ class Rehearsal:
                 self.why_not = "another thread runs the module"
                 return None, None
             known.record = record = None
+        if record is not None and record.passes.create_graph:
+            record.passes.create_graph, self._watched = False, known
+            self.why_not = "gradients of its last call were differentiated again"
+            return None, None
         if record is not None and known.missed < 2:
             return begun(record, inputs, use), known
         if known.pause:
@@ -186,6 +196,7 @@ class Rehearsal:
         self, module: nn.Module, inputs: list[Tensor], use: GatheredUse | None, known: _Known
     ) -> RegionRecording:
         known.tries += 1
+        self._watched = known
         if known.tries >= TRIES:
             known.pause = PAUSE * 4 ** (known.tries - TRIES)
         known.missed = 0
@@ -305,7 +316,7 @@ class RehearsedParts:
 
 def _said(records: Sequence[Record]) -> str:
     n_calls, patterns = sum(len(r.contents.calls) for r in records), sum(len(r.programs) for r in records)
-    ran, derived = (sum(r.passes[kind] for r in records) for kind in ("by program", "derived"))
+    ran, derived = sum(r.passes.by_program for r in records), sum(r.passes.derived for r in records)
     return (
         f"{n_calls} calls of torch in {len(records)} records; backward: {patterns} patterns, "
         f"{ran} of {ran + derived} by program"

@@ -5,8 +5,12 @@ The record holds a list of objects, which its runs use in turn: results that no 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from dshard.rehearsal.answers import answers_of
 from dshard.rehearsal.contents import Contents, contents_of, optional_calls
@@ -15,6 +19,7 @@ from dshard.rehearsal.lifetimes import lifetimes_of
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.own_tensors import OwnTensors
 from dshard.rehearsal.region_recording import RegionRecording
+from dshard.torch_private import no_torch_function
 
 
 class Places(NamedTuple):
@@ -49,6 +54,15 @@ def _places_in(contents: Contents) -> Places:
     )
 
 
+@dataclass
+class Passes:
+    """How many backward passes were derived, or run by a program; whether one of the last call has created a graph."""
+
+    derived: int = 0
+    by_program: int = 0
+    create_graph: bool = False
+
+
 class Record:
     """A recording as functions of its calls; `why_not` says why there are no more, or none.
 
@@ -58,7 +72,6 @@ class Record:
         unread: The slots that no program reads.
         tensors: The objects by number; those of `absent` results are made when a run begins.
         last: The last run, by a weak reference.
-        passes: How many backward passes were derived, and how many run by a program.
     """
 
     def __init__(self, recording: RegionRecording) -> None:
@@ -74,7 +87,7 @@ class Record:
         self.last: Any = None
         self.order = GradientOrder(contents)
         self.programs: list[tuple[Any, Any]] = []
-        self.passes = Counter[str]()
+        self.passes = Passes()
         self.read = {*contents.leaves, *range(contents.n_inputs), *self.places.late}
         self.read -= contents.counted | contents.weights.keys()
         self.unread: list[Slot] = []
@@ -84,6 +97,17 @@ class Record:
         """Whether a run has begun and not ended, which uses the objects."""
         last = None if self.last is None else self.last()
         return last is not None and bool(last.tensors)
+
+    def watch(self, outs: Iterable[Tensor]) -> None:
+        """Note whether backward passes of a call that has run by Python create a graph."""
+
+        def note(grads: object) -> None:
+            self.passes.create_graph |= torch.is_grad_enabled()
+
+        with no_torch_function():
+            for x in outs:
+                if x.grad_fn is not None:
+                    x.grad_fn.register_prehook(note)
 
     def add_program(self, pattern: Any, program: Any) -> None:
         """Add the backward program of a pattern: from then on what no program reads is not kept."""

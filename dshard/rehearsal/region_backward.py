@@ -187,7 +187,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
         run.free()
     run.fixed.extend(record.own)
     del grads, arrived
-    record.passes["by program"] += 1
+    record.passes.by_program += 1
     return program.wraps, _parts(program, values, run.fixed.values, locals_)
 
 
@@ -226,7 +226,7 @@ class _DerivedPass:
     ) -> None:
         self._run, self._pattern = run, pattern
         self._derivation = derivation = Derivation(run)
-        run.record.passes["derived"] += 1
+        run.record.passes.derived += 1
         with derivation.recording(), torch.enable_grad():
             with unobserved():
                 inner = inner_tensors(run, derivation, None)
@@ -292,7 +292,8 @@ def _recomputed(run: Run, asked: Sequence[int], given: Sequence[int], grads: Seq
     """The gradients by autograd of the calls, which are run again on the module's own tensors: a graph is created."""
     record = run.record
     derivation = Derivation(run, creates_graph=True)
-    record.passes["derived"] += 1
+    record.passes.derived += 1
+    record.passes.create_graph = True
     saving = saved_tensors_hooks(derivation.saved_with_value, lambda x: x)
     with torch.enable_grad(), derivation.recording(), saving:
         inner = inner_tensors(run, derivation, ctx)

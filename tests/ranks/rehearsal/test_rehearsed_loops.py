@@ -311,7 +311,7 @@ def seconds_of_first_steps() -> tuple[float, list[str]]:
             net(x).square().mean().backward()
             if i == 2:
                 seconds = process_time() - begin
-            said.append(f"{net.rehearsed.why_not} {net.rehearsed.records[0].passes['derived'] if i else ''}")
+            said.append(f"{net.rehearsed.why_not} {net.rehearsed.records[0].passes.derived if i else ''}")
     return seconds, said[3:]
 
 
@@ -388,3 +388,34 @@ def test_calls_on_a_growing_cache_run_between_those_that_are_answered(ranks: Ran
         assert same
         assert (calls, answered, why_not) == (24, 7, "")
         assert n > 12
+
+
+def penalised() -> list[tuple[str, list[Tensor]]]:
+    """Why each step of a loop was not answered, and its gradients, by Python and as it comes."""
+    mesh, x = dshard.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(4, 8)
+    steps = list[tuple[str, list[Tensor]]]()
+    for on in (False, True):
+        torch.manual_seed(0)
+        net: Any = dshard.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), mesh, "megatron", x)
+        for with_penalty in (False, False, False, True, True, False, False):
+            net.zero_grad()
+            with dshard.rehearsing(on):
+                loss = net(x).square().sum()
+                if with_penalty:
+                    grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
+                    loss = loss + sum(grad.square().sum() for grad in grads)
+                loss.backward()
+            steps.append((net.rehearsed.why_not, [p.grad.full_tensor() for p in net.parameters()]))
+    return steps
+
+
+@pytest.mark.ranks
+def test_after_gradients_were_differentiated_again_a_module_runs_by_python() -> None:
+    with RankPool(2) as pool:
+        steps = pool.run(penalised)[0]
+
+    again = "gradients of its last call were differentiated again"
+    assert [why for why, _ in steps[9:]] == ["", "", again, again, ""]
+    for (_, eager), (_, rehearsed) in zip(steps[:7], steps[7:], strict=True):
+        for x, y in zip(eager, rehearsed, strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-6, atol=1e-6)
