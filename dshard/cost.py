@@ -208,7 +208,8 @@ def algorithm_price(
 
 def work_seconds(flops: float, nbytes: float, topology: Topology, dtype: str = "") -> float:
     """Seconds of local work that takes `flops` operations and touches `nbytes` of memory: the roofline."""
-    return topology.launch + max(flops / topology.flops(dtype), nbytes / topology.memory_bandwidth)
+    device = topology.device
+    return device.launch + max(flops / topology.flops(dtype), nbytes / device.memory_bandwidth)
 
 
 def together_seconds(seconds: Sequence[float], topology: Topology) -> float:

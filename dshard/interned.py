@@ -27,12 +27,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Interning(type):
-    """Gives the object made before, if there is one with the same fields."""
+    """Gives the object made before, if `__init__` and `__post_init__` have left it the same fields."""
+
+    __match_args__: tuple[str, ...]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
         with _LOCK:
-            return _VALUES.setdefault((cls, made.fields()), made)
+            return _VALUES.setdefault((cls, attrgetter(*cls.__match_args__)(made)), made)
 
 
 class Interned(metaclass=_Interning):
@@ -44,10 +46,5 @@ class Interned(metaclass=_Interning):
     __slots__ = ("__weakref__",)
     __match_args__: tuple[str, ...] = ()
 
-    def fields(self) -> tuple[Any, ...]:
-        """The values of the fields that `__init__` takes, as `__post_init__` has left them."""
-        values: tuple[Any, ...] = attrgetter(*self.__match_args__)(self)
-        return values
-
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return type(self), self.fields()
+        return type(self), attrgetter(*self.__match_args__)(self)

@@ -55,6 +55,7 @@ class Layout(Interned, Drawn):
     placements: tuple[Placement, ...]
     order: tuple[DimOrder, ...] = ()
     _axes: dict[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
+    _partial: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -67,6 +68,7 @@ class Layout(Interned, Drawn):
             order = order or strided
         _check_placements(self.mesh, placements)
         axes: dict[int, tuple[int, ...]] = {}
+        partial = tuple([i for i, placement in enumerate(placements) if isinstance(placement, Partial)])
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 dim = placement.dim
@@ -75,7 +77,7 @@ class Layout(Interned, Drawn):
                 axes[dim] = (*axes[dim], i) if dim in axes else (i,)
         order = _canonical_order(axes, _pairs(order)) if order else ()
         axes.update(order)
-        for name, value in (("placements", placements), ("order", order), ("_axes", axes)):
+        for name, value in (("placements", placements), ("order", order), ("_axes", axes), ("_partial", partial)):
             _set(self, name, value)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ class Layout(Interned, Drawn):
 
     def partial_axes(self) -> tuple[int, ...]:
         """The indices of the mesh axes on which the tensor is partial."""
-        return tuple([i for i, placement in enumerate(self.placements) if isinstance(placement, Partial)])
+        return self._partial
 
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
         """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
@@ -129,7 +131,7 @@ class Layout(Interned, Drawn):
         sizes, local = self.mesh.shape, list(shape)
         for dim, axes in self._axes.items():
             if dim < len(local):
-                local[dim] = -(-local[dim] // prod([sizes[axis] for axis in axes]))
+                local[dim] = -(-local[dim] // prod(map(sizes.__getitem__, axes)))
         return tuple(local)
 
     def names_of(self, dim: int) -> tuple[str, ...]:
@@ -168,9 +170,11 @@ class Layout(Interned, Drawn):
         order[dim] = (*order.get(dim, ()), *axes)
         return Layout(self.mesh, tuple(placements), _orders(order))
 
+    @cached("layouts", 65536)
     def cotangent(self) -> Layout:
         """The layout of the gradient of a tensor with this layout."""
-        return _cotangent(self)
+        placements = tuple(map(cotangent, self.placements))
+        return self if placements == self.placements else Layout(self.mesh, placements, self.order)
 
     def check(self, shape: Sequence[int]) -> None:
         """Refuse a tensor that has fewer dims than this layout shards.
@@ -192,12 +196,6 @@ def overlap(a: Region, b: Region) -> Region | None:
     """The intersection of two regions, or None if it is empty."""
     both = tuple([range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)])
     return both if all(both) else None
-
-
-@cached("layouts", 65536)
-def _cotangent(layout: Layout) -> Layout:
-    placements = tuple(map(cotangent, layout.placements))
-    return layout if placements == layout.placements else Layout(layout.mesh, placements, layout.order)
 
 
 def layout_of(mesh: Mesh, placements: Iterable[object], ndim: int) -> Layout:

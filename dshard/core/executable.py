@@ -19,7 +19,7 @@ from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, operator_on, run_on_ranks
 from dshard.core.observe import NEEDED, Decision
-from dshard.core.operands import operand_of, plan_to, plans_to
+from dshard.core.operands import operand_of, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.trees import leaves, replace_leaves, replace_tensors
@@ -183,7 +183,7 @@ class AlternativeExecutable(ComposedExecutable):
 
     def __init__(self, decision: Decision, specs: Sequence[Spec], strategy: Strategy, plan: AlternativePlan) -> None:
         layouts = list(zip(specs, plan.inputs, strict=True))
-        plans = tuple(plan_to(spec, layout) for spec, layout in layouts)
+        plans = plans_to(specs, plan.inputs, decision.topology)
         decision = replace(decision, plans=plans, exchanges=strategy.exchanges)
         super().__init__(decision, partial(_run_alternative, plan.run, layouts))
 
@@ -223,7 +223,7 @@ def decide(
     operands, outputs = tuple(map(operand_of, specs)), tuple((tuple(out.shape), out.itemsize) for out in outs)
     topology = planning_context().topology_of(operands[0].layout.mesh)
     choice = choose(Question(rule, operands, outputs, topology, constraints))
-    return Decision(op, operands, topology, choice, plans_to(specs, choice.strategy.inputs)), choice
+    return Decision(op, operands, topology, choice, plans_to(specs, choice.strategy.inputs, topology)), choice
 
 
 def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:

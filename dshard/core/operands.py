@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from dshard.comm import of_first_rank, ranks_of_root
-from dshard.core.context import planning_context
 from dshard.core.moves import redistribute_local
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
@@ -19,6 +18,7 @@ from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.redistribute import Plan, plan
 from dshard.rules.expand import Operand
+from dshard.topology import Topology
 
 
 def common_mesh(func: object, tensors: list[Tensor]) -> Mesh:
@@ -83,14 +83,14 @@ def spec_like(t: Tensor, mesh: Mesh) -> Spec:
     return contiguous_spec(replicated(mesh), shape, t.dtype, t.device)
 
 
-def plan_to(spec: Spec, layout: Layout) -> Plan:
-    """The cheapest redistribution of a tensor of `spec` to `layout`, on the topology in use."""
-    return plan(spec.layout, layout, spec.shape, spec.itemsize, planning_context().topology_of(layout.mesh))
+def plan_to(spec: Spec, layout: Layout, topology: Topology) -> Plan:
+    """The cheapest redistribution of a tensor of `spec` to `layout`."""
+    return plan(spec.layout, layout, spec.shape, spec.itemsize, topology)
 
 
-def plans_to(specs: Sequence[Spec], layouts: Sequence[Layout]) -> tuple[Plan, ...]:
+def plans_to(specs: Sequence[Spec], layouts: Sequence[Layout], topology: Topology) -> tuple[Plan, ...]:
     """The cheapest redistribution of a tensor of each spec to its layout."""
-    return tuple(plan_to(spec, layout) for spec, layout in zip(specs, layouts, strict=True))
+    return tuple([plan_to(spec, layout, topology) for spec, layout in zip(specs, layouts, strict=True)])
 
 
 def operand_of(spec: Spec) -> Operand:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -27,14 +27,13 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
     derives from torch's spec: `mesh`, `placements`, `tensor_meta` and `shard_order` are of torch's classes.
     """
 
-    __slots__ = ("device", "dtype", "has_partial", "layout", "shape", "stride")
+    __slots__ = ("device", "dtype", "layout", "shape", "stride")
 
     layout: Layout
     shape: Shape
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    has_partial: bool
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -44,7 +43,11 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
         self, layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.shape, self.stride, self.dtype, self.device = layout, shape, stride, dtype, device
-        self.has_partial = bool(layout.partial_axes())
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """Whether the tensor is partial on some mesh axis."""
+        return bool(self.layout.partial_axes())
 
     @property
     def mesh(self) -> DeviceMesh | Mesh:
@@ -93,8 +96,7 @@ class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is impor
 
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape, strides and dtype."""
-        with plain(), for_shapes():  # one tensor for all ranks where they are simulated
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return meta_tensors([self])[0]
 
     def __reduce__(self) -> tuple[object, ...]:
         return spec_of, (self.layout, self.shape, self.stride, self.dtype, self.device)
@@ -144,6 +146,12 @@ def for_shapes() -> Iterator[None]:
         except Exception as error:
             mark_raised_by_all(error)
             raise
+
+
+def meta_tensors(specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """For each spec a meta tensor of the global shape, strides and dtype."""
+    with plain(), for_shapes():  # one tensor for all ranks where they are simulated
+        return [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in specs]
 
 
 def is_for_shapes() -> bool:

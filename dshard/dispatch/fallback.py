@@ -52,8 +52,8 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     layout = replicated(mesh)
     check(func, args, kwargs)
     specs = [spec_like(t, mesh) for t in tensors]
-    plans = tuple(plan_to(spec, layout) for spec in specs)
     topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
+    plans = tuple([plan_to(spec, layout, topology) for spec in specs])
     decision = Decision(str(func), tuple(map(operand_of, specs)), topology, plans=plans, why=why)
     local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else with_meta_form(func)
     return Executable(decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish, func, layout))

@@ -23,7 +23,7 @@ from dshard.core.moves import counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
-from dshard.core.spec import Spec, for_shapes
+from dshard.core.spec import Spec, for_shapes, meta_tensors
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
@@ -76,7 +76,7 @@ def _choose_composite(
     same_dtype(name, [t.dtype for t in tensors[:3] if t.is_floating_point() or t.is_complex()])
     specs = [spec_like(t, mesh) for t in tensors]
     with torch.no_grad(), for_shapes():
-        out = local(*(spec.meta() for spec in specs))
+        out = local(*meta_tensors(specs))
     decision, choice = decide(name, rule(), specs, [out])
     strategy = choice.strategy
     results = result_specs(strategy, [out], specs[0].device)

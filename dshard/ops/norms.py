@@ -140,7 +140,8 @@ def _executable(
     op: str, operands: Sequence[Spec], layouts: Sequence[Layout], gradients: Sequence[Layout], out: Spec, local: Local
 ) -> Executable:
     """The executable of a local operator on operands in `layouts`."""
-    topology, plans = planning_context().topology_of(out.layout.mesh), plans_to(operands, layouts)
+    topology = planning_context().topology_of(out.layout.mesh)
+    plans = plans_to(operands, layouts, topology)
     decision = Decision(op, tuple(map(operand_of, operands)), topology, plans=plans)
     return Executable(decision, lambda at: local, [out], range(len(operands)), wrap_as(out), gradients=gradients)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
+from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, run_on_ranks
 from dshard.core.operands import plan_to
 from dshard.core.spec import Spec, contiguous_spec, spec_of
@@ -91,7 +92,7 @@ class Blocks:
     def plan(self, dtype: torch.dtype) -> tuple[Plan, int]:
         """The plan that gathers summaries of this dtype, and the bytes of an element."""
         spec, layout = self.stacked(dtype)
-        return plan_to(spec, layout), spec.itemsize
+        return plan_to(spec, layout, planning_context().topology_of(layout.mesh)), spec.itemsize
 
     def gather(self, summary: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather the summaries of all blocks along a new dim 0."""

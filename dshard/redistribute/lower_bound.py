@@ -78,7 +78,7 @@ def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> Leas
         if any(each.byte or any(each.begin) for each in there):
             slow.append((axis, *there))
     move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.whole])
-    whole = [_least(sums, reductions.begin, i) if i else 0.0 for i in range(len(reductions.begin))]
+    whole = _least(sums, reductions.begin)
     complete = tuple([min(each, some + move) for each, some in zip(whole, reductions.begin, strict=True)])
     return LeastTerms(rate, moves.begin, reductions.begin, complete, tuple(slow))
 
@@ -110,15 +110,11 @@ def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
         return _Ways((), none, (none,) * mesh.ndim)
     seconds, anywhere, along = [0.0], _begins(ways), list[tuple[float, ...]]()
     for i in range(1, mesh.size.bit_length() + 1):
-        seconds.append(_least(anywhere, seconds, i))
+        seconds.append(min([begin + seconds[max(0, i - many)] for many, begin in anywhere]))
     for axis in range(mesh.ndim):
         there = _begins([way for way in ways if axis in way.axes])
-        more = (
-            [_least(there, seconds, i) - seconds[i] for i in range(1, len(seconds))]
-            if there and there != anywhere
-            else []
-        )
-        along.append((0.0, *more) if more else (0.0,) * len(seconds))
+        least = _least(there, seconds) if there and there != anywhere else seconds
+        along.append(tuple([some - any_way for some, any_way in zip(least, seconds, strict=True)]))
     return _Ways(tuple(ways), tuple(seconds), tuple(along))
 
 
@@ -126,9 +122,10 @@ def _begins(ways: list[_Way]) -> set[tuple[int, float]]:
     return {(way.doublings, way.begin) for way in ways}
 
 
-def _least(begins: set[tuple[int, float]], seconds: Sequence[float], doublings: int) -> float:
-    """The least seconds to begin one of these, and others, which take `seconds` by their doublings."""
-    return min([begin + seconds[max(0, doublings - many)] for many, begin in begins], default=0.0)
+def _least(begins: set[tuple[int, float]], seconds: Sequence[float]) -> list[float]:
+    """By doublings, the least seconds to begin one of these, and others, which take `seconds` by their doublings."""
+    some = range(1, len(seconds))
+    return [0.0, *[min([begin + seconds[max(0, i - many)] for many, begin in begins], default=0.0) for i in some]]
 
 
 def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
@@ -151,13 +148,11 @@ class LowerBound:
         self.mesh, self.topology = mesh, topology
         self.terms: dict[tuple[Partials, Partials], LeastTerms] = {}
 
-    def terms_between(self, src: State, dst: State) -> LeastTerms:
-        """The terms of plans from `src` to `dst`, which reduce along axes that are partial in either."""
-        terms = self.terms.get((src.partial, dst.partial))
-        if terms is None:
-            either = zip(src.partial, dst.partial, strict=True) if any(src.partial) else ()
-            partial = frozenset([axis for axis, ops in enumerate(either) if any(ops) and self.sizes[axis] > 1])
-            terms = self.terms[src.partial, dst.partial] = least_terms(self.mesh, self.topology, partial)
+    def _terms_between(self, src: Partials, dst: Partials) -> LeastTerms:
+        """The terms of plans between tensors with these reductions, which run along axes that are partial in either."""
+        either = zip(src, dst, strict=True) if any(src) else ()
+        partial = frozenset([axis for axis, ops in enumerate(either) if any(ops) and self.sizes[axis] > 1])
+        terms = self.terms[src, dst] = least_terms(self.mesh, self.topology, partial)
         return terms
 
     def seconds(self, src: State, dst: State) -> float:
@@ -183,7 +178,7 @@ class LowerBound:
                 sources *= -(-want // have) if have else 1
             else:
                 held *= want
-        least = self.terms_between(src, dst)
+        least = self.terms.get((src.partial, dst.partial)) or self._terms_between(src.partial, dst.partial)
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
         latency, meetings = least.moves[doublings], (terms - 1).bit_length() if terms > 1 else 0
         lacking, more = float(dst.numel - (0 if separate else held)), 0.0

@@ -143,9 +143,9 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     if src.mesh != dst.mesh:
         raise MeshError(f"cannot redistribute from the mesh ({src.mesh}) to the mesh ({dst.mesh}): use one mesh")
     src.check(shape)
-    dst.check(shape)
     if src is dst:
         return Plan(src, dst, shape, (), 0.0)
+    dst.check(shape)
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
     if search == "greedy":

@@ -92,15 +92,15 @@ def rows_of_axis(rule: Rule, operands: Sequence[Operand], axis: int) -> list[Row
                 pass
     if rule.loops:
         terms = (*rule.inputs, *rule.outputs)
-        rows |= dict.fromkeys(name for term in terms for dim in term for name in dim if name not in rule.unsharded)
+        rows |= dict.fromkeys([name for term in terms for dim in term for name in dim if name not in rule.unsharded])
     return list(rows)
 
 
 Order: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> Iterator[Order]:
-    """Yield the orders of the mesh axes that shard one factor: left to right, and any order of an operand."""
+def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...]) -> list[Order]:
+    """The orders of the mesh axes that shard one factor: left to right, and any order of an operand."""
     split: Order = {}
     for axis, row in enumerate(assignment):
         if isinstance(row, str):
@@ -119,8 +119,7 @@ def _orders(layouts: Sequence[tuple[Term, Layout]], assignment: tuple[Row, ...])
                             if axes_of_dim and order[: len(axes_of_dim)] == axes_of_dim
                         }
         choices.append(list(orders))
-    for chosen_orders in product(*choices):
-        yield dict(zip(split, chosen_orders, strict=True))
+    return [dict(zip(split, chosen_orders, strict=True)) for chosen_orders in product(*choices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +137,20 @@ def expand(
     rule: Rule, operands: Sequence[Operand], assignment: tuple[Row, ...], order: Order, sizes: dict[str, int]
 ) -> Expansion | None:
     """The expansion of these rows, or None if they exclude each other."""
-    mesh = operands[0].layout.mesh
-    for term in (*rule.inputs, *rule.outputs):
-        if any(not merges(dim, order, sizes, mesh) for dim in term if len(dim) > 1):
-            return None
+    mesh, terms, n = operands[0].layout.mesh, (*rule.inputs, *rule.outputs), len(rule.inputs)
+    for term in terms:
+        for dim in term:
+            if len(dim) > 1 and not merges(dim, order, sizes, mesh):
+                return None
     try:
-        inputs = tuple(
-            [
-                operands[i].layout if i in rule.unread else _layout(mesh, term, order, _input_rest(i, assignment))
-                for i, term in enumerate(rule.inputs)
-            ]
-        )
-        outputs = tuple(
-            [_layout(mesh, term, order, _output_rest(rule, i, assignment)) for i, term in enumerate(rule.outputs)]
-        )
+        layouts = [
+            operands[i].layout if i in rule.unread else _layout(mesh, term, order, rest)
+            for i, (term, rest) in enumerate(zip((*terms, *rule.inputs), _rests(rule, assignment), strict=True))
+        ]
     except LayoutError:  # one tensor would be partial by two reductions
         return None
-    gradients = tuple([_layout(mesh, term, order, _gradient_rest(i, assignment)) for i, term in enumerate(rule.inputs)])
-    return Expansion(inputs, outputs, gradients, assignment, order)
+    inputs, outputs, gradients = layouts[:n], layouts[n : len(terms)], layouts[len(terms) :]
+    return Expansion(tuple(inputs), tuple(outputs), tuple(gradients), assignment, order)
 
 
 def order_of(terms: Sequence[Term], layouts: Sequence[Layout]) -> Order:
@@ -170,7 +165,7 @@ def order_of(terms: Sequence[Term], layouts: Sequence[Layout]) -> Order:
 
 def term_layout(mesh: Mesh, term: Term, order: Order) -> Layout:
     """The layout of a tensor of this term, replicated on the axes that shard none of its factors."""
-    return _layout(mesh, term, order, [None] * mesh.ndim)
+    return _layout(mesh, term, order, (None,) * mesh.ndim)
 
 
 def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -181,46 +176,48 @@ def sharded_anyway(rule: Rule, order: Order, mesh: Mesh) -> tuple[tuple[Layout, 
     factors: list[Row] = [next((f for f, axes in order.items() if axis in axes), None) for axis in range(mesh.ndim)]
     rows = tuple([None if factor in rule.unsharded else factor for factor in factors])
     inputs = tuple([term_layout(mesh, term, order) for term in rule.inputs])
-    return inputs, tuple(
-        [_layout(mesh, term, order, _output_rest(rule, i, rows)) for i, term in enumerate(rule.outputs)]
-    )
+    rests = _rests(rule, rows)[len(inputs) :]
+    return inputs, tuple([_layout(mesh, term, order, rest) for term, rest in zip(rule.outputs, rests, strict=False)])
 
 
-Rest: TypeAlias = list[ReduceOp | None]
+Rest: TypeAlias = tuple[ReduceOp | None, ...]
 """For each mesh axis that shards no factor of a tensor, the reduction by which the tensor is partial there, if any."""
 
 
-def _input_rest(i: int, assignment: tuple[Row, ...]) -> Rest:
-    return [row.ops[0] if isinstance(row, PassThrough) and i in row.operands else None for row in assignment]
+_SUM: tuple[ReduceOp] = ("sum",)
 
 
-def _output_rest(rule: Rule, i: int, assignment: tuple[Row, ...]) -> Rest:
-    op = rule.reduce_of(i)
-    return [row.ops[0] if isinstance(row, PassThrough) else None if row is None else op for row in assignment]
+def _rests(rule: Rule, assignment: tuple[Row, ...]) -> list[Rest]:
+    """The rests of the operands, then of the outputs, then of the operands' gradients.
 
-
-def _gradient_rest(i: int, assignment: tuple[Row, ...]) -> Rest:
-    """The rest of operand `i`'s gradient.
-
-    If the work is sharded but the operand is replicated, its gradient is partial. So it is if another operand is
+    If the work is sharded but an operand is replicated, its gradient is partial. So it is if another operand is
     partial: the gradient is summed or averaged like that operand.
     """
-    rest: Rest = []
+    n, reductions = len(rule.inputs), rule.reductions()
+    outs = len(reductions)
+    columns: list[list[ReduceOp | None]] = []
     for row in assignment:
-        if isinstance(row, PassThrough):
-            rest.append(None if i in row.operands else "avg" if row.ops[0] == "avg" else "sum")
+        if row is None:
+            columns.append([None] * (2 * n + outs))
+        elif isinstance(row, PassThrough):
+            op: ReduceOp = row.ops[0]
+            passed = [op if i in row.operands else None for i in range(n)]
+            gradient: ReduceOp = "avg" if op == "avg" else "sum"
+            columns.append([*passed, *[op] * outs, *[None if each else gradient for each in passed]])
         else:
-            rest.append(None if row is None else "sum")
-    return rest
+            columns.append([*[None] * n, *reductions, *_SUM * n])
+    return list(zip(*columns, strict=True))
 
 
 def _layout(mesh: Mesh, term: Term, order: Order, rest: Rest) -> Layout:
     """The layout of a tensor of this term."""
-    split = tuple([order.get(dim[0], ()) if len(dim) == 1 else _axes_of(dim, order) for dim in term])
-    for axes in split:
+    split, partial = [], list(rest)
+    for dim in term:
+        axes = order.get(dim[0], ()) if len(dim) == 1 else _axes_of(dim, order)
+        split.append(axes)
         for axis in axes:
-            rest[axis] = None
-    return _expanded_layout(mesh, split, tuple(rest))
+            partial[axis] = None
+    return _expanded_layout(mesh, tuple(split), tuple(partial))
 
 
 def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
@@ -231,11 +228,13 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
 def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple[ReduceOp | None, ...]) -> Layout:
     """The cached layout, one object for all expansions that have it; `split` are the mesh axes that shard each dim."""
     placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in rest]
+    orders = []
     for dim, axes in enumerate(split):
+        if len(axes) > 1:
+            orders.append((dim, axes))
         for axis in axes:
             placements[axis] = Shard(dim)
-    orders = tuple([(dim, axes) for dim, axes in enumerate(split) if len(axes) > 1])
-    return Layout(mesh, tuple(placements), orders)
+    return Layout(mesh, tuple(placements), tuple(orders))
 
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:

@@ -50,9 +50,9 @@ class Rule:
     triangle: tuple[str, str] | None = None
     held: int = 0
 
-    def reduce_of(self, output: int) -> ReduceOp:
-        """The reduction with which a sharded factor that output `i` lacks leaves it partial."""
-        return self.reduce[output] if len(self.reduce) > 1 else self.reduce[0]
+    def reductions(self) -> tuple[ReduceOp, ...]:
+        """For each output the reduction with which a sharded factor that it lacks leaves it partial."""
+        return self.reduce if len(self.reduce) > 1 else self.reduce * len(self.outputs)
 
     def __str__(self) -> str:
         return f"{self._side(self.inputs)} -> {self._side(self.outputs)}"
@@ -67,7 +67,7 @@ class Rule:
 
 def linear(*operands: int) -> tuple[PassThrough, ...]:
     """The pass-throughs of an operator linear in each of these operands: a partial sum of one passes through."""
-    return tuple(PassThrough(frozenset({operand})) for operand in operands)
+    return tuple([PassThrough(frozenset({operand})) for operand in operands])
 
 
 def together(*operands: int, ops: tuple[ReduceOp, ...] = LINEAR) -> tuple[PassThrough, ...]:

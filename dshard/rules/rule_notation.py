@@ -90,8 +90,9 @@ def _parsed(
     ]
     if same_size:
         terms = _of_one_size(terms, [*shapes, *(outputs or [])], names)
-    unsharded = frozenset(name[1:-1] for term in terms for dim in term for name in dim if name[0] == "[")
-    terms = [tuple([tuple([name.strip("[]") for name in dim]) for dim in term]) for term in terms]
+    unsharded = frozenset([name[1:-1] for term in terms for dim in term for name in dim if name[0] == "["])
+    if unsharded:
+        terms = [tuple([tuple([name.strip("[]") for name in dim]) for dim in term]) for term in terms]
     inputs = _broadcast(terms[:n_operands], shapes, text)
     return Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded)
 
@@ -132,7 +133,7 @@ def read_rule(text: str) -> tuple[Side, Side]:
 
 
 def _read_side(side: str, text: str) -> Side:
-    parts = [part.strip() for part in side.split(",")]
+    parts = [*map(str.strip, side.split(","))]
     repeated = [i for i, part in enumerate(parts) if part.startswith("*")]
     if len(repeated) > 1:
         raise NotationError(f"the rule {text!r} has several '*' on one side: it is not clear how many tensors each is")

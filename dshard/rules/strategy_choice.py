@@ -124,6 +124,4 @@ def candidate_expansions(question: Question) -> list[Expansion]:
         for axis, placement in enumerate(operand.layout.placements)
         if isinstance(placement, Shard) and not result_factors.isdisjoint(term[placement.dim])
     }
-    return [
-        expansion for expansion in candidates if all(expansion.rows[axis] is not None for axis in split)
-    ] or candidates
+    return [e for e in candidates if None not in map(e.rows.__getitem__, split)] or candidates

@@ -68,15 +68,17 @@ class Price:
 
     def __init__(self, question: Question) -> None:
         self.rule, self.operands, self.outputs, self.topology, self.constraints = question
-        rule, operands, outputs, topology, _ = question
-        self.sizes = sizes_of(rule, operands, outputs)
-        self.spaces = [space_of(self.mesh, topology, o.shape, o.itemsize) for o in operands]
-        self.idle = frozenset(
-            axis
-            for axis in range(self.mesh.ndim)
-            if all(isinstance(operand.layout.placements[axis], Replicate) for operand in operands)
-        )
-        self.starts = [space.state_of(o.layout) for space, o in zip(self.spaces, operands, strict=True)]
+        rule, operands, outputs, topology, constraints = question
+        self.sizes, mesh = sizes_of(rule, operands, outputs), operands[0].layout.mesh
+        self.spaces = [space_of(mesh, topology, o.shape, o.itemsize) for o in operands]
+        self.idle = {*range(mesh.ndim)} - {
+            axis for o in operands for axis, p in enumerate(o.layout.placements) if not isinstance(p, Replicate)
+        }
+        needed = sum(constraints.gradients)
+        self.again = [
+            needed > 0 and not constraints.kept[i] and needed > constraints.gradients[i] for i in range(len(operands))
+        ]
+        """Whether each operand is redistributed once more for the gradient of another."""
         self.back = [space.state_of(o.layout.cotangent()) for space, o in zip(self.spaces, operands, strict=True)]
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
@@ -96,7 +98,8 @@ class Price:
         gradients = self.constraints.gradients
         moves: list[_Move] = []
         for i, (space, layout) in enumerate(zip(self.spaces, expansion.inputs, strict=True)):
-            moves.append(_Move(i, self.starts[i], space.state_of(layout), 1 + self.moved_again(i)))
+            start = space.state_of(self.operands[i].layout)
+            moves.append(_Move(i, start, space.state_of(layout), 1 + self.again[i]))
             if gradients and gradients[i]:
                 moves.append(_Move(i, space.state_of(expansion.gradients[i]), self.back[i], 1))
         fixed = sum(self.local_work(expansion)) + self.end_at_least(expansion)
@@ -119,18 +122,11 @@ class Price:
         seconds = self.end_leasts.get((layout, ends))
         if seconds is None:
             space, back = space_of(self.mesh, self.topology, shape, itemsize), layout.cotangent()
+            again = any(self.constraints.gradients)
             seconds = self.end_leasts[layout, ends] = min(
-                _least(space, layout, end)
-                + (_least(space, end.cotangent(), back) if any(self.constraints.gradients) else 0.0)
-                for end in ends
+                [_least(space, layout, end) + (_least(space, end.cotangent(), back) if again else 0.0) for end in ends]
             )
         return seconds
-
-    def moved_again(self, i: int) -> bool:
-        """Whether operand `i` is redistributed once more for the gradient of another."""
-        constraints = self.constraints
-        needed = any(gradient for j, gradient in enumerate(constraints.gradients) if j != i)
-        return needed and not constraints.kept[i]
 
     # -- the price
 
@@ -161,9 +157,9 @@ class Price:
         (compute, backward), constraints = self.local_work(expansion), self.constraints
         gather, reduce, moves = 0.0, 0.0, 0
         for i, (space, layout) in enumerate(zip(self.spaces, expansion.inputs, strict=True)):
-            move = self.plan(i, self.starts[i], space.state_of(layout))
+            move = self.plan(i, space.state_of(self.operands[i].layout), space.state_of(layout))
             gather, moves = gather + move.seconds, moves + move.steps
-            backward += move.seconds * self.moved_again(i)
+            backward += move.seconds * self.again[i]
         for i, needed in enumerate(constraints.gradients):
             if needed:
                 backward += self.plan(i, self.spaces[i].state_of(expansion.gradients[i]), self.back[i]).seconds
@@ -200,8 +196,8 @@ class Price:
         """Seconds of the local work, and of the backward pass's: as much again for each gradient."""
         nbytes: float = sum(
             [
-                layout.local_numel(operand.shape) * operand.itemsize
-                for operand, layout in zip(self.operands, expansion.inputs, strict=True)
+                space.state_of(layout).numel * space.itemsize
+                for space, layout in zip(self.spaces, expansion.inputs, strict=True)
             ]
         )
         for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
@@ -221,11 +217,10 @@ class Price:
 
     def local_sizes(self, expansion: Expansion) -> dict[str, int]:
         """The size of each factor on the rank with the most."""
-        sizes = self.mesh.shape
-        return {
-            factor: -(-size // prod([sizes[axis] for axis in expansion.order.get(factor, ())]))
-            for factor, size in self.sizes.items()
-        }
+        local, sizes = dict(self.sizes), self.spaces[0].sizes
+        for factor, axes in expansion.order.items():
+            local[factor] = -(-local[factor] // prod(map(sizes.__getitem__, axes)))
+        return local
 
     def held(self, expansion: Expansion) -> int:
         """Bytes of the tensor that a rank holds between matmuls."""

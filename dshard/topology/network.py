@@ -100,7 +100,8 @@ class Topology(Interned, Drawn):
         """
         try:
             return _link(self, mesh, tuple(axes), collective)
-        except TypeError:  # of what is no sequence, or has no hash
+        except (TypeError, AttributeError):  # of what is no mesh, no sequence, or has no hash
+            check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
             as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
             raise
 
@@ -305,7 +306,6 @@ def _check_ranks(topology: Topology, mesh: Mesh, where: str = "") -> None:
 
 @cached("network", 8192)
 def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective | None) -> Link:
-    check_type(mesh, Mesh, "the mesh of a link", "give a dshard.Mesh", TopologyError)
     if collective is not None and collective not in COLLECTIVES:
         raise TopologyError(f"collective: {collective!r} is none; use {', '.join(COLLECTIVES)}, or None for any")
     if collective is not None and collective not in DIRECT and not topology.measured:  # as any around a ring

@@ -48,7 +48,7 @@ def groups_of(mesh: Mesh, axes: Iterable[str]) -> Groups:
     >>> groups_of(Mesh((2, 2), ("dp", "tp")), ["tp"])
     ((0, 1), (2, 3))
     """
-    return _groups_of(mesh, frozenset(mesh.axis(axis) for axis in axes))
+    return _groups_of(mesh, frozenset(map(mesh.axis, axes)))
 
 
 @cached("network", 1024)
@@ -61,7 +61,7 @@ def _groups_of(mesh: Mesh, inside: frozenset[int]) -> Groups:
         else:
             starts = [step + start for step in steps for start in starts]
         stride *= mesh.shape[axis]
-    return tuple(sorted(tuple(sorted(mesh.ranks[start + offset] for offset in offsets)) for start in starts))
+    return tuple(sorted([tuple(sorted([mesh.ranks[start + offset] for offset in offsets])) for start in starts]))
 
 
 def measured_link(measured: Sequence[Measured], groups: Groups, collective: Collective | None) -> Link | None:
@@ -195,9 +195,11 @@ def _ring_bandwidth(layer: Layer, parts: Counter[UnitShare]) -> float:
     pairs = _pair_rates(layer, parts)
     rank = inf if layer.rank_bandwidth is None else layer.rank_bandwidth
     return min(
-        min(layer.group_bandwidth / sharing[unit], pairs.get((part, unit), inf), count * rank)
-        for part in parts
-        for unit, count in zip(part.units, part.counts, strict=True)
+        [
+            min(layer.group_bandwidth / sharing[unit], pairs.get((part, unit), inf), count * rank)
+            for part in parts
+            for unit, count in zip(part.units, part.counts, strict=True)
+        ]
     )
 
 
@@ -234,7 +236,7 @@ def _direct_bandwidth(layer: Layer, parts: Counter[UnitShare], peers: int | None
             leaving[unit] += times * count * outside
             if layer.rank_bandwidth is not None:
                 bandwidth = min(bandwidth, layer.rank_bandwidth / outside)
-    bandwidth = min(bandwidth, *(layer.group_bandwidth / share for share in leaving.values()))
+    bandwidth = min(bandwidth, *[layer.group_bandwidth / share for share in leaving.values()])
     wiring = wiring_of(layer)
     return bandwidth if wiring is None else min(bandwidth, least_rate(wiring, wiring.spread(_demands(parts, peers))))
 

@@ -96,9 +96,9 @@ def test_a_scalar_has_an_empty_term() -> None:
 
 
 def test_what_is_reduced_how() -> None:
-    assert parse_rule("a ->", [(3,)]).reduce_of(0) == "sum"
-    assert parse_rule("a -> , ", [(3,)], reduce=("min", "max")).reduce_of(1) == "max"
-    assert parse_rule("a ->", [(3,)], reduce="max").reduce_of(0) == "max"
+    assert parse_rule("a ->", [(3,)]).reductions() == ("sum",)
+    assert parse_rule("a -> , ", [(3,)], reduce=("min", "max")).reductions() == ("min", "max")
+    assert parse_rule("a ->", [(3,)], reduce="max").reductions() == ("max",)
 
 
 def test_which_partial_operands_pass_through() -> None:

@@ -17,7 +17,7 @@ from dshard import Layout, Mesh, matmul
 from dshard.core.call import Call
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
-from dshard.core.operands import operand_of, plan_to
+from dshard.core.operands import operand_of, plans_to
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
 from dshard.ops.composite import run_recorded
@@ -248,7 +248,7 @@ def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> N
 
 def executable_of(rule: Rule, strategy: Strategy, local: Any, operands: list[Any], out: torch.Tensor) -> Executable:
     specs, result = [x._spec for x in operands], spec(out, strategy.outputs[0])
-    plans = tuple(plan_to(each, layout) for each, layout in zip(specs, strategy.inputs, strict=True))
+    plans = plans_to(specs, strategy.inputs, FLAT_CPU)
     operands = tuple(map(operand_of, specs))
     choice = StrategyChoice(Question(rule, operands, (), FLAT_CPU), strategy)
     decision = Decision("joint", operands, FLAT_CPU, choice, plans)

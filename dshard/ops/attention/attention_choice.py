@@ -15,7 +15,7 @@ from dshard.comm import sum_dtype
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to, plans_to
-from dshard.core.spec import Spec, contiguous_spec, for_shapes, spec_of
+from dshard.core.spec import Spec, contiguous_spec, for_shapes, meta_tensors, spec_of
 from dshard.errors import CompileError, StrategyError
 from dshard.layout import Shape
 from dshard.mesh import Mesh
@@ -121,7 +121,7 @@ class Candidates:
                 "does not need; use 'context' or 'ulysses' there"
             )
         with torch.no_grad(), for_shapes():
-            self.out: Tensor = whole(options)(*(spec.meta() for spec in specs))
+            self.out: Tensor = whole(options)(*meta_tensors(specs))
         self.topology = planning_context().topology_of(layouts[0].mesh)
         operands, outputs = tuple(map(operand_of, specs)), ((tuple(self.out.shape), self.out.itemsize),)
         constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
@@ -145,7 +145,7 @@ class Candidates:
                 strategy,
                 tuple(each for each, runs in self.how.items() if runs != How("whole")),
             ),
-            plans_to(self.specs, strategy.inputs),
+            plans_to(self.specs, strategy.inputs, self.topology),
             ends=(plan(result, end, shape, itemsize, self.topology),),
             exchanges=strategy.exchanges,
         )
@@ -167,7 +167,7 @@ class Candidates:
             return decision
         inner = [spec if i in (1, 2) else spec.with_layout(strategy.inputs[i]) for i, spec in enumerate(inner)]
         assert decision.choice is not None
-        operands, plans = tuple(map(operand_of, inner)), plans_to(inner, strategy.inputs)
+        operands, plans = tuple(map(operand_of, inner)), plans_to(inner, strategy.inputs, self.topology)
         choice = replace(decision.choice, strategy=strategy)
         return replace(decision, operands=operands, choice=choice, plans=plans, exchanges=())
 
@@ -211,7 +211,8 @@ class Candidates:
         """Bytes that the busiest rank receives in the forward pass."""
         outputs = self.question.outputs
         plans = [
-            (plan_to(spec, layout), spec.itemsize) for spec, layout in zip(self.specs, strategy.inputs, strict=True)
+            (plan_to(spec, layout, self.topology), spec.itemsize)
+            for spec, layout in zip(self.specs, strategy.inputs, strict=True)
         ]
         plans += [
             (plan(layout, end, shape, itemsize, self.topology), itemsize)
@@ -241,7 +242,7 @@ class Candidates:
             local = self._cheapest(self.question._replace(rule=rule, operands=operands), rows)
             if local is None:
                 continue
-            plans = [plan_to(specs[i], local.inputs[i]) for i in (1, 2)]
+            plans = [plan_to(specs[i], local.inputs[i], self.topology) for i in (1, 2)]
             sent = tuple(each for p in plans for each in planned(p, specs[1].itemsize, self.topology))
             stored = (local.inputs[0], self.specs[1].layout, self.specs[2].layout, *local.inputs[3:])
             strategy = replace(local, inputs=stored, name="own key heads", exchanges=sent)

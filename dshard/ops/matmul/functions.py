@@ -15,7 +15,7 @@ from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh, operand_of
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, contiguous_spec, for_shapes
+from dshard.core.spec import Spec, contiguous_spec, for_shapes, meta_tensors
 from dshard.core.torch_function import autocast, bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper, is_leaf
 from dshard.layout import Shape, replicated
@@ -78,7 +78,7 @@ def _choose_matmul(
     name, mesh = function.name, specs[0].layout.mesh
     same_dtype(name, [spec.dtype for spec in specs])
     with torch.no_grad(), for_shapes():
-        out = function.infer(*(spec.meta() for spec in specs))
+        out = function.infer(*meta_tensors(specs))
     operands = tuple(map(operand_of, specs[:2]))
     shape, topology = tuple(out.shape), planning_context().topology_of(mesh)
 

@@ -61,7 +61,7 @@ class Matmul:
         self.executable, self.planned, self.choice, self.specs, self.cut = executable, planned, choice, specs, cut
         self.stream, self.streamed, self.out = stream, streamed, executable.specs[0]
         sent = enumerate(zip(choice.question.constraints.kept, executable.plans, strict=False))
-        self.kept = tuple(keep and sends(p) and self.leaves_whole(i) for i, (keep, p) in sent)
+        self.kept = tuple([keep and sends(p) and self.leaves_whole(i) for i, (keep, p) in sent])
         first, _, end = planned.plans
         self.overlaps = sends(end) and (streamed is not None or not first.steps)
         self.gradients: dict[tuple[object, ...], Matmul] = {}
@@ -129,12 +129,12 @@ def matmul_of_choice(
     """The matmul by the strategy chosen for operands of these specs, and a bias if there is a third."""
     rule, operands, _, topology, _ = choice.question
     strategy = choice.strategy
-    plans = plans_to(specs[:2], strategy.inputs)
-    end = plan_to(out.with_layout(strategy.outputs[0]), out.layout)
+    plans = plans_to(specs[:2], strategy.inputs, topology)
+    end = plan_to(out.with_layout(strategy.outputs[0]), out.layout, topology)
     gradients = strategy.gradients[:2]
     if len(specs) > 2:
         with_bias = _with_bias(rule, specs, out, strategy)
-        plans = (*plans, plan_to(specs[2], with_bias.inputs[2]))
+        plans = (*plans, plan_to(specs[2], with_bias.inputs[2], topology))
         gradients = (*gradients, with_bias.gradients[2])
     planned = PlannedMatmul(rule, (plans[0], plans[1], end), out.dtype, topology, plans[2] if len(plans) > 2 else None)
     panels = Panels(partial(in_panels, planned._replace(bias=None)))

@@ -56,7 +56,7 @@ class MatmulOptions:
             )
         match self.saved:
             case "auto":
-                kept = tuple(not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True))
+                kept = tuple([not (is_leaf and needed) for is_leaf, needed in zip(leaf, needs, strict=True)])
             case "moved" | "stored":
                 kept = (self.saved == "moved",) * 2
         if isinstance(stream, Stream) and stream.transport != "symmetric":
