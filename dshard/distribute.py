@@ -32,7 +32,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Replicate
 from dshard.tensor import DTensor, as_dtensor
 from dshard.torch_dtensor import TorchDTensor
-from dshard.torch_private import n_dispatch_modes
+from dshard.torch_private import n_dispatch_modes, no_torch_function
 from dshard.validate import check_callable, check_type
 
 
@@ -90,9 +90,11 @@ def distribute_tensor(
             stacklevel=3,
         )
     spec = spec_of(term_layout, shape, _stride(source, src_data_rank), tensor.dtype, device)
-    out = as_dtensor(redistribute(wrap(local, spec), layout))
+    own = wrap(local, spec)
+    out = as_dtensor(own if layout is term_layout else redistribute(own, layout))
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
+        with no_torch_function():
+            return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
     return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out
 
 

@@ -88,7 +88,9 @@ class Mesh(Interned):
         Raises:
             MeshError: the mesh has no such coordinate.
         """
-        at = as_tuple(coordinate, "coordinate", f"give one index for each axis of ({self})", MeshError)
+        at = coordinate
+        if type(at) is not tuple:
+            at = as_tuple(coordinate, "coordinate", f"give one index for each axis of ({self})", MeshError)
         if len(at) != self.ndim or not all(0 <= i < size for size, i in zip(self.shape, at, strict=False)):
             raise MeshError(f"the mesh ({self}) has no coordinate {at}: give an index of each axis, below its size")
         index = 0

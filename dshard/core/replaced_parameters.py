@@ -84,7 +84,8 @@ def succeed(name: str, old: nn.Parameter, new: Wrapper, grad: Wrapper | None) ->
     vars(new).update(vars(old))
     vars(old).clear()
     with no_torch_function(), plain():
-        new.grad = grad
+        if grad is not None:
+            new.grad = grad
         _move_hooks(old, new)
         old.grad = None
         if old.requires_grad:

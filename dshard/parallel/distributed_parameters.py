@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import compare_calls, runtime_of, simulated_ranks, warn_user
+from dshard.comm import compare_calls, comparing, runtime_of, simulated_ranks, warn_user
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.replaced_parameters import successor
 from dshard.core.wrapper import Wrapper
@@ -71,7 +71,8 @@ def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor
 
 
 def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
-    compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
+    if comparing():
+        compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
     if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)
     unset = nan if x.is_floating_point() else 0

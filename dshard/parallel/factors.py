@@ -32,7 +32,7 @@ from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.reachable_state import ReachableState
 from dshard.rules.rule import Rule, Term, factor_sizes
-from dshard.torch_private import OpOverload, disable_modes
+from dshard.torch_private import OpOverload, disable_modes, no_functions
 
 ONE = replicated(Mesh((1,), ("one",)))
 Nodes = tuple[int, ...]
@@ -380,14 +380,16 @@ def _follow(tracer: Tracer, name: str, module: nn.Module) -> None:
         if name not in tracer.order:
             tracer.order.append(name)
         if args and isinstance(args[0], Tensor):
-            tracer.nodes(args[0])
+            with no_functions():  # the model has not asked for its shape
+                tracer.nodes(args[0])
             tracer.first_inputs[name] = id(args[0])
 
     def leave(module: nn.Module, args: object, out: object) -> None:
         tracer.modules.pop()
         if isinstance(out, Tensor):
-            tracer.outputs[name] = tracer.nodes(out)
-            tracer.shapes[name] = tuple(out.shape), out.itemsize
+            with no_functions():
+                tracer.outputs[name] = tracer.nodes(out)
+                tracer.shapes[name] = tuple(out.shape), out.itemsize
 
     if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
         module.register_forward_pre_hook(enter)

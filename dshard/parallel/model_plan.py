@@ -166,8 +166,11 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
             f"{type(model).__name__} has modules that never ran, so that their parameters have no shape: "
             f"{', '.join(lazy[:4])}; run it once before, as in `with torch.no_grad(): model(*batch)`"
         )
+    names: dict[type, str] = {}
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        refuse_own_rules(f"laying out {name}", [type(x)], LayoutError)
+        names.setdefault(type(x), name)
+    for kind, name in names.items():
+        refuse_own_rules(f"laying out {name}", [kind], LayoutError)
     boundary = own_boundary(model)
     if boundary is not None:
         raise ArgumentError(

@@ -69,9 +69,10 @@ def ranks_alike(of_rank: RowsOfRanks, plan: Plan, per_data_rank: bool) -> list[R
 def ranks_by_value(of_rank: RowsOfRanks, columns: Sequence[int], mesh: Mesh) -> str:
     """The ranks, by what they have in these columns: "ranks [0, 2] and ranks [1]"."""
     alike: dict[tuple[int, ...], list[int]] = {}
+    ranks = dict(zip(mesh.coordinates(), mesh.ranks, strict=True))
     for at, row in of_rank.items():
-        alike.setdefault(tuple(row[c] for c in columns), []).append(mesh.rank(at))
-    return " and ".join(f"ranks {ranks}" for ranks in alike.values())
+        alike.setdefault(tuple(row[c] for c in columns), []).append(ranks[at])
+    return " and ".join(f"ranks {each}" for each in alike.values())
 
 
 def differing(of_rank: RowsOfRanks, first: int, plan: Plan, per_data_rank: bool) -> dict[str, str]:

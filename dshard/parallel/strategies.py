@@ -42,9 +42,13 @@ class Axis:
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
         """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
-        dims = [i for i, role in enumerate(roles) if self._splits(roles, role)]
-        dim = min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
+        dim = self.sharded_dim(roles, rather_not)
         return Replicate() if dim is None else Shard(dim)
+
+    def sharded_dim(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> int | None:
+        """The dim of a parameter that this axis shards, None if it shards none."""
+        dims = [i for i, role in enumerate(roles) if self._splits(roles, role)]
+        return min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
 
     def _splits(self, roles: tuple[Role, ...], role: Role) -> bool:
         match self.weights:
@@ -194,7 +198,7 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
 def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh: Mesh) -> int:
     """The number of ranks over which the axes for inner features shard this dim of a parameter."""
     pairs = zip(axes, mesh.shape, strict=True)
-    return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.place(roles) == Shard(dim))
+    return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.sharded_dim(roles) == dim)
 
 
 def _has_few_features(role: Role, ranks: int) -> bool:
@@ -247,6 +251,8 @@ def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[P
     """
     gathers = [axis.weights == "first" for axis in axes]
     used = tuple(Replicate() if last else axis.place(dims) for last, axis in zip(gathers, axes, strict=True))
+    if not any(gathers):
+        return used
     split = {placement.dim for placement in used if isinstance(placement, Shard)}
     layout = Layout(mesh, used)
     for i, axis in enumerate(axes):
