@@ -21,7 +21,7 @@ from dshard.core.moves import local_redistribution, operator_on, run_on_ranks
 from dshard.core.observe import NEEDED, Decision
 from dshard.core.operands import operand_of, plans_to
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import Spec, spec_of
+from dshard.core.spec import Spec
 from dshard.core.trees import leaves, replace_leaves, replace_tensors
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -224,14 +224,6 @@ def decide(
     topology = planning_context().topology_of(operands[0].layout.mesh)
     choice = choose(Question(rule, operands, outputs, topology, constraints))
     return Decision(op, operands, topology, choice, plans_to(specs, choice.strategy.inputs, topology)), choice
-
-
-def result_specs(strategy: Strategy, outs: Sequence[Tensor], device: torch.device) -> list[Spec]:
-    """The specs of outputs with the layouts of a strategy, and the shapes, strides and dtypes of `outs`."""
-    return [
-        spec_of(layout, tuple(out.shape), out.stride(), out.dtype, device)
-        for out, layout in zip(outs, strategy.outputs, strict=True)
-    ]
 
 
 def wrap_as(spec: Spec) -> Finish:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -169,6 +169,12 @@ def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.
     if spec is None:
         spec = _SPECS[key] = Spec(layout, shape, stride, dtype, device)
     return spec
+
+
+def specs_of(layouts: Iterable[Layout], tensors: Iterable[torch.Tensor], device: torch.device) -> list[Spec]:
+    """For each layout the spec of a tensor on `device` with the shape, strides and dtype of its tensor."""
+    pairs = zip(layouts, tensors, strict=True)
+    return [spec_of(layout, tuple(x.shape), x.stride(), x.dtype, device) for layout, x in pairs]
 
 
 def contiguous_spec(layout: Layout, shape: Shape, dtype: torch.dtype, device: torch.device) -> Spec:

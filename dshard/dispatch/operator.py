@@ -28,7 +28,6 @@ from dshard.core.executable import (
     decide,
     decision_of,
     positions_of,
-    result_specs,
     wrap_as,
 )
 from dshard.core.moves import count_write, redistribute_local, sharing_version, write_local
@@ -36,7 +35,7 @@ from dshard.core.observe import ASKED, OBSERVERS, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec
+from dshard.core.spec import Spec, specs_of
 from dshard.core.subclasses import refuse_own_rules
 from dshard.core.trees import leaves, replace_leaves, tensors_in, with_tensors
 from dshard.core.view_sync import (
@@ -191,7 +190,7 @@ def operator_executable(
     if strategy in alternatives:
         return AlternativeExecutable(decision, call.specs, strategy, alternatives[strategy])
     device = call.kwargs.get("device")
-    specs = result_specs(strategy, call.outs, call.specs[0].device if device is None else torch.device(device))
+    specs = specs_of(strategy.outputs, call.outs, call.specs[0].device if device is None else torch.device(device))
     is_moved = bool(decision.plans[0].steps)
     return Executable(
         decision,

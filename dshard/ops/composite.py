@@ -18,12 +18,12 @@ from dshard.autograd.crossing import ToLocal, as_distributed, from_local, redist
 from dshard.comm import are_simulated, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
-from dshard.core.executable import ComposedExecutable, Executable, decide, result_specs, wrap_as
+from dshard.core.executable import ComposedExecutable, Executable, decide, wrap_as
 from dshard.core.moves import counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
-from dshard.core.spec import Spec, for_shapes, meta_tensors
+from dshard.core.spec import Spec, for_shapes, meta_tensors, specs_of
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
@@ -79,7 +79,7 @@ def _choose_composite(
         out = local(*meta_tensors(specs))
     decision, choice = decide(name, rule(), specs, [out])
     strategy = choice.strategy
-    results = result_specs(strategy, [out], specs[0].device)
+    results = specs_of(strategy.outputs, [out], specs[0].device)
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)
     return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)

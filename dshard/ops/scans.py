@@ -18,7 +18,7 @@ from dshard.core.call import Alternative, AlternativePlan, Call, LocalOp
 from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, run_on_ranks
 from dshard.core.operands import plan_to
-from dshard.core.spec import Spec, contiguous_spec, spec_of
+from dshard.core.spec import Spec, contiguous_spec, specs_of
 from dshard.core.trees import leaves
 from dshard.core.wrapper import wrap
 from dshard.layout import Layout, Shape
@@ -117,10 +117,7 @@ def _alternative(
     """
     layout, device = blocks.spec.layout, blocks.spec.device
     _, outputs = sharded_anyway(rule, order_of(rule.inputs, [result]), layout.mesh)
-    specs = [
-        spec_of(output, tuple(out.shape), out.stride(), out.dtype, device)
-        for output, out in zip(outputs, call.outs, strict=True)
-    ]
+    specs = specs_of(outputs, call.outs, device)
 
     def run(x: Any, *_: object, **__: object) -> Any:
         results = run_on_ranks(layout.mesh, local_op, (x._local_tensor,), {})

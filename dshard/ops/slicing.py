@@ -17,7 +17,7 @@ from torch import Tensor
 from dshard.core.call import AlternativePlan, Call, LocalOp, Operator
 from dshard.core.checks import check_dim
 from dshard.core.moves import run_on_ranks
-from dshard.core.spec import spec_of
+from dshard.core.spec import specs_of
 from dshard.core.view_sync import part_of
 from dshard.ops.exchange import (
     IndexExchange,
@@ -57,7 +57,7 @@ def _pieces(call: Call) -> AlternativePlan | None:
         IndexExchange(layout, (spec.shape,), dim, each, length) for each, length in zip(moves, lengths, strict=True)
     ]
     local_sizes = [size // ranks for size in sizes]
-    specs = [spec_of(layout, tuple(out.shape), out.stride(), out.dtype, spec.device) for out in call.outs]
+    specs = specs_of([layout] * len(call.outs), call.outs, spec.device)
 
     def cut(at: object) -> LocalOp:
         return lambda local: list(local.split(local_sizes, dim))

@@ -21,7 +21,7 @@ from dshard.core.call import Call
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import spec_of
+from dshard.core.spec import specs_of
 from dshard.core.trees import map_tensors, nested_tensors, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.registry import find
@@ -282,7 +282,7 @@ class Tracer:
 def _rule(
     of: Callable[[Call], Rule], func: OpOverload, operands: Any, tensors: Sequence[Tensor], outs: Any
 ) -> Rule | None:
-    specs = tuple([spec_of(ONE, tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors])
+    specs = tuple(specs_of([ONE] * len(tensors), tensors, tensors[0].device))
     spec_args, spec_kwargs = with_tensors(operands, specs)
     return of(Call(func, spec_args, spec_kwargs, specs, tuple(outs)))
 
