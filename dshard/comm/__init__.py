@@ -45,7 +45,7 @@ from dshard.comm.agreement import (
 from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
-from dshard.comm.drive import InFlight, Program, Request, begin, finish, same_memory
+from dshard.comm.drive import Program, Request, begin, program_of, redistributed, request_alone, same_memory
 from dshard.comm.events import CommEvent, listen
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph

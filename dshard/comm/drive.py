@@ -46,52 +46,41 @@ Make: TypeAlias = Callable[[Coordinate, Session, Sequence[Tensor]], Program[Resu
 """The program of the rank at a coordinate, of its local tensors."""
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A program of which a collective is in flight: the wait for that, and what is left, or a request alone.
-
-    Without a wait it has ended, with `value`.
-    """
-
-    value: Any
-    request: Request | None = None
-    wait: Wait | None = None
-    rest: Program[Any] | None = None
-
-
-def begin(steps: Sequence[ProgramStep], x: Tensor, space: Session) -> Program[InFlight]:
-    """Run the local steps on the local tensor `x` up to the first collective, and begin that."""
-    program = redistributed(steps, x, space)
-    del x
+def begin(program: Program[T]) -> Program[Program[T]]:
+    """Run a program up to its first collective, begin that, and return the program of the rest."""
     try:
         request = next(program)
     except StopIteration as stop:
-        return InFlight(stop.value)
-    return InFlight(None, None, (yield request), program)
+        return program_of(stop.value)
+    return _rest(program, (yield request))
 
 
-def finish(flight: InFlight, space: Session) -> Program[Tensor]:
-    """Wait for the collective in flight and run the remaining steps; the result may be a buffer of `space`."""
-    wait, flight.wait = flight.wait, None
-    if wait is None:
-        return flight.value  # type: ignore[no-any-return]
-    if flight.rest is None:
-        assert flight.request is not None
-        received = wait()
-        if flight.request.loan is not None:
-            space.give(flight.request.loan)
-        return received.view(flight.request.transfer.shape)
+def _rest(program: Program[T], wait: Wait) -> Program[T]:
     try:
         while True:
-            wait = yield flight.rest.send(wait)
+            wait = yield program.send(wait)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
 
 
-def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Program[Any]:
-    """Run the steps on `x` one after the other; with new buffers the result shares no memory with `x`.
+def program_of(value: T) -> Program[T]:
+    """The program of a value that is there."""
+    yield from ()
+    return value
 
-    Steps of several tensors take a list, which they empty.
+
+def request_alone(request: Request, space: Session) -> Program[Tensor]:
+    """Run a collective of flat tensors alone."""
+    arrived = (yield request)()
+    if request.loan is not None:
+        space.give(request.loan)
+    return arrived.view(request.transfer.shape)
+
+
+def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Program[Any]:
+    """Run the steps on `x` one after the other; the result may be a buffer of `space`.
+
+    With new buffers it shares no memory with `x`. Steps of several tensors take a list, which they empty.
     """
     is_ours = False  # what is lent returns to its pool, what is new is freed or overwritten
     for step in steps:

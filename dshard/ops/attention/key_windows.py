@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, run_program, sum_dtype
+from dshard.comm import Program, Request, Session, begin, flat_exchange, request_alone, run_program, sum_dtype
 from dshard.core.signature import Context
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, wrap
@@ -114,14 +114,14 @@ def _move(
     send, recv = (tuple(sum(widths) * len(rows) for rows in each) for each in (there, here))
     step = flat_exchange(windows.keys.mesh, windows.axes, at, send, recv, "permute")
     request = Request(step, buffer, space.take((sum(recv),), like), None)
-    wait = yield request
+    arriving = yield from begin(request_alone(request, space))
     length = len(want) if back else windows.longest
     dtype = sum_dtype(like.dtype) if back else like.dtype
     results = [x.new_zeros((*x.shape[:2], length, x.shape[3]), dtype=dtype) for x in tensors]
     kept = _shared(have, want)
     for x, out in zip(tensors, results, strict=True):
         _rows(out, kept, want).copy_(_rows(x, kept, have))
-    arrived = yield from finish(InFlight(buffer, request, wait), space)
+    arrived = yield from arriving
     start = 0
     for rows in here:
         for x, out, width in zip(tensors, results, widths, strict=True):

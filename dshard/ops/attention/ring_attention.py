@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import InFlight, Program, Request, Session, finish, flat_exchange, sum_dtype
+from dshard.comm import Program, Request, Session, begin, flat_exchange, request_alone, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, add_gradients, block_gradients
@@ -179,7 +179,9 @@ class _Rank:
         first = layout.dim_range(len(shape) - 1, shape[-1], self.at).start
         return mask.narrow(-1, min(keys.start - first, mask.shape[-1]), len(keys)) if len(keys) else mask[..., :0]
 
-    def begin(self, messages: RingMessages, buffer: Tensor, width: int, loan: Tensor | None) -> Program[InFlight]:
+    def begin(
+        self, messages: RingMessages, buffer: Tensor, width: int, loan: Tensor | None
+    ) -> Program[Program[Tensor]]:
         """Begin to send `buffer`, and to receive, by `messages`, with `width` elements for each key."""
         axes = self.attention.axes if messages.axis is None else self.attention.axes[messages.axis : messages.axis + 1]
         group = [self.peers.index(peer) for peer in self.mesh.peers(axes, self.at)]
@@ -192,12 +194,11 @@ class _Rank:
 
     def exchange(
         self, axes: tuple[str, ...], send: Shape, recv: Shape, buffer: Tensor, loan: Tensor | None
-    ) -> Program[InFlight]:
+    ) -> Program[Program[Tensor]]:
         """Begin to exchange flat pieces of these sizes; the buffer `loan` is freed when it finishes."""
         step = flat_exchange(self.mesh, axes, self.at, send, recv, "permute")
         request = Request(step, buffer, self.space.take((sum(recv),), buffer), loan)
-        wait = yield request
-        return InFlight(buffer, request, wait)
+        return (yield from begin(request_alone(request, self.space)))
 
     def swapped(
         self, tensors: tuple[Tensor, ...], operands: Sequence[int], back: bool = False
@@ -214,8 +215,7 @@ class _Rank:
         sizes = [prod(shape) for shape in shapes]
         send, recv = (tuple(n if here else 0 for here in there) for n in (buffer.numel(), sum(sizes)))
         sent = buffer[: sum(send)]
-        flight = yield from self.exchange(self.attention.axes, send, recv, sent, buffer)
-        arrived = yield from finish(flight, self.space)
+        arrived = yield from (yield from self.exchange(self.attention.axes, send, recv, sent, buffer))
         if other == self.index:
             return tensors
         parts = [part.view(shape) for part, shape in zip(arrived.split(sizes), shapes, strict=True)]
@@ -237,13 +237,13 @@ class _Panels:
     def __init__(self, rank: _Rank, k: Tensor, v: Tensor) -> None:
         self.rank, self.own = rank, (k, v)
         self.buffer: Tensor | None = None
-        self.arriving: InFlight | None = None
+        self.arriving: Program[Tensor] | None = None
 
     def at_step(self, step: int) -> Program[tuple[Tensor, Tensor]]:
         """The keys and values of a step; the next ones are in flight afterwards."""
         rank, (k, v) = self.rank, self.own
         if self.arriving is not None:
-            self.buffer = yield from finish(self.arriving, rank.space)
+            self.buffer = yield from self.arriving
             self.arriving = None
         if step + 1 < rank.plan.ranks:
             buffer = rank.packed((k, v)) if self.buffer is None else self.buffer
@@ -268,7 +268,7 @@ class _Sums:
         self.own = k.new_zeros(_width(k, v) * k.shape[-2] * needed, dtype=sum_dtype(k.dtype))
         self.buffer: Tensor | None = self.own
         self.loan: Tensor | None = None
-        self.arriving: InFlight | None = None
+        self.arriving: Program[Tensor] | None = None
 
     def at_step(self, step: int) -> Program[tuple[Tensor | None, Tensor | None]]:
         """The sums for a step's keys and values, after their arrival; the caller adds this rank's terms."""
@@ -303,7 +303,7 @@ class _Sums:
             return self.buffer
         plan, width = self.rank.plan, _width(*self.like)
         if self.arriving is not None:
-            self.loan, start = (yield from finish(self.arriving, self.rank.space)), 0
+            self.loan, start = (yield from self.arriving), 0
             self.arriving = None
             for _, owner in sorted(plan.gradients(self.rank.index, step - 1).received):
                 part = self.loan[start : start + width * plan.lengths[owner]]

@@ -17,8 +17,8 @@ from dshard.comm import (
     Session,
     Steps,
     begin,
-    finish,
     planned_backend,
+    redistributed,
     run_program,
     run_without_data,
     same_memory,
@@ -87,10 +87,10 @@ class Compiled:
         """The two operands, uncut ones redistributed in bulk, and the bias where this rank adds it."""
         flights = []
         for steps, x in zip((*self.uncut[:2], self.bias), tensors, strict=False):
-            flights.append((yield from begin(steps, x, space)))
+            flights.append((yield from begin(redistributed(steps, x, space))))
         uncut: list[Tensor] = []
-        for flight in flights:
-            uncut += [(yield from finish(flight, space))]
+        for rest in flights:
+            uncut += [(yield from rest)]
         return uncut[:2], uncut[2] if self.adds else None
 
 
@@ -232,8 +232,7 @@ class PanelExecutor:
             result_panel = self.multiplied(pair, computed, bias, space)
             if waiting:
                 yield from land()
-            flight = yield from begin(todo.parts[t].steps[2], result_panel, space)
-            waiting.append((held, finish(flight, space)))
+            waiting.append((held, (yield from begin(redistributed(todo.parts[t].steps[2], result_panel, space)))))
 
         yield from self._panels(todo, space, uncut, use)
 
@@ -275,10 +274,10 @@ class PanelExecutor:
         """Begin to redistribute the result, to which the bias is added, in bulk; returns the program that finishes."""
         if bias is not None:
             total.add_(bias)
-        flight = yield from begin(todo.uncut[2], total.to(self.dtype), space)
+        moving = yield from begin(redistributed(todo.uncut[2], total.to(self.dtype), space))
 
         def rest() -> Program[Tensor]:
-            end = yield from finish(flight, space)
+            end: Tensor = yield from moving
             return end.clone() if todo.uncut[2] else end
 
         return rest()
@@ -286,13 +285,13 @@ class PanelExecutor:
 
 def moving_operands(steps: Steps, panel: Tensor, x: Tensor, space: Session) -> Program[Program[Tensor]]:
     """Begin to redistribute a panel selected from `x`; returns the program that finishes it."""
-    flight = yield from begin(steps, panel, space)
+    moving = yield from begin(redistributed(steps, panel, space))
 
     def rest() -> Program[Tensor]:
-        redistributed = yield from finish(flight, space)
-        if not (same_memory(panel, x) or same_memory(panel, redistributed)):
+        moved: Tensor = yield from moving
+        if not (same_memory(panel, x) or same_memory(panel, moved)):
             space.give(panel)
-        return redistributed
+        return moved
 
     return rest()
 

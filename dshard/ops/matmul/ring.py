@@ -18,11 +18,12 @@ from torch import Tensor
 
 from dshard.comm import (
     HALF,
-    InFlight,
     Program,
     Request,
     Session,
-    finish,
+    begin,
+    program_of,
+    request_alone,
     same_memory,
     send_receive,
     sum_dtype,
@@ -166,7 +167,7 @@ class RingExecutor(PanelExecutor):
         out = self.plans[2].src.local_shape(self.plans[2].shape, at)
         dim = self.dims[2]
         total = uncut[0].new_zeros(out, dtype=sum_dtype(self.dtype)) if dim is None else uncut[0].new_empty(out)
-        arriving: dict[tuple[int, int], InFlight] = {}
+        arriving: dict[tuple[int, int], Program[Tensor]] = {}
         for i in self.axes:
             for panel in range(self.each):
                 arriving[i, panel] = yield from self._first(i, panel, at, uncut[i], space)
@@ -175,8 +176,7 @@ class RingExecutor(PanelExecutor):
             pair: list[Tensor] = []
             for i in (0, 1):
                 if i in self.axes:
-                    flight = arriving.pop((i, panel))
-                    pair += [(yield from finish(flight, space))]
+                    pair += [(yield from arriving.pop((i, panel)))]
                     if left:
                         arriving[i, panel] = yield from self._pass(
                             i, at, pair[i], steps[number + self.each].shapes[i], space
@@ -199,7 +199,7 @@ class RingExecutor(PanelExecutor):
             assert held is not None
             place(total, dim, held, self.multiplied(pair, held, bias, space))
 
-    def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[InFlight]:
+    def _first(self, i: int, panel: int, at: Coordinate, x: Tensor, space: Session) -> Program[Program[Tensor]]:
         """Send this rank's own panel to the rank that holds its counterpart: Cannon's initial skew."""
         plan, axis, dim = self.plans[i], self.axes[i], self.dims[i]
         assert dim is not None
@@ -207,12 +207,12 @@ class RingExecutor(PanelExecutor):
         own = panel_of(x, dim, mine.within(plan.src.region(plan.shape, at)[dim]), space)
         skew = sum(at[other] for j, other in self.axes.items() if j != i)
         if len(self.axes) == 1:
-            return InFlight(own)
+            return program_of(own)
         shape = self.steps_of(at)[panel].shapes[i]
         n, here = self.length, at[axis]
         return (yield from self._send(axis, at, (here - skew) % n, (here + skew) % n, own, shape, space))
 
-    def _pass(self, i: int, at: Coordinate, x: Tensor, shape: Shape, space: Session) -> Program[InFlight]:
+    def _pass(self, i: int, at: Coordinate, x: Tensor, shape: Shape, space: Session) -> Program[Program[Tensor]]:
         n, axis = self.length, self.axes[i]
         to, source = (at[axis] - 1) % n, (at[axis] + 1) % n
         if i == 2:
@@ -221,13 +221,12 @@ class RingExecutor(PanelExecutor):
 
     def _send(
         self, axis: int, at: Coordinate, to: int, source: int, x: Tensor, shape: Shape, space: Session
-    ) -> Program[InFlight]:
+    ) -> Program[Program[Tensor]]:
         """Begin to send `x` to rank `to` and to receive from `source`; the buffer of `x` is freed when it finishes."""
         step = send_receive(self.mesh, axis, at, to, source, x.numel(), shape)
         buffer = space.flat(x)
         request = Request(step, buffer, space.take((prod(shape),), x), buffer)
-        wait = yield request
-        return InFlight(x, request, wait)
+        return (yield from begin(request_alone(request, space)))
 
     def _scattered(
         self, at: Coordinate, todo: Compiled, space: Session, uncut: Sequence[Tensor], bias: Tensor | None
@@ -235,7 +234,7 @@ class RingExecutor(PanelExecutor):
         steps, dim, plan = self.steps_of(at), self.dims[2], self.plans[2]
         assert dim is not None
         result = uncut[0].new_empty(todo.out)
-        arriving: dict[int, InFlight] = {}
+        arriving: dict[int, Program[Tensor]] = {}
         for number, step in enumerate(steps):
             panel, held = number % self.each, step.held[2]
             assert held is not None
@@ -245,7 +244,7 @@ class RingExecutor(PanelExecutor):
                 if not same_memory(x, y):
                     space.give(x)
             if panel in arriving:
-                other = yield from finish(arriving.pop(panel), space)
+                other = yield from arriving.pop(panel)
                 term.add_(other)
                 space.give(other)
             if number + self.each < len(steps):
@@ -255,11 +254,7 @@ class RingExecutor(PanelExecutor):
                 own = Panel(dim, self.owned[at[self.axes[2]] * self.each + panel])
                 place(result, dim, own.within(plan.dst.region(plan.shape, at)[dim]), term)
 
-        def rest() -> Program[Tensor]:
-            return result
-            yield
-
-        return rest()
+        return program_of(result)
 
 
 def _cut(x: Tensor, dim: int | None, ranges: Ranges | None, space: Session) -> Tensor:
