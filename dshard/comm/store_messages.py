@@ -15,7 +15,7 @@ _PAUSE = 0.05  # seconds between two looks, at most
 def put(key: str, value: object) -> None:
     """Store a value under a key, for any rank to read; nothing happens where the store is gone."""
     with contextlib.suppress(RuntimeError, OSError):
-        _store().set(key, pickle.dumps(value))
+        default_store().set(key, pickle.dumps(value))
 
 
 def fetch(key: str, seconds: float, unless: str) -> Any:
@@ -24,7 +24,7 @@ def fetch(key: str, seconds: float, unless: str) -> Any:
     Raises:
         RuntimeError: the key `unless` was set first, `seconds` have passed, or the store is gone.
     """
-    begin, pause, store = time.monotonic(), 0.001, _store()
+    begin, pause, store = time.monotonic(), 0.001, default_store()
     while not store.check([key]):
         if store.check([unless]):
             raise RuntimeError("another rank has failed")
@@ -38,7 +38,7 @@ def fetch(key: str, seconds: float, unless: str) -> Any:
 def peek(key: str) -> Any:
     """The value under a key, or None if there is none, or the store is gone."""
     try:
-        store = _store()
+        store = default_store()
         return pickle.loads(store.get(key)) if store.check([key]) else None
     except (RuntimeError, OSError):
         return None
@@ -47,17 +47,13 @@ def peek(key: str) -> Any:
 def append(key: str, text: str) -> None:
     """Append a text to the one under a key; nothing happens where the store is gone."""
     with contextlib.suppress(RuntimeError, OSError):
-        _store().append(key, text)
+        default_store().append(key, text)
 
 
 def appended(key: str) -> str:
     """The texts appended under a key, or "" if there are none, or the store is gone."""
     try:
-        store = _store()
+        store = default_store()
         return store.get(key).decode() if store.check([key]) else ""
     except (RuntimeError, OSError):
         return ""
-
-
-def _store() -> Any:
-    return default_store()
