@@ -59,14 +59,17 @@ def run_chosen(
         executable = choices.add(full_key, choose())
     else:
         choices.hits += 1
-    if isinstance(executable, ComposedExecutable):
-        run: Function = executable
-        return (
-            observed(executable.decision, run, (tensors, {})) if OBSERVERS and executable.decision else run(tensors, {})
-        )
-    recorded = is_recorded(tensors)
-    call: Function = partial(run_recorded if recorded else _run_unrecorded, executable)
-    return observed(executable.decision, call, tensors) if OBSERVERS else call(*tensors)
+    return run_executable(executable, tensors)
+
+
+def run_executable(executable: Executable | ComposedExecutable, tensors: Sequence[Any]) -> Any:
+    """Run a composite operator, so that autograd records its local operator if it records an operand."""
+    run: Function = executable
+    args: Sequence[Any] = (tensors, {})
+    if isinstance(executable, Executable):
+        run, args = (partial(run_recorded, executable), tensors) if is_recorded(tensors) else (executable, (tensors,))
+    decision = executable.decision
+    return observed(decision, run, args) if OBSERVERS and decision is not None else run(*args)
 
 
 def _choose_composite(
@@ -83,10 +86,6 @@ def _choose_composite(
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)
     return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)
-
-
-def _run_unrecorded(executable: Executable, *tensors: object) -> object:
-    return executable(tensors)
 
 
 def run_recorded(executable: Executable, *tensors: Wrapper) -> Any:

@@ -148,9 +148,7 @@ def simulate_step(
         ShapeError: batch, layers or heads that do not divide.
         TopologyError: the topology has fewer ranks.
     """
-    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
-    setup.check(model, batch)
-    costs = BlockCosts(model, setup, topology, dtype, itemsize, exact)
+    costs = _costs(model, setup, topology, batch, dtype, itemsize, exact)
     sequences = batch // setup.microbatches
     parts = parts_of(costs, sequences)
     blocks, slots = model.layers // setup.stages, setup.microbatches + setup.stages - 1
@@ -184,19 +182,21 @@ def timeline(
     Raises:
         StrategyError, ShapeError, TopologyError: as `simulate_step`.
     """
-    dtype, itemsize = _checked(setup, topology, dtype, itemsize)
-    setup.check(model, batch)
-    parts = parts_of(BlockCosts(model, setup, topology, dtype, itemsize), batch // setup.microbatches)
+    parts = parts_of(_costs(model, setup, topology, batch, dtype, itemsize), batch // setup.microbatches)
     events = _microbatch(parts, model.layers // setup.stages, setup, parts.sums)
     return place_events([*events, _BARRIER, parts.update], overlap=overlap)
 
 
-def _checked(setup: Setup, topology: Topology, dtype: str, itemsize: int) -> tuple[str, int]:
-    """Check the arguments; return the dtype's name and the bytes of an element."""
+def _costs(
+    model: Model, setup: Setup, topology: Topology, batch: int, dtype: str, itemsize: int, exact: bool = True
+) -> BlockCosts:
+    """The inputs of a block's price, checked."""
     way_out = "give a dshard.simulate.Setup, as in Setup(form_of('megatron'), (2,))"
     check_type(setup, Setup, "setup", way_out, StrategyError)
     check_topology(topology)
-    return dtype_name(dtype, topology), as_int(itemsize, "itemsize", ShapeError, least=1)
+    dtype, itemsize = dtype_name(dtype, topology), as_int(itemsize, "itemsize", ShapeError, least=1)
+    setup.check(model, batch)
+    return BlockCosts(model, setup, topology, dtype, itemsize, exact)
 
 
 def dtype_name(dtype: object, topology: Topology) -> str:

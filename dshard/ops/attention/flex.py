@@ -21,18 +21,17 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from dshard.comm import has_only_shape, kernel_device, numbers_of, traced
 from dshard.core.executable import ComposedExecutable, Executable
-from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.torch_function import bind_arguments
-from dshard.core.wrapper import Wrapper, is_recorded
+from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, Kind
 from dshard.ops.attention.attention_executable import broadcast_lead, executable_of
 from dshard.ops.attention.local_attention import Attend, Options, of_nothing, whole
 from dshard.ops.attention.score_functions import Modify, ScoreFunctions, modified, modified_at
-from dshard.ops.composite import run_chosen, run_recorded
+from dshard.ops.composite import run_chosen, run_executable, run_recorded
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.rules.attention_blocks import Reach
@@ -72,15 +71,7 @@ def flex_attention(
         )
     tensors = broadcast_lead(tensors, enable_gqa)
     with no_torch_function():
-        executable = _executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa))
-        recorded = is_recorded(tensors)
-        run: Function
-        if isinstance(executable, ComposedExecutable):
-            run = lambda *operands: executable(operands, {})  # noqa: E731
-        else:
-            run = partial(run_recorded, executable) if recorded else lambda *operands: executable(operands)
-        decision = executable.decision
-        return observed(decision, run, tensors) if OBSERVERS and decision is not None else run(*tensors)
+        return run_executable(_executable(tensors, score_mod, block_mask, Options(False, scale, enable_gqa)), tensors)
 
 
 def flex_attention_operator(func: Function, args: Args, kwargs: Kwargs) -> tuple[Any, None, None]:
