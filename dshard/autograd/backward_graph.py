@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TypeAlias
 
 from torch.autograd.graph import Node
@@ -63,19 +64,15 @@ class AutogradGraph:
     def in_order(self, nodes: set[Node]) -> list[Node]:
         """Nodes, with all that lead to them, as a backward pass runs them: of those that are ready the newest first."""
         needs = Counter(after for node in nodes for after, _ in self.edges[node] if after in nodes)
-        ready = [_newest_first(node, 0) for node in nodes if not needs[node]]
-        ready.sort()
-        order, n = list[Node](), 0
+        numbers = count()  # of those that are as old, the first that was ready
+        ready = [(-node._sequence_nr(), next(numbers), node) for node in nodes if not needs[node]]
+        heapify(ready)
+        order = list[Node]()
         while ready:
             node = heappop(ready)[2]
             order.append(node)
             for after, _ in self.edges[node]:
                 needs[after] -= 1
                 if after in nodes and not needs[after]:
-                    n += 1
-                    heappush(ready, _newest_first(after, n))
+                    heappush(ready, (-after._sequence_nr(), next(numbers), after))
         return order
-
-
-def _newest_first(node: Node, n: int) -> tuple[int, int, Node]:
-    return -node._sequence_nr(), n, node

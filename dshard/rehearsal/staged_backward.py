@@ -9,7 +9,7 @@ Design: docs/design/0025-rehearsed-modules.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -132,18 +132,9 @@ class CallGraph:
         """The first number from `end` on where none of the leaving edges leads to another: a pass stops at all."""
         while True:
             nodes = {node for node, _ in self._leaving(end)}
-            if all(not nodes.intersection(self._behind(node)) for node in nodes):
+            if all(not nodes.intersection(self._part.graph.behind(node)) for node in nodes):
                 return end
             end += 1
-
-    def _behind(self, node: Node) -> Iterator[Node]:
-        waiting, seen = [after for after, _ in self._part.graph.edges[node]], set[Node]()
-        while waiting:
-            after = waiting.pop()
-            if after not in seen:
-                seen.add(after)
-                yield after
-                waiting += [edge[0] for edge in self._part.graph.edges[after]]
 
 
 class StagedBackward:
