@@ -6,6 +6,7 @@ on many more cases, new ones each time.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from dshard.core import comparisons, plain_tensors
@@ -48,6 +50,7 @@ NOT_UNDER_THE_CONTRACT = {
     "test_threads_run_while_a_graph_waits": "about the waits of torch's own process groups, which let go of the GIL",
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
+gc.disable()  # until all is collected: what is imported and collected stays, and each collection would walk it again
 CASES: Counter[str] = Counter()
 COUNTED: set[int] = set()
 
@@ -74,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             count_cases(generated, item.nodeid.partition("[")[0])
             if profile_of(config) == "thorough":
                 item.add_marker("thorough")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported and collected out of all later collections, of which tests ask for many."""
+    gc.freeze()
+    gc.enable()
 
 
 def count_cases(generated: Any, name: str) -> None:
@@ -138,9 +147,11 @@ def forget_models() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_process_groups() -> Iterator[None]:
-    """Start ranks anew, after the tests of a file, that have come to have many process groups."""
+    """After the tests of a file: no world in this process, and ranks that have many process groups start anew."""
     yield
     forget_models()
+    if dist.is_initialized():  # a mesh of one rank has made a world of one in this process
+        dist.destroy_process_group()
     for pool in shared_pools():
         pool.run(forget_models)
         if max(pool.run(threads)) > MAX_THREADS:
