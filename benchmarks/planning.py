@@ -30,7 +30,7 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import plan
 from dshard.rules.expand import Operand
-from dshard.rules.strategy import Constraints
+from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology
 
@@ -80,7 +80,8 @@ def products(count: int) -> Iterator[list[str]]:
             for _ in range(count):
                 a, b = (drawn(mesh, placements, chance) for _ in range(2))
                 operands = (Operand(a, (M, K), 4), Operand(b, (K, N), 4))
-                seconds.append(cold(lambda of=operands, at=topology: choose(rule, of, (((M, N), 4),), at, constraints)))
+                question = Question(rule, operands, (((M, N), 4),), topology, constraints)
+                seconds.append(cold(lambda question=question: choose(question)))
             yield row(f"choice for mm with gradients, {axes} mesh axes", name, seconds)
 
 
