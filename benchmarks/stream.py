@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import dshard
 from dshard import Schedule, Stream, matmul
-from dshard.comm import WORKSPACE, bind
+from dshard.comm import bind
+from dshard.comm.workspace import WORKSPACE
 from dshard.tables import text_table
 from dshard.testing import distribute
 
