@@ -72,7 +72,8 @@ class MatmulOptions:
 
         Loop h is the heads that both operands and the result have; the other loops leave the matmul to its price.
         """
-        if not isinstance(self.attention, tuple) or min(len(term) for term in rule.inputs[:2]) < 4:
+        terms = (*rule.inputs[:2], rule.outputs[0])  # a sum cut into blocks has more dims in its operands
+        if not isinstance(self.attention, tuple) or min(map(len, terms)) < 4:
             return None
         heads = frozenset[Row](set(rule.inputs[0][-3]) & set(rule.inputs[1][-3]) & set(rule.outputs[0][-3]))
         return (tuple(heads if loop == "h" else None for loop in self.attention),) if heads else None
