@@ -6,7 +6,7 @@ nothing is sent, drawn or computed twice. What the inner backward pass then runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -397,6 +397,22 @@ class Derivation(LocalRecorder):
             elif slot in self.record.contents.makers:
                 waiting += reads(self.record.contents.makers[slot])
         self.values = [x if i in needed else None for i, x in enumerate(self.values)]
+
+    def operands_of(self, instructions: Iterable[Instruction]) -> set[int]:
+        """The numbers of the tensors that instructions read, themselves or to make again what was not kept."""
+        contents, life, numbers, seen = self.record.contents, self.record.lifetimes, set[int](), set[Slot]()
+        waiting = [slot for each in instructions for slot in reads(each)]
+        while waiting:
+            slot = waiting.pop()
+            if slot in seen:
+                continue
+            seen.add(slot)
+            root = self._equal.root(slot)
+            if root in contents.sources:
+                numbers.add(contents.sources[root])
+            elif life.at(slot) not in life.kept and slot in contents.makers:
+                waiting += reads(contents.makers[slot])
+        return numbers
 
     def _kept(self, slot: Slot) -> Any:
         at = self.record.lifetimes.at(slot).number

@@ -242,6 +242,7 @@ class _DerivedPass:
                 run.values = []
             derivation.is_backward, derivation.expected = True, []
             self._grad_slots = {derivation.slot_of(local_of(grad)): i for i, grad in enumerate(grads)}
+        self._n_checked = 0
         self._results, self._stages = dict[int, Given](), list[PassStage]()
         self._segments = [wanted for each in run.given.segments if (wanted := [n for n in each if n in asked])] or [[]]
 
@@ -256,12 +257,19 @@ class _DerivedPass:
                     staged.end()
                 there = {n: x for n, x in found.items() if x is not None}
                 there |= {n: as_distributed(x, self._layouts[n]) for n, x in there.items() if n in self._layouts}
+                self._check_versions()
                 self._results |= {n: Given(derivation.slot_of(local_of(x)), _wrapping(x)) for n, x in there.items()}
             if there:
                 self._stages.append(PassStage(len(derivation.instructions), [*there]))
             if is_last:
                 self._end()
             yield {**found, **there}
+
+    def _check_versions(self) -> None:
+        """Check what the stage has read; later the program may write to leaves whose gradients it has."""
+        new = self._derivation.instructions[self._n_checked :]
+        self._n_checked += len(new)
+        _check_versions(self._run, self._derivation.operands_of(new) - self._run.record.contents.counted)
 
     def _end(self) -> None:
         run, record, derivation = self._run, self._run.record, self._derivation
@@ -278,7 +286,6 @@ class _DerivedPass:
                 record.why_not = str(error)
             else:
                 record.add_program(self._pattern, program)
-                _check_versions(run, program.reads - record.contents.counted)
         if not keeps_graph():
             run.free()
 
