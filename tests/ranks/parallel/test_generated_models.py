@@ -14,11 +14,10 @@ REFUSALS = ("ulysses splits", "context and ulysses split the sequence", "heads i
 """Strategies that have nothing to split, or too few heads."""
 
 
-ONCE_WRONG = [3040, 3093, 3109, 3353, 3365, 3409, 5397, 50069]
-"""A gathered weight counted as a leaf where calls ran again: other layouts, or a hang. Where some ranks ran by Python,
-the others reduced gradients behind other collectives, and all waited; so where gradients were differentiated again, or
-accumulated and reduced one by one, as zeros that a step before had left were not partial. Heads were looked for in a
-product without any."""
+ONCE_WRONG = [3040, 3353, 3409, 5397, 50069]
+"""A gathered weight counted as a leaf where calls ran again: other layouts, or a hang. Gradients were differentiated
+again, and parts of a pass ran twice; buckets were cut after the record, and so reduced late; where some ranks ran by
+Python, all waited. Heads were looked for in a product without any. Leaves were reduced behind other collectives."""
 
 
 def failures(pool: RankPool, seeds: Iterable[int], cases: Counter[str], what: str = "") -> list[str]:
