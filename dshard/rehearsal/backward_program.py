@@ -22,7 +22,7 @@ class BackwardProgram(NamedTuple):
 
     Each part gives those of the operands in one of `parts`, of which `wraps` make gradients. It reads the forward
     values in `slots`, of which those in `fresh` were never written to within the module, the operands `reads`, by
-    number; `code` is its source.
+    number, each part those in one of `part_reads`; `code` is its source.
     """
 
     run: Callable[..., Iterator[None]]
@@ -31,6 +31,7 @@ class BackwardProgram(NamedTuple):
     fresh: tuple[int, ...]
     slots: frozenset[Slot]
     reads: frozenset[int]
+    part_reads: list[frozenset[int]]
     code: str
 
 
@@ -84,17 +85,28 @@ def program_of(
     read = {slot for each in rest for slot in reads(each)} | {*given.values()}
     read -= made | grad_slots.keys()
     viewed = {out: each.args[0] for each in own.once for out in each.made}
-    numbers = set[int]()
-    for slot in read:
-        while slot in viewed:
-            slot = viewed[slot]
-        if slot in record.contents.sources:
-            numbers.add(record.contents.sources[slot])
+
+    def operands(slots: Iterable[Slot]) -> frozenset[int]:
+        numbers = set[int]()
+        for slot in slots:
+            while slot in viewed:
+                slot = viewed[slot]
+            if slot in record.contents.sources:
+                numbers.add(record.contents.sources[slot])
+        return frozenset(numbers)
+
     values = read - fixed
     fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
     wraps = {n: result.wrap for n, result in results.items()}
     return BackwardProgram(
-        run, [part.numbers for part in parts], wraps, tuple(fresh), frozenset(values), frozenset(numbers), source
+        run,
+        [part.numbers for part in parts],
+        wraps,
+        tuple(fresh),
+        frozenset(values),
+        operands(read),
+        [operands(slot for each in instructions for slot in reads(each)) for instructions, _ in pairs],
+        source,
     )
 
 

@@ -9,10 +9,10 @@ the leaves reduce the sums, as those of eager passes, so that all ranks send the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
             raise RuntimeError(OVERWRITTEN.format(tuple(run.values[number].shape)))
     if run.overwritten:
         _check_overwritten(run, program.slots)
-    values = run.values
+    values, versions = run.values, run.versions
     if keeps_graph():
         values = values.copy()
     else:
@@ -188,7 +188,9 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     run.fixed.extend(record.own)
     del grads, arrived
     record.passes.by_program += 1
-    return program.wraps, _parts(program, values, run.fixed.values, locals_)
+    parts = _parts(program, values, run.fixed.values, locals_)
+    are_hooked = len(program.parts) == len(record.contents.trained)  # else none of the program's own code runs between
+    return program.wraps, _checked(parts, program, versions) if are_hooked else parts
 
 
 def _parts(program: BackwardProgram, values: list[Any], own: list[Any], grads: list[Any]) -> Iterator[dict[int, Any]]:
@@ -200,14 +202,27 @@ def _parts(program: BackwardProgram, values: list[Any], own: list[Any], grads: l
         yield {n: program.wraps[n](grads.pop(0)) for n in numbers}
 
 
+def _checked(parts: Iterator[dict[int, Any]], program: BackwardProgram, versions: Versions) -> Iterator[dict[int, Any]]:
+    """The parts of a program between which hooks of leaves run, and may write to what the next one reads."""
+    for numbers in program.part_reads:
+        _check(versions, numbers & program.reads)
+        yield next(parts)
+
+
 def _check_versions(run: Run, numbers: Iterable[int]) -> None:
+    _check(run.versions, numbers)
+
+
+def _check(versions: Versions, numbers: Iterable[int]) -> None:
     with no_torch_function():
         for n in numbers:
-            x, version = run.versions.get(n, _UNKNOWN)
+            x, version = versions.get(n, _UNKNOWN)
             if x is not None and x._version != version:
                 raise RuntimeError(OVERWRITTEN.format(tuple(x.shape)))
 
 
+Versions: TypeAlias = Mapping[int, tuple[Tensor, int]]
+"""Tensors by number, with their versions when the run read them."""
 _UNKNOWN: tuple[Tensor | None, int] = (None, 0)
 
 

@@ -420,3 +420,36 @@ def test_after_gradients_were_differentiated_again_a_module_runs_by_python() -> 
     for (_, eager), (_, rehearsed) in zip(steps[:7], steps[7:], strict=True):
         for x, y in zip(eager, rehearsed, strict=True):
             torch.testing.assert_close(y, x, rtol=1e-10, atol=1e-10)
+
+
+def written_by_a_hook() -> list[str]:
+    """What a backward pass says where the hook of one leaf writes to another, which is read after it, by step."""
+    mesh, x = dshard.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.randn(4, 8)
+    said = list[str]()
+    for on in (False, True):
+        net: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        dshard.parallelize(net, mesh, "data", x)
+
+        def write(p: Tensor, net: Any = net) -> None:
+            if len(said) % 5 == 4:
+                with torch.no_grad():
+                    net[1].weight.mul_(2)
+
+        net[2].weight.register_post_accumulate_grad_hook(write)
+        for _ in range(5):
+            with dshard.rehearsing(on):
+                try:
+                    net(x).square().sum().backward()
+                    said.append(net.rehearsed.why_not)
+                except RuntimeError as error:
+                    said.append(str(error)[:64])
+    return said
+
+
+@pytest.mark.ranks
+def test_a_hook_that_writes_to_what_is_read_after_it_is_an_error() -> None:
+    with RankPool(2) as pool:
+        said = pool.run(written_by_a_hook)[0]
+
+    assert said[9] == said[4] == "one of the variables needed for gradient computation has been mo"
+    assert said[7:9] == ["", ""]
