@@ -38,7 +38,7 @@ ANY = Constraints()
 
 
 class Question(NamedTuple):
-    """What a strategy is chosen for: a rule, its operands, the global shape and itemsize of each output, prices."""
+    """A choice of a strategy to make: rule, operands, the global shape and itemsize of each output, prices."""
 
     rule: Rule
     operands: tuple[Operand, ...]

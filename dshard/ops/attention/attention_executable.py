@@ -1,4 +1,4 @@
-"""What runs a choice of attention: local attention to the keys that a rank has, and what brings it those that it lacks.
+"""Executables of a choice of attention: local attention to the keys that a rank has, and what brings it the others.
 
 Design: docs/design/0019-attention-rings.md
 """
