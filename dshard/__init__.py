@@ -86,6 +86,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "experts",
     "explain",
     "flex_attention",
     "from_torch",
@@ -98,6 +99,7 @@ __all__ = [
     "logspace",
     "manual_seed",
     "matmul",
+    "mlp_experts",
     "ones",
     "parallelize",
     "plan_model",
@@ -139,7 +141,7 @@ if _TYPE_CHECKING:
         randperm,
         zeros,
     )
-    from dshard.functional import flex_attention, linear, matmul
+    from dshard.functional import experts, flex_attention, linear, matmul, mlp_experts
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_model
@@ -161,7 +163,7 @@ _LATE = {
         *("empty", "full", "linspace", "logspace", "ones"),
         *("rand", "randint", "randn", "randperm", "zeros"),
     ),
-    "dshard.functional": ("flex_attention", "linear", "matmul"),
+    "dshard.functional": ("experts", "flex_attention", "linear", "matmul", "mlp_experts"),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),

@@ -13,6 +13,8 @@ from dshard.compile.graph_functions import traceable
 from dshard.errors import ArgumentError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.attention.flex import flex_attention as flex_attention  # public beside matmul
+from dshard.ops.experts.experts_call import experts as experts
+from dshard.ops.experts.local_experts import mlp_experts as mlp_experts
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement

@@ -55,7 +55,7 @@ def kernel(call: RankCall) -> LocalOp:
     """The operator, one matmul after the other where it refuses the strides of local tensors, or without data."""
 
     def run(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if a.numel() and b.numel() and _is_aligned(a) and _is_aligned(b):
+        if a.numel() and b.numel() and is_aligned(a) and is_aligned(b):
             return call.func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
         return one_by_one(a, b, *args, **kwargs)
 
@@ -80,7 +80,7 @@ def one_by_one(
     return out if offs is not None else torch.bmm(a, b)
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether the rows or the columns have the alignment of torch's kernels: dense, at multiples of 16 bytes."""
     row, column = x.stride()[-2:]
     rows, columns = x.shape[-2:]

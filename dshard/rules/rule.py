@@ -34,7 +34,8 @@ class Rule:
     a mesh axis may shard any factor, even one that no operand has sharded. The local work is one matmul over all
     factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count only pairs in which
     the index of the second is at most that of the first. If `held` is not 0, a tensor of all factors but those `apart`,
-    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole.
+    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole. With factors
+    `chosen` (k, e) each index of the other factors of the operand with k works with k of the e parts of operands.
     """
 
     inputs: tuple[Term, ...]
@@ -49,6 +50,7 @@ class Rule:
     apart: tuple[str, ...] = ()
     triangle: tuple[str, str] | None = None
     held: int = 0
+    chosen: tuple[str, str] | None = None
 
     def reductions(self) -> tuple[ReduceOp, ...]:
         """For each output the reduction with which a sharded factor that it lacks leaves it partial."""

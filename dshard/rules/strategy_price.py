@@ -202,6 +202,8 @@ class Price:
         )
         for (shape, itemsize), layout in zip(self.outputs, expansion.outputs, strict=True):
             nbytes += layout.local_numel(shape) * itemsize
+        if self.rule.chosen is not None:
+            return self._of_chosen(expansion, nbytes)
         local = self.local_sizes(expansion)
         matmuls = sum([local.pop(factor) for factor in self.rule.apart]) if self.rule.apart else 1
         if self.rule.held:
@@ -214,6 +216,26 @@ class Price:
             return self._triangle(expansion, sides, 2.0 * matmuls * prod(local.values()), nbytes)
         seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
         return seconds, seconds * sum(self.constraints.gradients)
+
+    def _of_chosen(self, expansion: Expansion, nbytes: float) -> tuple[float, float]:
+        """The local work where each row works with some parts of operands: their mean share of the rank's parts.
+
+        In the backward pass it is as much again for the rows, and for all operands that have parts.
+        """
+        assert self.rule.chosen is not None
+        each, parts = self.rule.chosen
+        local, terms = self.local_sizes(expansion), self.rule.inputs
+        rows = prod([local[name] for dim in next(t for t in terms if (each,) in t) for name in dim])
+        of_parts = [i for i, term in enumerate(terms) if (parts,) in term]
+        held = sum([expansion.inputs[i].local_numel(self.operands[i].shape) for i in of_parts])
+        seconds = work_seconds(2.0 * rows * held / max(1, self.sizes[parts]), nbytes, self.topology)
+        needed = self.constraints.gradients
+        times = (
+            any(needed[i] for i in of_parts) + any(n for i, n in enumerate(needed) if i not in of_parts)
+            if needed
+            else 0
+        )
+        return seconds, seconds * times
 
     def local_sizes(self, expansion: Expansion) -> dict[str, int]:
         """The size of each factor on the rank with the most."""

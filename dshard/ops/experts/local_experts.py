@@ -1,0 +1,186 @@
+"""Experts on the tokens of one rank: pairs of a token and a local expert, sorted by expert, and their weighted sums.
+
+Design: docs/design/0026-experts.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.comm import has_only_shape, numbers_of, sum_dtype, traced
+from dshard.core.signature import Context
+from dshard.core.wrapper import is_recorded
+from dshard.errors import ShapeError
+from dshard.ops.grouped_matmul import is_aligned
+
+Body: TypeAlias = Callable[..., Tensor]
+"""`body(rows, ends, *parameters)`: what experts make of rows [n, d] sorted by expert, of which expert i has those from
+`ends[i - 1]` to `ends[i]`. `ends` is an int32 tensor, parameters are those of these experts; the result is [n, d]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A body, as it runs on one rank: with the experts numbered `held`, of `total`."""
+
+    body: Body
+    held: range
+    total: int
+
+    def run(self, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """The body's result.
+
+        Raises:
+            ShapeError: it has another shape than the rows.
+        """
+        out = self.body(rows, ends, *parameters)
+        if out.shape != rows.shape:
+            raise ShapeError(
+                f"experts: the body returned {tuple(out.shape)} for rows of shape {tuple(rows.shape)}; it returns a "
+                "row for each that it is given, in their order"
+            )
+        return out
+
+    def __call__(self, x: Tensor, index: Tensor, weight: Tensor, *given: Tensor) -> Tensor:
+        """What these experts add to each token: x [..., d], index and weight [..., k] -> [..., d]."""
+        parameters: Sequence[Tensor] = given
+        if is_recorded((x, weight, *parameters)):
+            x, weight, *parameters = together(x, weight, *parameters)
+        if has_only_shape(x):
+            return without_data(x, weight, *parameters)
+        tokens = x.reshape(-1, x.shape[-1])
+        pairs = pairs_of(index.reshape(-1), self)
+        token = pairs.order // max(1, index.shape[-1])
+        out = self.weighted(tokens[token], pairs.ends, weight.reshape(-1)[pairs.order], parameters)
+        if pairs.is_padded:
+            out = out.masked_fill((torch.arange(len(out), device=x.device) >= pairs.ends[-1]).unsqueeze(1), 0)
+        total = out.new_zeros(tokens.shape).index_add(0, token, out)
+        return total.to(x.dtype).reshape(x.shape)
+
+    def weighted(self, rows: Tensor, ends: Tensor, weight: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """The body's rows times their weights, in the dtype in which a token's rows are summed."""
+        if not len(rows):  # a body need not know that there may be none; parameters get zeros as gradients
+            return (rows * weight.unsqueeze(1)).to(sum_dtype(rows.dtype))
+        out = self.run(rows, ends, parameters)
+        return (out * weight.unsqueeze(1)).to(sum_dtype(out.dtype))
+
+
+class Pairs(NamedTuple):
+    """The pairs of a token and a local expert, by their number among all, sorted by expert; and where each expert ends.
+
+    If they are padded, pairs of other experts follow, so that their number does not depend on values.
+    """
+
+    order: Tensor
+    ends: Tensor
+    is_padded: bool
+
+
+def pairs_of(index: Tensor, experts: Experts) -> Pairs:
+    """The pairs of flat indices.
+
+    They are padded in a graph, and where the host would wait for a device to learn their number.
+
+    Raises:
+        IndexError: an index is none of an expert.
+    """
+    n = len(experts.held)
+    is_padded = traced(index) or index.device.type != "cpu"
+    if not is_padded:
+        check_indices(index, experts.total)
+    local = index - experts.held.start
+    local = torch.where((local >= 0) & (local < n), local, n)
+    local, order = torch.sort(local, stable=True)
+    ends = torch.searchsorted(
+        local, torch.arange(n, device=index.device, dtype=local.dtype), right=True, out_int32=True
+    )
+    if not is_padded:
+        order = order[: numbers_of(ends[-1:])[0] if n else 0]
+    return Pairs(order, ends, is_padded and n > 0)
+
+
+def check_indices(index: Tensor, total: int) -> None:
+    """Check that each index is that of an expert.
+
+    Raises:
+        IndexError: one is not.
+    """
+    if index.numel():
+        least, most = numbers_of(torch.stack(torch.aminmax(index)))
+        if least < 0 or most >= total:
+            raise index_error(least if least < 0 else most, total)
+
+
+def index_error(index: int, total: int) -> IndexError:
+    """The error for the index of no expert."""
+    return IndexError(f"experts: index has an expert {index}, but there are {total}, from 0 to {total - 1}")
+
+
+def without_data(x: Tensor, *others: Tensor) -> Tensor:
+    """A result without data that depends on all operands, as autograd sees it."""
+    out = x.clone()
+    for other in others:
+        out = out + other.sum().to(out.dtype)
+    return out
+
+
+class Together(torch.autograd.Function):
+    """Tensors of which each gets a gradient, perhaps zeros, where any does: parameters of experts without tokens."""
+
+    @staticmethod
+    def forward(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([x.view_as(x) for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def together(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, of which each gets a gradient where any does."""
+    return Together.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
+
+
+# -- bodies
+
+
+_GROUPED = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes of torch's grouped product."""
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows [n, d] times the weight [e, d, f] of the expert of each: [n, f]."""
+    has_kernel = rows.dtype == weight.dtype and rows.dtype in _GROUPED and min(rows.numel(), weight.numel()) > 0
+    if has_kernel and is_aligned(rows) and is_aligned(weight):
+        return F.grouped_mm(rows, weight, offs=ends)
+    if traced(rows) or rows.device.type != "cpu":
+        expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
+        parts = [torch.where((expert == i).unsqueeze(1), rows @ each, 0) for i, each in enumerate(weight.unbind(0))]
+        return torch.stack(parts).sum(0) if parts else rows.new_zeros(len(rows), weight.shape[2])
+    stops = numbers_of(ends)
+    each_part = [rows[a:b] @ each for a, b, each in zip([0, *stops], stops, weight.unbind(0), strict=False)]
+    return torch.cat(each_part) if each_part else rows.new_zeros(len(rows), weight.shape[2])
+
+
+def mlp_experts(activation: Callable[[Tensor], Tensor] = F.silu) -> Body:
+    """The body of experts that are multilayer perceptrons without bias.
+
+    Of parameters up [e, f, d] and down [e, d, f] it is down(activation(up x)); of gate, up and down it is
+    down(activation(gate x) * up x).
+
+    >>> y = dshard.experts(dshard.mlp_experts(F.gelu), x, index, weight, up, down)  # doctest: +SKIP
+    """
+
+    def body(rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
+        *ups, down = parameters
+        hidden = activation(grouped_product(rows, ups[0].transpose(1, 2), ends))
+        for up in ups[1:]:
+            hidden = hidden * grouped_product(rows, up.transpose(1, 2), ends)
+        return grouped_product(hidden, down.transpose(1, 2), ends)
+
+    return body

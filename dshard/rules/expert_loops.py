@@ -1,0 +1,221 @@
+"""Experts as nested loops: y[t] = sum over e of w[t, e] f_e(x[t]); each mesh axis shards one loop.
+
+Loop t moves experts: each rank has its own tokens, and needs the parameters of all experts. Loop e moves tokens: each
+rank has some experts, and what they add to every token is a partial sum, for e is not in the result. Loop f, over the
+inner features of each expert, leaves a partial sum too. Two axes with loop e are one folded axis.
+
+The "ragged" form of loop e gathers no tokens: each goes once to every other rank that has one of its experts, and one
+row, their weighted sum, comes back. Sizes of these messages are known on the host only after an exchange of counts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
+from math import comb
+from typing import Literal, TypeAlias
+
+from dshard.errors import NotationError, ShapeError, StrategyError
+from dshard.layout import Layout, Shape
+from dshard.placements import Shard
+from dshard.rules.expand import Allowed, Row
+from dshard.rules.rule import Rule
+from dshard.rules.rule_notation import parse_rule
+from dshard.validate import suggestion
+
+ExpertLoop: TypeAlias = Literal["t", "e", "f", "ragged"]
+LOOPS: tuple[ExpertLoop, ...] = ("t", "e", "f", "ragged")
+ExpertLoops: TypeAlias = tuple[ExpertLoop | None, ...]
+"""A loop for each mesh axis, None for any."""
+RequestedLoops: TypeAlias = str | ExpertLoops | None
+"""A name of the table below, loops, or None for the cheapest of all."""
+OPERANDS = 3
+"""The operands before the parameters: tokens, indices of their experts, and weights of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedExperts:
+    """A named choice of loops, with the roles of its mesh axes and its source."""
+
+    name: str
+    roles: tuple[str, ...]
+    loops: tuple[ExpertLoop, ...]
+    source: str
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.loops, strict=True))
+        return f"{self.name:20} {axes:16} {self.source}"
+
+
+def _named(name: str, roles: str, loops: tuple[ExpertLoop, ...], source: str) -> NamedExperts:
+    return NamedExperts(name, tuple(roles.split()), loops, source)
+
+
+EXPERTS: dict[str, NamedExperts] = {
+    row.name: row
+    for row in (
+        _named("tokens", "x", ("t",), "data parallel; with experts stored split, FSDP"),
+        _named("expert", "x", ("e",), "tokens gathered: Megatron's allgather, vLLM's default; whole: AllReduceEP"),
+        _named("ragged", "x", ("ragged",), "GShard, Switch, DeepEP: only the tokens that are needed"),
+        _named("split experts", "x", ("f",), "Megatron within each expert"),
+        _named("ragged x split experts", "e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
+        _named("tokens x ragged", "t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
+        _named("ragged x ragged", "a b", ("ragged", "ragged"), "one folded axis of both"),
+    )
+}
+
+
+def expert_rule(shapes: Sequence[Shape], text: str) -> Rule:
+    """The rule of a layer of experts: of tokens, indices and weights of their experts, and parameters as in `text`.
+
+    `text` has a term for each parameter: e are experts, d features of tokens, f inner features, and names in brackets
+    are split over no axis. Inner features are split only if every parameter has them: what one without them adds, such
+    as the last bias, would be added on each rank.
+
+    Raises:
+        NotationError: a term for each parameter is missing, or one without e, or with another name.
+        ShapeError: the shapes do not fit.
+
+    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4, 5)], "e f d, e d f"))
+    _0 [d], _0 [k], _0 [k], e f [d], e [d] f -> _0 [d]
+    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4)], "e f d, e d"))
+    _0 [d], _0 [k], _0 [k], e [f] [d], e [d] -> _0 [d]
+    """
+    check_expert_rule(text, len(shapes) - OPERANDS)
+    terms, unsharded = text.split(","), ["d"]
+    if not all("f" in re.findall(r"\w+", term) for term in terms):
+        unsharded.append("f")
+    for name in unsharded:
+        text = re.sub(rf"(?<![\w\[]){name}(?!\w)", f"[{name}]", text)
+    check_operands(shapes)
+    tokens = "... [d], ... [k], ... [k]"
+    try:
+        rule = parse_rule(f"{tokens}, {text} -> ... [d]", shapes, (shapes[0],), loops=True)
+    except (NotationError, ShapeError) as error:
+        raise ShapeError(
+            f"experts of tokens {shapes[0]}, by the rule {text!r} of parameters of {', '.join(map(str, shapes[3:]))}: "
+            f"{error}"
+        ) from error
+    return replace(rule, chosen=("k", "e"))
+
+
+def check_operands(shapes: Sequence[Shape]) -> None:
+    """Check the shapes of tokens, indices and weights.
+
+    Raises:
+        ShapeError: indices and weights differ, or are not of these tokens.
+    """
+    tokens, index, weight = shapes[:OPERANDS]
+    if index != weight:
+        raise ShapeError(
+            f"experts: index has shape {index} and weight {weight}; each token has a weight for each of its experts: "
+            "give both the shape (tokens..., k)"
+        )
+    if not tokens or not index or tokens[:-1] != index[:-1]:
+        raise ShapeError(
+            f"experts: x has shape {tokens} and index {index}; give x as (tokens..., d) and index as (tokens..., k)"
+        )
+
+
+def check_expert_rule(text: str, parameters: int) -> None:
+    """Check the terms of the parameters.
+
+    Raises:
+        NotationError: there is not one for each parameter, or one without e, or with another name.
+    """
+    terms = [re.findall(r"\[?\w+\]?", term) for term in text.split(",")]
+    if len(terms) != parameters:
+        raise NotationError(
+            f"experts: the rule {text!r} has {len(terms)} terms, but there are {parameters} parameters; give a term "
+            "for each, as 'e f d, e d f'"
+        )
+    for term in terms:
+        others = [name for name in term if name not in ("e", "d", "f") and name[0] != "["]
+        if "e" not in term or others:
+            raise NotationError(
+                f"experts: the term '{' '.join(term)}' of the rule {text!r}: each parameter has e, the experts, "
+                "perhaps d, the features of tokens, and f, the inner features; write other dims in brackets, as [g]"
+            )
+
+
+Way: TypeAlias = tuple[Allowed, tuple[int, ...]]
+"""The rows that each mesh axis may have, and the axes along which tokens go to their experts in the ragged form."""
+
+
+def ways_of(requested: RequestedLoops, rule: Rule, tokens: Layout) -> tuple[Way, ...]:
+    """The ways to assign the requested loops to mesh axes, of tokens in this layout.
+
+    Axes without a loop may have any. There the ragged form is tried, too: on each set of axes that shard tokens.
+
+    Raises:
+        StrategyError: too many loops for the mesh, or the ragged form on an axis that does not shard tokens.
+    """
+    mesh, axes = tokens.mesh, range(tokens.mesh.ndim)
+    if isinstance(requested, tuple) and len(requested) != mesh.ndim:
+        raise StrategyError(
+            f"experts={requested}: {len(requested)} loops for the mesh ({mesh}); give one for each axis"
+        )
+    loops = EXPERTS[requested].loops if isinstance(requested, str) else requested or (None,) * mesh.ndim
+    if len(loops) > mesh.ndim:
+        roles = ", ".join(EXPERTS[str(requested)].roles)
+        raise StrategyError(
+            f"experts={requested!r} needs {len(loops)} mesh axes ({roles}), but the mesh ({mesh}) has {mesh.ndim}"
+        )
+    picks = permutations(axes, len(loops)) if isinstance(requested, str) else [tuple(axes)]
+    ways = [way for picked in picks for way in _ways(dict(zip(picked, loops, strict=True)), rule, tokens)]
+    if not ways:
+        raise StrategyError(
+            f"experts={requested!r} of tokens laid out [{tokens}]: the ragged form sends tokens from the ranks that "
+            "have them; shard them over its mesh axis, or give that loop e"
+        )
+    return tuple(dict.fromkeys(ways))
+
+
+def _ways(loops: Mapping[int, ExpertLoop | None], rule: Rule, tokens: Layout) -> Iterator[Way]:
+    """The ways in which mesh axes have these loops."""
+    of_tokens = frozenset[Row]([name for dim in rule.inputs[0][:-1] for name in dim])
+    rows = {"t": of_tokens, "e": frozenset[Row]({"e"}), "f": frozenset[Row]({"f"}), "ragged": frozenset[Row]({"e"})}
+    axes, last = range(tokens.mesh.ndim), len(rule.inputs[0]) - 1
+    split = [axis for axis in axes if tokens.mesh.shape[axis] > 1 and _dim(tokens, axis) < last]
+    asked = [axis for axis in axes if loops.get(axis) == "ragged"]
+    free = [axis for axis in split if loops.get(axis) is None]
+    if not {*split} >= {*asked}:
+        return
+    for n in range(len(free) + 1):
+        for more in combinations(free, n):
+            ragged = tuple(sorted((*asked, *more)))
+            given = {axis: "e" if axis in ragged else loops.get(axis) for axis in axes}
+            yield tuple([None if (loop := given[axis]) is None else rows[loop] for axis in axes]), ragged
+
+
+def _dim(layout: Layout, axis: int) -> int:
+    """The tensor dim that a mesh axis shards; one behind all where it shards none."""
+    placement = layout.placements[axis]
+    return placement.dim if isinstance(placement, Shard) else sys.maxsize
+
+
+def check_experts(requested: object) -> RequestedLoops:
+    """Check a name of `EXPERTS`, or loops, one for each mesh axis or None for any, and return it."""
+    if requested is None or (isinstance(requested, str) and requested in EXPERTS):
+        return requested
+    if isinstance(requested, tuple | list) and requested and all(loop in (None, *LOOPS) for loop in requested):
+        return tuple(requested)
+    loops = f"a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('t', 'ragged'), or None for any"
+    known = f"use {', '.join(EXPERTS)}, or {loops}"
+    raise StrategyError(
+        f"experts={requested!r}: {known}{suggestion(requested, EXPERTS) if isinstance(requested, str) else ''}"
+    )
+
+
+def expected_rows(tokens: int, k: int, experts: int, total: int) -> float:
+    """How many of so many tokens have one of `experts` among their k of `total`, if each choice is as likely.
+
+    >>> expected_rows(1000, 2, 2, 8)
+    464.2857142857143
+    """
+    if not 0 < k <= total:
+        return 0.0
+    return tokens * (1 - comb(total - experts, k) / comb(total, k))
