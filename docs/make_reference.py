@@ -53,7 +53,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.debug": "CommDebugMode tell_waits visualize_sharding",
     },
     "Networks": {
-        "dshard": "Topology use_topology",
+        "dshard": "Topology use_topology Routing",
         "dshard.topology": "FLAT_CPU FLAT_CUDA PRESETS Layer Link Device Backend Algorithm nccl_algorithms "
         "default_topology",
         "dshard.calibrate": "measure measure_world fit Fit",

@@ -41,6 +41,7 @@ from dshard.mesh import Mesh
 from dshard.notebook import RENDERERS as _RENDERERS
 from dshard.placements import Placement
 from dshard.placements import types as _placements
+from dshard.routing import Routing
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
@@ -69,6 +70,7 @@ __all__ = [
     "RankError",
     "ReplayError",
     "Replicate",
+    "Routing",
     "Schedule",
     "ShapeError",
     "Shard",

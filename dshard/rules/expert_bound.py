@@ -1,0 +1,79 @@
+"""A lower bound on what ranks receive for a layer of experts, whatever moves: tokens, experts, or some of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dshard.routing import Held, Routing
+
+
+def experts_lower_bound(
+    routing: Routing, held: Held, choices: int, tokens: Sequence[float], row: float, weights: float
+) -> float:
+    """Elements that all ranks together receive, at least, in one pass over a layer of experts with expected loads.
+
+    `held` are the experts of each rank, `tokens` the number of its tokens; `row` is the elements of a token's row, and
+    of its result, `weights` those of an expert. A pass forward needs tokens and weights, and returns results; a pass
+    backward needs gradients of results, and returns those of tokens and of weights: the bound holds for each of both.
+    The proof is that of `pass_lower_bound`. Loads of a step vary about the expected ones: with so few tokens that some
+    experts get none, single steps may receive less.
+
+    >>> from dshard.routing import expert_ranges
+    >>> round(experts_lower_bound(Routing.uniform(), expert_ranges(8, 4), 2, [256] * 4, 64, 1e9))  # 2 rows x 1.393
+    182565
+    """
+    shares, total = routing.row_shares(held, choices), sum(tokens)
+    at_expert = [shares[expert] * (total - own) for each, own in zip(held, tokens, strict=True) for expert in each]
+    remote = routing.remote_shares(held, choices)
+    at_token = [own * share for of_rank, own in zip(remote, tokens, strict=True) for share in of_rank]
+    return pass_lower_bound(at_expert, at_token, row, weights)
+
+
+def routed_lower_bound(chosen: Sequence[Sequence[Sequence[int]]], held: Held, row: float, weights: float) -> float:
+    """Elements that all ranks together receive in one pass, at least.
+
+    `chosen` are the experts of each token of each rank.
+    """
+    at_expert, at_token = [0.0] * held[-1].stop, dict[tuple[int, int], float]()
+    home = {expert: rank for rank, each in enumerate(held) for expert in each}
+    for own, tokens in enumerate(chosen):
+        for experts in tokens:
+            remote = [expert for expert in experts if home[expert] != own]
+            for expert in remote:
+                at_expert[expert] += 1 / sum([home[each] == home[expert] for each in remote])
+                at_token[own, expert] = at_token.get((own, expert), 0.0) + 1 / len(remote)
+    return pass_lower_bound(at_expert, [*at_token.values()], row, weights)
+
+
+def pass_lower_bound(at_expert: Sequence[float], at_token: Sequence[float], row: float, weights: float) -> float:
+    """The bound for loads of experts, `at_expert`, and of experts at the ranks of tokens that choose them, `at_token`.
+
+    A schedule computes each pair of a token and a chosen expert on some rank s, or each inner feature of it. If s is
+    not the token's rank, the token's row comes to s (`row` elements), once for all its pairs there, and what s adds to
+    the result leaves s, once if s adds it up (`row` more: all sends together are all receipts). If s is not the
+    expert's rank, its `weights` come to s, or their gradient leaves it, once for all tokens there. So with x(t, s) = 1
+    where token t visits s, y(e, s) = 1 where expert e does, and z(t, e, s) the part of the pair that s computes,
+
+        minimize  sum of 2 row x(t, s) + weights y(e, s)      over all s but the token's, or the expert's, own
+        so that   sum over s of z(t, e, s) = 1,  z(t, e, s) <= x(t, s),  z(t, e, s) <= y(e, s)
+
+    (at its own rank a token or an expert costs nothing) bounds from below what is received. By duality of linear
+    programs so does the sum of any f(t, e) = min over s of a(t, e, s) + b(t, e, s) of the pairs on two ranks, if
+    a(t, e, s) sum to at most 2 row over the experts of t, and b(t, e, s) to at most `weights` over the tokens of e, at
+    each s; at the token's own rank a is 0, and at the expert's b is. Two choices of them:
+
+    - a = f at the expert's rank, b = f at all others. Of k experts that t has on one other rank each takes f = c(e) / k
+      with c(e) <= 2 row, and sum over all remote tokens of c(e) / k <= weights: in all min(2 row m, weights) for each
+      expert, where m = `at_expert` sums 1 / k. These m sum to the rows sent: where no expert is worth less than its
+      tokens' rows, moving tokens meets this bound.
+    - b = f at the token's rank, a = f at all others. Of a token's k remote experts each takes f = c / k with
+      c(e, s) <= 2 row, and sum over the tokens of rank s of c / k <= weights: in all min(2 row l, weights) for each
+      expert and each other rank, where l = `at_token` sums 1 / k. Where tokens are many, moving all
+      experts to all ranks that need them meets this bound.
+
+    Between them the bound is up to the ranks that a token needs below either: all ranks together receive less yet if
+    one rank gets a copy of every expert, and computes all pairs.
+    """
+    by_expert = sum([min(2 * row * load, weights) for load in at_expert])
+    by_token = sum([min(2 * row * load, weights) for load in at_token])
+    return max(by_expert, by_token)
