@@ -1,27 +1,31 @@
-"""Matmuls with a requested strategy, or layout of the result."""
+"""Matmuls with a requested strategy, or layout of the result, and layers of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from dshard.compile.graph_functions import traceable
-from dshard.errors import ArgumentError, DShardError, MixedError
+from dshard.compile.graph_functions import as_graph_function, call_in_graph, traceable
+from dshard.errors import ArgumentError, CompileError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.attention.flex import flex_attention as flex_attention  # public beside matmul
-from dshard.ops.experts.experts_call import experts as experts
-from dshard.ops.experts.local_experts import mlp_experts as mlp_experts
+from dshard.ops.experts.experts_call import run_experts
+from dshard.ops.experts.local_experts import Body, mlp
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement
+from dshard.rehearsal.session import own_call
+from dshard.rules.expert_loops import ExpertLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.panel_stream import Stream
 from dshard.tensor import DTensor
-from dshard.validate import article, check_type, shown
+from dshard.validate import article, check_callable, check_type, shown
 
 
 @traceable
@@ -109,3 +113,87 @@ def _options(
     return MatmulOptions(
         now.strategy if strategy is None else strategy, result, now.saved if saved is None else saved, stream
     )
+
+
+class ExpertBody:
+    """A function that computes the experts of a rank, known to graphs of torch.compile: see `dshard.experts`.
+
+    >>> body = ExpertBody(lambda rows, ends, scale: rows * scale[0])
+    """
+
+    def __init__(self, function: Body) -> None:
+        if is_dynamo_compiling():
+            raise CompileError("an ExpertBody made in a compiled region: make it outside, as the attribute of a module")
+        check_callable(function, "the body of experts", "give a function (rows, ends, *parameters) -> rows")
+        self.function = function
+        self.graph_name = as_graph_function(_experts_in_graph, function)
+
+    def __call__(self, rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
+        """Compute rows that are sorted by expert."""
+        return self.function(rows, ends, *parameters)
+
+
+def experts(
+    body: Body,
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    *parameters: Tensor,
+    rule: str = "e f d, e d f",
+    loops: str | ExpertLoops | None = None,
+) -> Any:
+    """Sum over a token's experts of what each makes of it: y[t] = sum over j of weight[t, j] f[index[t, j]](x[t]).
+
+    `x` are tokens (..., d), `index` the experts of each (..., k) as whole numbers, `weight` their weights (..., k). The
+    result is (..., d). All may be plain tensors, or distributed in any layout.
+
+    `body(rows, ends, *parameters)` computes with plain local tensors: rows (n, d), sorted by expert, and this rank's
+    parts of the `parameters`; `ends` (int32) are where the rows of each of its experts end. It returns (n, d). It is
+    any differentiable function; `dshard.mlp_experts()` is one. Rows may follow behind the last end, whose results do
+    not count, and it is not called without rows. In a compiled region it is an `ExpertBody`.
+
+    `rule` has a term for each parameter: e are experts, d features of tokens, f inner features, of which mesh axes may
+    split e and f, and `[name]` any dim that they may not. `loops` are those of `dshard.rules.expert_loops`: a name, a
+    loop for each mesh axis, or None for the cheapest: t moves experts, e moves tokens, f splits each expert, "ragged"
+    sends each token only to the ranks that have its experts. In a compiled graph there is no "ragged", which asks the
+    host for numbers of tokens.
+
+    Each parameter gets a gradient, zeros for experts without tokens.
+
+    Raises:
+        ShapeError: shapes of index, weight and parameters that do not fit, or a body that returns others than rows.
+        NotationError: a rule that has no term for a parameter, or one without e.
+        StrategyError: requested loops that are impossible.
+        IndexError: an index of no expert.
+
+    >>> y = dshard.experts(dshard.mlp_experts(), x, index, weight, up, down)  # doctest: +SKIP
+    """
+    if is_dynamo_compiling():
+        if not isinstance(body, ExpertBody):
+            raise CompileError(
+                "experts in a compiled region, of a body that is a plain function: make it an ExpertBody outside, "
+                "body = dshard.ExpertBody(function)"
+            )
+        return call_in_graph(body.graph_name, x, index, weight, *parameters, rule=rule, loops=loops)
+    return _experts(body, x, index, weight, *parameters, rule=rule, loops=loops)
+
+
+@own_call
+def _experts(body: Body, *tensors: Tensor, rule: str, loops: str | ExpertLoops | None) -> Any:
+    return run_experts(body, tensors, rule, loops)
+
+
+def _experts_in_graph(body: Body, *tensors: Tensor, rule: str, loops: str | ExpertLoops | None) -> Any:
+    return run_experts(body, tensors, rule, loops)
+
+
+_SILU = ExpertBody(partial(mlp, F.silu))
+
+
+def mlp_experts(activation: Callable[[Tensor], Tensor] = F.silu) -> ExpertBody:
+    """The body of experts that are multilayer perceptrons without bias, by torch's grouped product where it has one.
+
+    Of parameters up (e, f, d) and down (e, d, f) it is down(activation(up x)); of gate, up and down it is
+    down(activation(gate x) * up x), with the rule "e f d, e f d, e d f".
+    """
+    return _SILU if activation is F.silu else ExpertBody(partial(mlp, activation))

@@ -1,4 +1,4 @@
-"""`dshard.experts`: a layer of experts of plain or distributed tensors.
+"""The entry of `dshard.experts`: a layer of experts of plain or distributed tensors.
 
 Design: docs/design/0026-experts.md
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import traced
+from dshard.comm import publish_failure, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
@@ -28,66 +28,43 @@ from dshard.ops.experts.ragged_experts import RaggedExperts
 from dshard.rules.expert_loops import OPERANDS, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
 from dshard.torch_private import no_torch_function
+from dshard.validate import shown
 
 
-def experts(
-    body: Body,
-    x: Tensor,
-    index: Tensor,
-    weight: Tensor,
-    *parameters: Tensor,
-    rule: str = "e f d, e d f",
-    loops: str | ExpertLoops | None = None,
+def run_experts(
+    body: Body, tensors: Sequence[Tensor], rule: str = "e f d, e d f", loops: str | ExpertLoops | None = None
 ) -> Any:
-    """Sum over a token's experts of what each makes of it: y[t] = sum over j of weight[t, j] f[index[t, j]](x[t]).
-
-    `x` are tokens (..., d), `index` the experts of each (..., k) as whole numbers, `weight` their weights (..., k);
-    the first tensor in `rule` says which dim of each of the `parameters` are the experts. The result is (..., d).
-
-    `body(rows, ends, *parameters)` computes with plain local tensors: rows (n, d), sorted by expert, and this rank's
-    parts of the parameters; `ends` (int32) are where the rows of each of its experts end. It returns (n, d). It is any
-    differentiable function; `dshard.mlp_experts()` is one, by torch's grouped product. Rows may follow behind the last
-    end, whose results do not count, and no call without rows is made.
-
-    `rule` has a term for each parameter: e are experts, d features of tokens, f inner features, of which mesh axes may
-    split e and f, and `[name]` any dim that they may not. `loops` are those of `dshard.rules.expert_loops`: a name, a
-    loop for each mesh axis, or None for the cheapest: t moves experts, e moves tokens, f splits each expert, "ragged"
-    sends each token only to the ranks that have its experts. In a compiled graph there is no "ragged", which asks the
-    host for numbers of tokens.
-
-    Each parameter gets a gradient, zeros for experts without tokens.
-
-    Raises:
-        ShapeError: shapes of index, weight and parameters that do not fit, or a body that returns others than rows.
-        NotationError: a rule that has no term for a parameter, or one without e.
-        StrategyError: requested loops that are impossible.
-        IndexError: an index of no expert.
-
-    >>> y = dshard.experts(dshard.mlp_experts(), x, index, weight, up, down)  # doctest: +SKIP
-    """
-    requested, tensors = check_experts(loops), (x, index, weight, *parameters)
-    _check_parameters(parameters, tensors)
+    """A layer of experts of tokens, indices, weights and parameters: see `dshard.experts`."""
+    requested = check_experts(loops)
+    _check_tensors(tensors)
     shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule)
-    if not any(isinstance(t, Wrapper) for t in tensors):
-        total = _total(shape_rule, parameters)
+    distributed = [t for t in tensors if isinstance(t, Wrapper)]
+    if not distributed:
+        total = _total(shape_rule, tensors)
         return Experts(body, range(total), total)(*tensors)
-    with no_torch_function():
-        floats = autocast((x, weight, *parameters))
-        return _run(body, shape_rule, requested, True, (floats[0], index, *floats[1:]))
+    x, index, weight, *parameters = tensors
+    try:
+        with no_torch_function():
+            x, weight, *parameters = autocast((x, weight, *parameters))
+            return _run(body, shape_rule, requested, True, (x, index, weight, *parameters))
+    except Exception as error:
+        publish_failure(error, distributed[0]._spec.layout.mesh.ranks)
+        raise
 
 
-def _check_parameters(parameters: Sequence[Tensor], tensors: Sequence[Any]) -> None:
-    if not parameters:
-        raise ShapeError("experts without parameters: give at least one, whose dim e are the experts")
+def _check_tensors(tensors: Sequence[Any]) -> None:
     others = [t for t in tensors if not isinstance(t, Tensor)]
     if others:
-        raise TypeError(f"experts of {type(others[0]).__name__}: x, index, weight and the parameters are tensors")
-    if tensors[1].is_floating_point():
-        raise TypeError(f"experts: index is {tensors[1].dtype}; give the numbers of experts, as whole numbers")
+        raise TypeError(f"experts of {shown(others[0])}: x, index, weight and the parameters are tensors")
+    if len(tensors) <= OPERANDS:
+        raise ShapeError("experts without parameters: give at least one, whose dim e are the experts")
+    index = tensors[1]
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(f"experts: index is of {index.dtype}; give the numbers of experts, as whole numbers")
 
 
-def _total(rule: Rule, parameters: Sequence[Tensor]) -> int:
-    return int(parameters[0].shape[rule.inputs[OPERANDS].index(("e",))])
+def _total(rule: Rule, tensors: Sequence[Tensor]) -> int:
+    return int(tensors[OPERANDS].shape[rule.inputs[OPERANDS].index(("e",))])
 
 
 def _run(body: Body, rule: Rule, requested: RequestedLoops, may_ask: bool, tensors: Sequence[Tensor]) -> Any:

@@ -150,13 +150,15 @@ def together(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _GROUPED = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes of torch's grouped product."""
+"""The dtypes of torch's grouped product; while it traces only the first is one."""
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows [n, d] times the weight [e, d, f] of the expert of each: [n, f]."""
-    has_kernel = rows.dtype == weight.dtype and rows.dtype in _GROUPED and min(rows.numel(), weight.numel()) > 0
-    if has_kernel and is_aligned(rows) and is_aligned(weight):
+    dtypes = _GROUPED[:1] if traced(rows) else _GROUPED
+    has_kernel = rows.dtype == weight.dtype and rows.dtype in dtypes and min(rows.numel(), weight.numel()) > 0
+    is_wide = all(n * rows.itemsize % 16 == 0 for n in weight.shape[1:])  # for the products of gradients, too
+    if has_kernel and is_wide and is_aligned(rows) and is_aligned(weight):
         return F.grouped_mm(rows, weight, offs=ends)
     if traced(rows) or rows.device.type != "cpu":
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
@@ -167,20 +169,10 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(each_part) if each_part else rows.new_zeros(len(rows), weight.shape[2])
 
 
-def mlp_experts(activation: Callable[[Tensor], Tensor] = F.silu) -> Body:
-    """The body of experts that are multilayer perceptrons without bias.
-
-    Of parameters up [e, f, d] and down [e, d, f] it is down(activation(up x)); of gate, up and down it is
-    down(activation(gate x) * up x).
-
-    >>> y = dshard.experts(dshard.mlp_experts(F.gelu), x, index, weight, up, down)  # doctest: +SKIP
-    """
-
-    def body(rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
-        *ups, down = parameters
-        hidden = activation(grouped_product(rows, ups[0].transpose(1, 2), ends))
-        for up in ups[1:]:
-            hidden = hidden * grouped_product(rows, up.transpose(1, 2), ends)
-        return grouped_product(hidden, down.transpose(1, 2), ends)
-
-    return body
+def mlp(activation: Callable[[Tensor], Tensor], rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
+    """Multilayer perceptrons of parameters up and down, or gate, up and down: see `dshard.mlp_experts`."""
+    *ups, down = parameters
+    hidden = activation(grouped_product(rows, ups[0].transpose(1, 2), ends))
+    for up in ups[1:]:
+        hidden = hidden * grouped_product(rows, up.transpose(1, 2), ends)
+    return grouped_product(hidden, down.transpose(1, 2), ends)
