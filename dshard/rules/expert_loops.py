@@ -80,9 +80,9 @@ def expert_rule(shapes: Sequence[Shape], text: str) -> Rule:
         ShapeError: the shapes do not fit.
 
     >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4, 5)], "e f d, e d f"))
-    _0 [d], _0 [k], _0 [k], e f [d], e [d] f -> _0 [d]
+    t [d], t [k], t [k], e f [d], e [d] f -> t [d]
     >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4)], "e f d, e d"))
-    _0 [d], _0 [k], _0 [k], e [f] [d], e [d] -> _0 [d]
+    t [d], t [k], t [k], e [f] [d], e [d] -> t [d]
     """
     check_expert_rule(text, len(shapes) - OPERANDS)
     terms, unsharded = text.split(","), ["d"]
@@ -91,9 +91,10 @@ def expert_rule(shapes: Sequence[Shape], text: str) -> Rule:
     for name in unsharded:
         text = re.sub(rf"(?<![\w\[]){name}(?!\w)", f"[{name}]", text)
     check_operands(shapes)
-    tokens = "... [d], ... [k], ... [k]"
+    lead = ("", "t", "b t")[len(shapes[0]) - 1] if len(shapes[0]) < 4 else "... b t"
+    tokens = f"{lead} [d], {lead} [k], {lead} [k]"
     try:
-        rule = parse_rule(f"{tokens}, {text} -> ... [d]", shapes, (shapes[0],), loops=True)
+        rule = parse_rule(f"{tokens}, {text} -> {lead} [d]", shapes, (shapes[0],), loops=True)
     except (NotationError, ShapeError) as error:
         raise ShapeError(
             f"experts of tokens {shapes[0]}, by the rule {text!r} of parameters of {', '.join(map(str, shapes[3:]))}: "

@@ -79,7 +79,7 @@ class Candidates:
         ragged = sorted(candidates, key=lambda each: each.seconds)
         strategy = ragged[0] if base is None else cheapest(base, ragged)
         tokens, result = self.specs[0], strategy.outputs[0]
-        end = returned_layout(result, tokens.layout) if not result.partial_axes() else strategy.ends[0]
+        end = returned_layout(result, tokens.layout)
         decision = Decision(
             "experts",
             self.question.operands,

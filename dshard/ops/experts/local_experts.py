@@ -82,38 +82,36 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(index: Tensor, experts: Experts) -> Pairs:
-    """The pairs of flat indices.
+    """The pairs of flat indices; their number is known without the values where this rank has all experts.
 
-    They are padded in a graph, and where the host would wait for a device to learn their number.
+    Else they are padded in a graph, and where the host would wait for a device to learn their number.
 
     Raises:
         IndexError: an index is none of an expert.
     """
-    n = len(experts.held)
-    is_padded = traced(index) or index.device.type != "cpu"
-    if not is_padded:
-        check_indices(index, experts.total)
-    local = index - experts.held.start
-    local = torch.where((local >= 0) & (local < n), local, n)
+    n, device = len(experts.held), index.device
+    local = _local_numbers(index, experts.held, experts.total)
     local, order = torch.sort(local, stable=True)
-    ends = torch.searchsorted(
-        local, torch.arange(n, device=index.device, dtype=local.dtype), right=True, out_int32=True
-    )
-    if not is_padded:
+    ends = torch.searchsorted(local, torch.arange(n, device=device, dtype=local.dtype), right=True, out_int32=True)
+    is_whole = n == experts.total
+    is_padded = not is_whole and n > 0 and (traced(index) or device.type != "cpu")
+    if not (is_whole or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
-    return Pairs(order, ends, is_padded and n > 0)
+    return Pairs(order, ends, is_padded)
 
 
-def check_indices(index: Tensor, total: int) -> None:
-    """Check that each index is that of an expert.
-
-    Raises:
-        IndexError: one is not.
-    """
-    if index.numel():
-        least, most = numbers_of(torch.stack(torch.aminmax(index)))
-        if least < 0 or most >= total:
-            raise index_error(least if least < 0 else most, total)
+def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
+    """For each index of an expert its number among those held; behind all for another."""
+    if not traced(index):
+        try:
+            index = torch.arange(total, device=index.device).index_select(0, index)
+        except IndexError as error:
+            wrong = index[(index < 0) | (index >= total)]
+            raise index_error(numbers_of(wrong[:1])[0], total) from error
+    if len(held) == total:
+        return index
+    local = index - held.start
+    return torch.where((local >= 0) & (local < len(held)), local, len(held))
 
 
 def index_error(index: int, total: int) -> IndexError:

@@ -1,0 +1,217 @@
+"""A layer of experts equals one device in all layouts, by each choice of loops, whatever its routing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dshard
+from dshard import (
+    DTensor,
+    Layout,
+    Mesh,
+    NotationError,
+    Partial,
+    Replicate,
+    ShapeError,
+    Shard,
+    StrategyError,
+    explain,
+    trace,
+)
+from dshard.testing import distribute, simulated, whole
+from tests.helpers.expert_cases import drawn, far_from_one_device, forced
+
+MESH = Mesh((4,), ("x",))
+SPLIT, WHOLE = Layout(MESH, (Shard(0),)), Layout(MESH, (Replicate(),))
+
+
+def check(seed: int, large: bool = False) -> int:
+    """Check the case of a seed under all loops, and return how many were possible."""
+    case, possible = drawn(seed, large), 0
+    with simulated(case.mesh):
+        for loops in forced(case):
+            far = far_from_one_device(case, loops)
+            assert far is None or far < 1e-11, f"seed {seed}, loops {loops}: {far:.1e} from one device: {case}"
+            assert loops is not None or far is not None, f"seed {seed}: nothing was chosen: {case}"
+            possible += far is not None
+    return possible
+
+
+def test_experts_equal_one_device_by_every_loop() -> None:
+    assert sum(map(check, (2, 3, 6, 7))) > 20
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 3000, 100))
+def test_generated_experts_equal_one_device_by_every_loop(first: int) -> None:
+    for seed in range(first, first + 100):
+        check(seed, large=True)
+
+
+def operands(t: int = 8, d: int = 4, f: int = 6, e: int = 4, k: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def reals(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    index = torch.rand((t, e), generator=generator).topk(k).indices
+    return [reals(t, d), index, reals(t, k), reals(e, f, d), reals(e, d, f)]
+
+
+def laid_out(tensors: list[Tensor], layouts: list[Layout]) -> list[Any]:
+    laid = [distribute(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
+    return [t.requires_grad_(t.is_floating_point()) for t in laid]
+
+
+@pytest.mark.parametrize("loops", ["tokens", "expert", "ragged", "split experts"])
+def test_experts_without_tokens_get_zeros_as_gradients(loops: str) -> None:
+    tensors = operands()
+    tensors[1] = tensors[1] * 0 + torch.tensor([0, 1])
+    with simulated(MESH):
+        laid = laid_out(tensors, [SPLIT] * 5)
+        dshard.experts(dshard.mlp_experts(), *laid, loops=loops).sum().backward()
+        for parameter in laid[3:]:
+            gradient = whole(parameter.grad)
+            assert gradient[:2].abs().min() > 0
+            assert gradient[2:].eq(0).all()
+
+
+@pytest.mark.parametrize("loops", ["tokens", "expert", "ragged", "split experts"])
+def test_gradients_of_gradients_equal_one_device(loops: str) -> None:
+    def penalty(tensors: list[Any], loops: str | None) -> list[Any]:
+        floats = [t for t in tensors if t.is_floating_point()]
+        out = dshard.experts(dshard.mlp_experts(torch.tanh), *tensors, loops=loops)
+        first = torch.autograd.grad(out.square().sum(), floats, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), floats))
+
+    tensors = operands()
+    expected = penalty([t.requires_grad_(t.is_floating_point()) for t in tensors], None)
+    with simulated(MESH):
+        found = penalty(laid_out([t.detach() for t in tensors], [SPLIT] * 5), loops)
+        for mine, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole(mine), right)
+
+
+def test_whole_tokens_of_split_experts_leave_a_partial_sum() -> None:
+    with simulated(MESH):
+        laid = laid_out(operands(), [WHOLE] * 3 + [SPLIT] * 2)
+        with trace() as sent:
+            out = dshard.experts(dshard.mlp_experts(), *laid, loops="expert")
+    assert sent.events == []
+    assert out.placements == (Partial(),)
+
+
+def test_many_tokens_move_experts_and_few_move_themselves() -> None:
+    def loops_of(tokens: int) -> str:
+        x, w = torch.empty(tokens, 64, device="meta"), torch.empty(64, 512, 64, device="meta")
+        index = torch.empty(tokens, 4, dtype=torch.long, device="meta")
+        given = [x, index, torch.empty(tokens, 4, device="meta"), w, w.transpose(1, 2).contiguous()]
+        laid = [DTensor.from_local(t.tensor_split(4)[0], MESH, [Shard(0)], shape=t.shape) for t in given]
+        report = explain(lambda: dshard.experts(dshard.mlp_experts(), *laid))
+        (call,) = report.operators
+        return call.chosen.name
+
+    assert loops_of(4 * 256) == "x:ragged"
+    assert loops_of(4 * 262144) == "x:t"
+
+
+def test_a_body_may_be_any_function_of_rows() -> None:
+    tensors = operands()
+
+    def body(rows: Tensor, ends: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return rows * 2
+
+    right = dshard.experts(body, *tensors)
+    torch.testing.assert_close(right, tensors[0] * 2 * tensors[2].sum(1, keepdim=True))
+    with simulated(MESH):
+        torch.testing.assert_close(whole(dshard.experts(body, *laid_out(tensors, [SPLIT] * 5)).detach()), right)
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "weights of another shape": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w[:, :1], u, d),
+        ShapeError,
+        "index has shape (8, 2) and weight (8, 1)",
+    ),
+    "indices of other tokens": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x[:4], i, w, u, d),
+        ShapeError,
+        "x has shape (4, 4) and index (8, 2)",
+    ),
+    "numbers of experts that differ": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u[:3], d),
+        ShapeError,
+        "the factor 'e' of the rule",
+    ),
+    "a term too few": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, rule="e f d"),
+        NotationError,
+        "has 1 terms, but there are 2 parameters",
+    ),
+    "a term without e": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, rule="e f d, d f"),
+        NotationError,
+        "each parameter has e, the experts",
+    ),
+    "another name": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, rule="e g d, e d g"),
+        NotationError,
+        "write other dims in brackets, as [g]",
+    ),
+    "no parameter": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w),
+        ShapeError,
+        "experts without parameters",
+    ),
+    "indices that are no whole numbers": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, w, w, u, d),
+        TypeError,
+        "give the numbers of experts, as whole numbers",
+    ),
+    "a body that drops a row": (
+        lambda x, i, w, u, d: dshard.experts(lambda rows, *_: rows[1:], x, i, w, u, d),
+        ShapeError,
+        "it returns a row for each that it is given",
+    ),
+    "an unknown name": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, loops="raged"),
+        StrategyError,
+        "ragged",
+    ),
+    "two loops for one axis": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, loops=("t", "e")),
+        StrategyError,
+        "2 loops for the mesh (x=4)",
+    ),
+    "ragged tokens that are whole": (
+        lambda x, i, w, u, d: dshard.experts(
+            dshard.mlp_experts(), x.redistribute(placements=[Replicate()]), i, w, u, d, loops="ragged"
+        ),
+        StrategyError,
+        "the ragged form sends tokens from the ranks that have them",
+    ),
+    "an index of no expert": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i + 3, w, u, d, loops="ragged"),
+        IndexError,
+        "there are 4, from 0 to 3",
+    ),
+    "a negative index": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i - 4, w, u, d, loops="tokens"),
+        IndexError,
+        "there are 4, from 0 to 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    call, kind, message = REFUSED[name]
+    with simulated(MESH):
+        laid = [distribute(t, SPLIT) for t in operands()]
+        with pytest.raises(kind, match=re.escape(message)):
+            call(*laid)
