@@ -5,6 +5,7 @@ grouped_matmul ragged histograms   tables of rules; lookup.py has kernels of ind
 matmul/              matmuls: chosen by loops, run whole or in panels, differentiated as matmuls
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results
+experts/             experts: loops t, e and f, and the ragged exchange of tokens
 composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
 foreach decompositions custom   lists of tensors, `out=`, operators composed of others

@@ -22,8 +22,8 @@ from dshard.core.wrapper import Wrapper
 from dshard.errors import ShapeError
 from dshard.mesh import Coordinate
 from dshard.ops.composite import run_executable
-from dshard.ops.experts.experts_choice import Candidates, ExpertsChoice
-from dshard.ops.experts.local_experts import Body, Experts
+from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
+from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
 from dshard.rules.expert_loops import OPERANDS, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
@@ -41,7 +41,7 @@ def run_experts(
     distributed = [t for t in tensors if isinstance(t, Wrapper)]
     if not distributed:
         total = _total(shape_rule, tensors)
-        return Experts(body, range(total), total)(*tensors)
+        return LocalExperts(body, range(total), total)(*tensors)
     x, index, weight, *parameters = tensors
     try:
         with no_torch_function():
@@ -75,7 +75,7 @@ def _run(body: Body, rule: Rule, requested: RequestedLoops, may_ask: bool, tenso
     choice: ExpertsChoice | None = choices.get(key)
     if choice is None:
         specs = [spec_like(t, mesh) for t in tensors]
-        choice = choices.add(key, Candidates(rule, specs, requested, needed, may_ask).choice())
+        choice = choices.add(key, ExpertsCandidates(rule, specs, requested, needed, may_ask).choice())
     else:
         choices.hits += 1
     return run_executable(_executable(choice, body, rule, tensors), tensors)
@@ -93,8 +93,8 @@ def _executable(
     return Executable(choice.decision, kernel, [choice.result], positions, finish, gradients=gradients)
 
 
-def _kernel(choice: ExpertsChoice, body: Body, rule: Rule, at: Coordinate) -> Experts:
+def _kernel(choice: ExpertsChoice, body: Body, rule: Rule, at: Coordinate) -> LocalExperts:
     """The experts of the rank at a coordinate."""
     dim = rule.inputs[OPERANDS].index(("e",))
     total = choice.specs[OPERANDS].shape[dim]
-    return Experts(body, choice.strategy.inputs[OPERANDS].dim_range(dim, total, at), total)
+    return LocalExperts(body, choice.strategy.inputs[OPERANDS].dim_range(dim, total, at), total)

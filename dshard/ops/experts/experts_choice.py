@@ -43,7 +43,7 @@ class ExpertsChoice:
     result: Spec
 
 
-class Candidates:
+class ExpertsCandidates:
     """The candidates for operands of these specs, of which those `needed` get a gradient.
 
     Those of the ragged form are among them only if the call `may_ask` the host for counts.

@@ -25,7 +25,7 @@ Body: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class LocalExperts:
     """A body, as it runs on one rank: with the experts numbered `held`, of `total`."""
 
     body: Body
@@ -81,7 +81,7 @@ class Pairs(NamedTuple):
     is_padded: bool
 
 
-def pairs_of(index: Tensor, experts: Experts) -> Pairs:
+def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
     """The pairs of flat indices; their number is known without the values where this rank has all experts.
 
     Else they are padded in a graph, and where the host would wait for a device to learn their number.

@@ -23,7 +23,7 @@ from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.experts.experts_choice import ExpertsChoice
-from dshard.ops.experts.local_experts import Body, Experts, without_data
+from dshard.ops.experts.local_experts import Body, LocalExperts, without_data
 from dshard.ops.experts.token_route import TokenExchange, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
 from dshard.torch_private import keeps_graph
@@ -116,7 +116,7 @@ class RaggedExperts(ComposedExecutable):
         rows, weights, *parameters = tensors
         if has_only_shape(rows):
             return without_data(rows, weights, *parameters)
-        experts = Experts(self.body, self.exchange.own(at), self.exchange.total)
+        experts = LocalExperts(self.body, self.exchange.own(at), self.exchange.total)
         out = experts.weighted(rows[route.row], route.ends, weights, parameters)
         return out.new_zeros(rows.shape).index_add(0, route.row, out).to(rows.dtype)
 
