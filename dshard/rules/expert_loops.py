@@ -6,6 +6,8 @@ inner features of each expert, leaves a partial sum too. Two axes with loop e ar
 
 The "ragged" form of loop e gathers no tokens: each goes once to every other rank that has one of its experts, and one
 row, their weighted sum, comes back. Sizes of these messages are known on the host only after an exchange of counts.
+With a "hop" along one axis, of slow links perhaps, and "ragged" along others a token goes once to each other host, and
+from there to ranks.
 """
 
 from __future__ import annotations
@@ -15,23 +17,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
-from math import comb
 from typing import Literal, TypeAlias
 
 from dshard.errors import NotationError, ShapeError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.placements import Shard
+from dshard.routing import Routing
 from dshard.rules.expand import Allowed, Row
-from dshard.rules.rule import Rule
+from dshard.rules.rule import Chosen, Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.validate import suggestion
 
-ExpertLoop: TypeAlias = Literal["t", "e", "f", "ragged"]
-LOOPS: tuple[ExpertLoop, ...] = ("t", "e", "f", "ragged")
+ExpertLoop: TypeAlias = Literal["t", "e", "f", "ragged", "hop"]
+LOOPS: tuple[ExpertLoop, ...] = ("t", "e", "f", "ragged", "hop")
 ExpertLoops: TypeAlias = tuple[ExpertLoop | None, ...]
 """A loop for each mesh axis, None for any."""
 RequestedLoops: TypeAlias = str | ExpertLoops | None
 """A name of the table below, loops, or None for the cheapest of all."""
+UNIFORM = Routing.uniform()
 OPERANDS = 3
 """The operands before the parameters: tokens, indices of their experts, and weights of these."""
 
@@ -64,16 +67,17 @@ EXPERTS: dict[str, NamedExperts] = {
         _named("ragged x split experts", "e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
         _named("tokens x ragged", "t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
         _named("ragged x ragged", "a b", ("ragged", "ragged"), "one folded axis of both"),
+        _named("hop x ragged", "hosts e", ("hop", "ragged"), "DeepEP, Tutel: a token once to each host, then to ranks"),
     )
 }
 
 
-def expert_rule(shapes: Sequence[Shape], text: str) -> Rule:
+def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) -> Rule:
     """The rule of a layer of experts: of tokens, indices and weights of their experts, and parameters as in `text`.
 
     `text` has a term for each parameter: e are experts, d features of tokens, f inner features, and names in brackets
     are split over no axis. Inner features are split only if every parameter has them: what one without them adds, such
-    as the last bias, would be added on each rank.
+    as the last bias, would be added on each rank. `routing` says how tokens are expected to be spread over experts.
 
     Raises:
         NotationError: a term for each parameter is missing, or one without e, or with another name.
@@ -100,7 +104,7 @@ def expert_rule(shapes: Sequence[Shape], text: str) -> Rule:
             f"experts of tokens {shapes[0]}, by the rule {text!r} of parameters of {', '.join(map(str, shapes[3:]))}: "
             f"{error}"
         ) from error
-    return replace(rule, chosen=("k", "e"))
+    return replace(rule, chosen=Chosen("k", "e", routing))
 
 
 def check_operands(shapes: Sequence[Shape]) -> None:
@@ -142,8 +146,10 @@ def check_expert_rule(text: str, parameters: int) -> None:
             )
 
 
-Way: TypeAlias = tuple[Allowed, tuple[int, ...]]
-"""The rows that each mesh axis may have, and the axes along which tokens go to their experts in the ragged form."""
+Levels: TypeAlias = tuple[tuple[int, ...], ...]
+"""The mesh axes of the exchanges of the ragged form, one after the other."""
+Way: TypeAlias = tuple[Allowed, Levels]
+"""The rows that each mesh axis may have, and the levels of the ragged form."""
 
 
 def ways_of(requested: RequestedLoops, rule: Rule, tokens: Layout) -> tuple[Way, ...]:
@@ -178,18 +184,32 @@ def ways_of(requested: RequestedLoops, rule: Rule, tokens: Layout) -> tuple[Way,
 def _ways(loops: Mapping[int, ExpertLoop | None], rule: Rule, tokens: Layout) -> Iterator[Way]:
     """The ways in which mesh axes have these loops."""
     of_tokens = frozenset[Row]([name for dim in rule.inputs[0][:-1] for name in dim])
-    rows = {"t": of_tokens, "e": frozenset[Row]({"e"}), "f": frozenset[Row]({"f"}), "ragged": frozenset[Row]({"e"})}
+    rows = {"t": of_tokens, "e": frozenset[Row]({"e"}), "f": frozenset[Row]({"f"})}
     axes, last = range(tokens.mesh.ndim), len(rule.inputs[0]) - 1
-    split = [axis for axis in axes if tokens.mesh.shape[axis] > 1 and _dim(tokens, axis) < last]
-    asked = [axis for axis in axes if loops.get(axis) == "ragged"]
-    free = [axis for axis in split if loops.get(axis) is None]
-    if not {*split} >= {*asked}:
+    split = {axis for axis in axes if tokens.mesh.shape[axis] > 1 and _dim(tokens, axis) < last}
+    asked = {loop: [axis for axis in axes if loops.get(axis) == loop] for loop in ("ragged", "hop")}
+    if not split.issuperset([*asked["ragged"], *asked["hop"]]) or (asked["hop"] and not asked["ragged"]):
         return
-    for n in range(len(free) + 1):
-        for more in combinations(free, n):
-            ragged = tuple(sorted((*asked, *more)))
-            given = {axis: "e" if axis in ragged else loops.get(axis) for axis in axes}
-            yield tuple([None if (loop := given[axis]) is None else rows[loop] for axis in axes]), ragged
+    for more in _subsets([axis for axis in sorted(split) if loops.get(axis) is None]):
+        for levels in _levels(asked["hop"], [*asked["ragged"], *more], more):
+            sent = {axis for level in levels for axis in level}
+            given = {axis: "e" if axis in sent else loops.get(axis) for axis in axes}
+            yield tuple([None if (loop := given[axis]) is None else rows[loop] for axis in axes]), levels
+
+
+def _levels(hops: Sequence[int], ragged: Sequence[int], free: Sequence[int]) -> Iterator[Levels]:
+    """The exchanges along these axes, of which one that is `free` may be a hop before the others."""
+    before = tuple([(axis,) for axis in hops])
+    if not ragged:
+        yield before
+        return
+    yield (*before, tuple(sorted(ragged)))
+    for axis in free if len(ragged) > 1 else ():
+        yield (*before, (axis,), tuple(sorted({*ragged} - {axis})))
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return (more for n in range(len(axes) + 1) for more in combinations(axes, n))
 
 
 def _dim(layout: Layout, axis: int) -> int:
@@ -209,14 +229,3 @@ def check_experts(requested: object) -> RequestedLoops:
     raise StrategyError(
         f"experts={requested!r}: {known}{suggestion(requested, EXPERTS) if isinstance(requested, str) else ''}"
     )
-
-
-def expected_rows(tokens: int, k: int, experts: int, total: int) -> float:
-    """How many of so many tokens have one of `experts` among their k of `total`, if each choice is as likely.
-
-    >>> expected_rows(1000, 2, 2, 8)
-    464.2857142857143
-    """
-    if not 0 < k <= total:
-        return 0.0
-    return tokens * (1 - comb(total - experts, k) / comb(total, k))

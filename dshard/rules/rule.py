@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dshard.errors import ShapeError
 from dshard.layout import Shape
 from dshard.placements import ReduceOp
+from dshard.routing import Routing
 
 Dim = tuple[str, ...]
 Term = tuple[Dim, ...]
@@ -24,6 +25,15 @@ class PassThrough:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """Rows of the operand with the factor `each` work with so many of the `parts` of operands, as `routing` says."""
+
+    each: str
+    parts: str
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """An operator's rule: the factors in each dim of its operands and outputs.
 
@@ -34,8 +44,8 @@ class Rule:
     a mesh axis may shard any factor, even one that no operand has sharded. The local work is one matmul over all
     factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count only pairs in which
     the index of the second is at most that of the first. If `held` is not 0, a tensor of all factors but those `apart`,
-    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole. With factors
-    `chosen` (k, e) each index of the other factors of the operand with k works with k of the e parts of operands.
+    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole. With
+    `chosen` each row works with some parts of operands alone.
     """
 
     inputs: tuple[Term, ...]
@@ -50,7 +60,7 @@ class Rule:
     apart: tuple[str, ...] = ()
     triangle: tuple[str, str] | None = None
     held: int = 0
-    chosen: tuple[str, str] | None = None
+    chosen: Chosen | None = None
 
     def reductions(self) -> tuple[ReduceOp, ...]:
         """For each output the reduction with which a sharded factor that it lacks leaves it partial."""

@@ -218,17 +218,21 @@ class Price:
         return seconds, seconds * sum(self.constraints.gradients)
 
     def _of_chosen(self, expansion: Expansion, nbytes: float) -> tuple[float, float]:
-        """The local work where each row works with some parts of operands: their mean share of the rank's parts.
+        """The local work of the busiest rank where each row works with some parts of operands, as it chooses.
 
         In the backward pass it is as much again for the rows, and for all operands that have parts.
         """
         assert self.rule.chosen is not None
-        each, parts = self.rule.chosen
+        each, parts, n = self.rule.chosen.each, self.rule.chosen.parts, self.sizes[self.rule.chosen.parts]
         local, terms = self.local_sizes(expansion), self.rule.inputs
         rows = prod([local[name] for dim in next(t for t in terms if (each,) in t) for name in dim])
         of_parts = [i for i, term in enumerate(terms) if (parts,) in term]
         held = sum([expansion.inputs[i].local_numel(self.operands[i].shape) for i in of_parts])
-        seconds = work_seconds(2.0 * rows * held / max(1, self.sizes[parts]), nbytes, self.topology)
+        shares = self.rule.chosen.routing.shares(n, min(n, self.sizes[each]))
+        busiest = max(
+            [sum(shares[part.start : part.stop]) for part in self.parts_of(n, expansion.order.get(parts, ()))]
+        )
+        seconds = work_seconds(2.0 * rows * busiest * held / max(1, local[parts]), nbytes, self.topology)
         needed = self.constraints.gradients
         times = (
             any(needed[i] for i in of_parts) + any(n for i, n in enumerate(needed) if i not in of_parts)
@@ -236,6 +240,12 @@ class Price:
             else 0
         )
         return seconds, seconds * times
+
+    def parts_of(self, size: int, axes: tuple[int, ...]) -> list[range]:
+        """The indices of a factor of this size that ranks have if these mesh axes shard it."""
+        shape = self.mesh.shape
+        places = product(*(range(shape[axis]) for axis in axes))
+        return [nested_chunk(size, axes, shape, dict(zip(axes, at, strict=True))) or range(0) for at in places]
 
     def local_sizes(self, expansion: Expansion) -> dict[str, int]:
         """The size of each factor on the rank with the most."""
@@ -278,12 +288,7 @@ class Price:
         if axes not in self.known_works:
             assert self.rule.triangle is not None
             sizes = [self.sizes[factor] for factor in self.rule.triangle]
-            shape = self.mesh.shape
-            places = [product(*(range(shape[axis]) for axis in each)) for each in axes]
-            queries, keys = (
-                [nested_chunk(size, each, shape, dict(zip(each, at, strict=True))) or range(0) for at in places_of]
-                for size, each, places_of in zip(sizes, axes, places, strict=True)
-            )
+            queries, keys = (self.parts_of(size, each) for size, each in zip(sizes, axes, strict=True))
             backend = self.topology.backend
             self.known_works[axes] = [
                 work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]

@@ -17,12 +17,15 @@ from dshard import (
     NotationError,
     Partial,
     Replicate,
+    Routing,
     ShapeError,
     Shard,
     StrategyError,
     explain,
     trace,
+    use_strategy,
 )
+from dshard.explain.report_values import Explanation
 from dshard.testing import distribute, simulated, whole
 from tests.helpers.expert_cases import drawn, far_from_one_device, forced
 
@@ -118,6 +121,38 @@ def test_many_tokens_move_experts_and_few_move_themselves() -> None:
 
     assert loops_of(4 * 256) == "x:ragged"
     assert loops_of(4 * 262144) == "x:t"
+
+
+def explained(routing: Routing, tokens: int = 4096) -> Explanation:
+    x, w = torch.empty(tokens, 64, device="meta"), torch.empty(8, 512, 64, device="meta")
+    index, weight = torch.empty(tokens, 2, dtype=torch.long, device="meta"), torch.empty(tokens, 2, device="meta")
+    given = [x, index, weight, w, w.transpose(1, 2).contiguous()]
+    laid = [DTensor.from_local(t.tensor_split(4)[0], MESH, [Shard(0)], shape=t.shape) for t in given]
+    with use_strategy(routing=routing):
+        (call,) = explain(lambda: dshard.experts(dshard.mlp_experts(), *laid)).operators
+    return call
+
+
+def test_a_routing_prices_the_busiest_rank() -> None:
+    even, skewed = explained(Routing.uniform()), explained(Routing.of([8, 8, 1, 1, 1, 1, 1, 1]))
+    found = {call: {each.name: each for each in call.candidates} for call in (even, skewed)}
+    # of two experts of a token rank 0 has 16 of 22 pairs, so each token needs it
+    assert found[skewed]["x:ragged"].bytes_moved > 1.3 * found[even]["x:ragged"].bytes_moved
+    assert found[skewed]["x:ragged"].compute_seconds > 1.5 * found[even]["x:ragged"].compute_seconds
+    assert found[skewed]["x:t"].compute_seconds == pytest.approx(found[even]["x:t"].compute_seconds)
+
+
+def test_a_routing_of_other_experts_is_refused() -> None:
+    with pytest.raises(ShapeError, match="a Routing of 3 counts for a layer of 8 experts"):
+        explained(Routing.of([1, 2, 3]))
+
+
+def test_loops_may_be_requested_for_a_block() -> None:
+    with simulated(MESH), use_strategy(experts="tokens"):
+        laid = laid_out(operands(), [SPLIT] * 5)
+        with trace() as sent:
+            dshard.experts(dshard.mlp_experts(), *laid)
+    assert {event.collective for event in sent.events} == {"all_gather"}
 
 
 def test_a_body_may_be_any_function_of_rows() -> None:

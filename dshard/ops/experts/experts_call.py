@@ -25,7 +25,8 @@ from dshard.ops.composite import run_executable
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
-from dshard.rules.expert_loops import OPERANDS, ExpertLoops, RequestedLoops, check_experts, expert_rule
+from dshard.ops.matmul.options import current_options
+from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
 from dshard.torch_private import no_torch_function
 from dshard.validate import shown
@@ -35,9 +36,10 @@ def run_experts(
     body: Body, tensors: Sequence[Tensor], rule: str = "e f d, e d f", loops: str | ExpertLoops | None = None
 ) -> Any:
     """A layer of experts of tokens, indices, weights and parameters: see `dshard.experts`."""
-    requested = check_experts(loops)
+    options = current_options()
+    requested = options.experts if loops is None else check_experts(loops)
     _check_tensors(tensors)
-    shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule)
+    shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule, options.routing or UNIFORM)
     distributed = [t for t in tensors if isinstance(t, Wrapper)]
     if not distributed:
         total = _total(shape_rule, tensors)
@@ -85,7 +87,7 @@ def _executable(
     choice: ExpertsChoice, body: Body, rule: Rule, tensors: Sequence[Tensor]
 ) -> Executable | ComposedExecutable:
     """The executable of one call: what is kept of it is the choice alone, for a body may hold tensors."""
-    if choice.exchange is not None:
+    if choice.levels:
         return RaggedExperts(choice, body, partial(_run, body, rule, None, False))
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     kernel = partial(_kernel, choice, body, rule)

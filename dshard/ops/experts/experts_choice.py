@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision
@@ -12,10 +14,11 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.cost import PlannedCollective, planned_collective
 from dshard.errors import StrategyError
 from dshard.layout import Layout
+from dshard.mesh import Mesh
 from dshard.ops.experts.token_route import TokenExchange
 from dshard.redistribute import plan
 from dshard.rules.expand import Allowed, Expansion, expansions
-from dshard.rules.expert_loops import OPERANDS, RequestedLoops, Way, expected_rows, ways_of
+from dshard.rules.expert_loops import OPERANDS, RequestedLoops, Way, ways_of
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import cheapest, choose
@@ -33,13 +36,13 @@ CODE, NUMBER = 4, 8
 class ExpertsChoice:
     """The cheapest way to run a layer of experts: its decision and strategy, and the result's spec.
 
-    `exchange` is that of the ragged form; None where tokens are whole, or gathered, on each axis that splits experts.
+    `levels` are the exchanges of the ragged form, one after the other; none where tokens are whole, or gathered.
     """
 
     specs: Sequence[Spec]
     decision: Decision
     strategy: Strategy
-    exchange: TokenExchange | None
+    levels: tuple[TokenExchange, ...]
     result: Spec
 
 
@@ -56,7 +59,7 @@ class ExpertsCandidates:
         tokens = specs[0]
         self.topology = planning_context().topology_of(tokens.layout.mesh)
         ways = ways_of(requested, rule, tokens.layout)
-        self.static: tuple[Allowed, ...] = tuple([rows for rows, axes in ways if not axes])
+        self.static: tuple[Allowed, ...] = tuple([rows for rows, levels in ways if not levels])
         self.ragged: tuple[Way, ...] = tuple([way for way in ways if way[1]]) if may_ask else ()
         self.expert_dim = rule.inputs[OPERANDS].index(("e",))
         self.total = specs[OPERANDS].shape[self.expert_dim]
@@ -90,7 +93,7 @@ class ExpertsCandidates:
             exchanges=strategy.exchanges,
         )
         spec = contiguous_spec(end, tokens.shape, tokens.dtype, tokens.device)
-        return ExpertsChoice(self.specs, decision, strategy, candidates.get(strategy), spec)
+        return ExpertsChoice(self.specs, decision, strategy, candidates.get(strategy, ()), spec)
 
     def _static(self) -> Strategy | None:
         """The cheapest strategy of the rule that is allowed."""
@@ -98,13 +101,16 @@ class ExpertsCandidates:
             return None
         return choose(self.question).strategy
 
-    def _ragged(self) -> Iterator[tuple[Strategy, TokenExchange]]:
+    def _ragged(self) -> Iterator[tuple[Strategy, tuple[TokenExchange, ...]]]:
         """The candidates of the ragged form."""
         price = Price(self.question)
-        for rows, axes in self.ragged:
+        for rows, levels in self.ragged:
             for expansion in expansions(*self.question[:3], (rows,)):
+                axes = [axis for level in levels for axis in level]
+                if len(levels) > 1 and expansion.order["e"] != tuple(axes):
+                    continue  # a host has the experts of its ranks, one after the other
                 sent = self._with_tokens_split(expansion, axes)
-                yield self._priced(price.of(sent), axes)
+                yield self._priced(price.of(sent), levels)
 
     def _with_tokens_split(self, expansion: Expansion, axes: Sequence[int]) -> Expansion:
         """The expansion with tokens, their indices, weights and results where tokens are stored, along these axes."""
@@ -119,53 +125,69 @@ class ExpertsCandidates:
         gradients = (*map(split, expansion.gradients[:OPERANDS]), *expansion.gradients[OPERANDS:])
         return replace(expansion, inputs=inputs, outputs=tuple(map(split, expansion.outputs)), gradients=gradients)
 
-    def _priced(self, base: Strategy, axes: tuple[int, ...]) -> tuple[Strategy, TokenExchange]:
-        """The strategy with its exchanges along these axes, of the tokens that are expected."""
-        tokens, experts, mesh = self.specs[0], base.inputs[OPERANDS], base.inputs[0].mesh
-        names = tuple([mesh.names[axis] for axis in experts.axes_of(self.expert_dim) if axis in axes])
-        exchange = TokenExchange(experts, names, self.expert_dim, self.total, self._tokens(tokens))
-        forward, backward = self._exchanges(base, exchange)
-        seconds, back = (sum(each.seconds for each in sent) for sent in (forward, backward))
-        asked = STEPS * self.topology.dispatch
-        words = [
-            (name, "ragged" if axis in axes else row)
-            for axis, (name, row) in enumerate(zip(mesh.names, base.rows, strict=True))
-        ]
+    def _priced(
+        self, base: Strategy, levels: tuple[tuple[int, ...], ...]
+    ) -> tuple[Strategy, tuple[TokenExchange, ...]]:
+        """The strategy with its exchanges along the axes of each level, of the tokens that are expected."""
+        exchanges = tuple(self._levels(base.inputs[OPERANDS], levels))
+        forward, backward = self._sent(base, exchanges)
+        asked = STEPS * self.topology.dispatch * len(levels)
+        names = dict(enumerate(base.rows))
+        for i, level in enumerate(levels):
+            names |= dict.fromkeys(level, "ragged" if i == len(levels) - 1 else "hop")
+        words = [(name, names[axis]) for axis, name in enumerate(base.inputs[0].mesh.names)]
         strategy = replace(
             base,
             name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
             exchanges=forward,
-            gather=base.gather + seconds + asked,
-            backward=base.backward + (back if any(self.needed) else 0.0),
+            gather=base.gather + sum(each.seconds for each in forward) + asked,
+            backward=base.backward + (sum(each.seconds for each in backward) if any(self.needed) else 0.0),
         )
-        return strategy, exchange
+        return strategy, exchanges
 
-    def _exchanges(
-        self, base: Strategy, exchange: TokenExchange
+    def _levels(self, experts: Layout, levels: Sequence[tuple[int, ...]]) -> Iterator[TokenExchange]:
+        """The exchanges of each level, to experts in this layout."""
+        assert self.rule.chosen is not None
+        order, names = experts.axes_of(self.expert_dim), experts.mesh.names
+        along = [tuple([names[axis] for axis in order if axis in level]) for level in levels]
+        for i, axes in enumerate(along):
+            beyond = tuple([name for each in along[i + 1 :] for name in each])
+            yield TokenExchange(
+                *(experts, axes, self.expert_dim, self.total, self._tokens(self.specs[0])),
+                *(self.rule.chosen.routing, beyond, i > 0),
+            )
+
+    def _sent(
+        self, base: Strategy, levels: Sequence[TokenExchange]
     ) -> tuple[tuple[PlannedCollective, ...], tuple[PlannedCollective, ...]]:
-        """The exchanges of a forward and of a backward pass: counts, tokens there, sums back."""
+        """The exchanges of a forward and of a backward pass: counts, tokens there, sums back.
+
+        Of each its busiest rank counts: the one whose experts get most, or, on the way back, whose are least its own.
+        """
         (x, _, weight, *_), mesh = self.specs, base.inputs[0].mesh
-        local, k = self._tokens(x, base.inputs[0]), weight.shape[-1]
-        held = exchange.held((0,) * mesh.ndim)
-        rows = sum([expected_rows(local, k, len(each), self.total) for each in held[1:]])
-        pairs = local * k * sum(map(len, held[1:])) / max(1, self.total)
-        width = x.shape[-1] * x.itemsize
+        local, k, width = self._tokens(x, base.inputs[0]), weight.shape[-1], x.shape[-1] * x.itemsize
+        there, back = list[PlannedCollective](), list[PlannedCollective]()
+        again, last = list[PlannedCollective](), list[PlannedCollective]()
+        for level in levels:
+            hits, shares = level.hits((0,) * mesh.ndim, k)
+            send = partial(self._exchange, mesh, level.axes)
+            rows, pairs = local * (len(hits) - 1) * max(hits), local * k * (len(hits) - 1) * max(shares)
+            sums, returned = local * (sum(hits) - min(hits)), local * k * (sum(shares) - min(shares))
+            there += send(COUNTS * NUMBER * (len(hits) - 1)), send(rows * width + pairs * (CODE + weight.itemsize))
+            back.insert(0, send(sums * width))
+            again.append(send(rows * width))
+            last.insert(0, send(sums * width + returned * weight.itemsize))
+            local *= len(hits)
+        return (*there, *back), (*again, *last)
 
-        def sent(nbytes: float) -> PlannedCollective:
-            return planned_collective("all_to_all", mesh, exchange.axes, round(nbytes), self.topology)
-
-        counts = sent(COUNTS * NUMBER * (len(held) - 1))
-        there, back = sent(rows * width + pairs * (CODE + weight.itemsize)), sent(rows * width)
-        return (counts, there, back), (back, sent(rows * width + pairs * weight.itemsize))
+    def _exchange(self, mesh: Mesh, axes: tuple[str, ...], nbytes: float) -> PlannedCollective:
+        return planned_collective("all_to_all", mesh, axes, round(nbytes), self.topology)
 
     @staticmethod
     def _tokens(spec: Spec, layout: Layout | None = None) -> int:
         """The number of tokens, or of those of a rank in this layout."""
         shape = spec.shape if layout is None else layout.largest_shape(spec.shape)
-        n = 1
-        for size in shape[:-1]:
-            n *= size
-        return n
+        return prod(shape[:-1])
 
     def _impossible(self) -> str:
         x, parameters = self.specs[0], self.specs[OPERANDS:]

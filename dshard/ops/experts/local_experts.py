@@ -92,12 +92,19 @@ def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
     n, device = len(experts.held), index.device
     local = _local_numbers(index, experts.held, experts.total)
     local, order = torch.sort(local, stable=True)
-    ends = torch.searchsorted(local, torch.arange(n, device=device, dtype=local.dtype), right=True, out_int32=True)
+    ends = ends_of(local, n)
     is_whole = n == experts.total
     is_padded = not is_whole and n > 0 and (traced(index) or device.type != "cpu")
     if not (is_whole or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
     return Pairs(order, ends, is_padded)
+
+
+def ends_of(expert: Tensor, n: int) -> Tensor:
+    """Where the rows of each of `n` experts end, of the sorted experts of rows."""
+    return torch.searchsorted(
+        expert, torch.arange(n, device=expert.device, dtype=expert.dtype), right=True, out_int32=True
+    )
 
 
 def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:

@@ -23,8 +23,8 @@ from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.experts.experts_choice import ExpertsChoice
-from dshard.ops.experts.local_experts import Body, LocalExperts, without_data
-from dshard.ops.experts.token_route import TokenExchange, TokenRoute
+from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of, without_data
+from dshard.ops.experts.token_route import TokenExchange, TokenPairs, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
 from dshard.torch_private import keeps_graph
 
@@ -33,9 +33,12 @@ Recorded: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
 @dataclass(slots=True)
 class _Pass:
-    """What the forward pass of a rank leaves to its backward pass: the route, and the graph of the body."""
+    """What the forward pass of a rank leaves to its backward pass: the way of its tokens, and the graph of the body.
 
-    route: TokenRoute
+    Of each level the way has the route, and the numbers of rows and pairs before it.
+    """
+
+    way: list[tuple[TokenExchange, TokenRoute, tuple[int, int]]]
     leaves: list[Tensor]
     out: Tensor
 
@@ -53,8 +56,7 @@ class RaggedExperts(ComposedExecutable):
 
     def __init__(self, choice: ExpertsChoice, body: Body, recorded: Recorded) -> None:
         super().__init__(choice.decision, self._run)
-        assert choice.exchange is not None
-        self.exchange: TokenExchange = choice.exchange
+        self.levels = choice.levels
         self.body, self.recorded, self.specs, self.result = body, recorded, choice.specs, choice.result
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.computed = choice.strategy.outputs[0]
@@ -93,32 +95,39 @@ class RaggedExperts(ComposedExecutable):
         self, passes: _Passes, needed: tuple[bool, ...], at: Coordinate, space: Session, tensors: Sequence[Tensor]
     ) -> Program[tuple[Tensor, ...]]:
         x, index, weight, *parameters = tensors
-        tokens, k = x.reshape(-1, x.shape[-1]), index.shape[-1]
-        pairs = (index.reshape(-1, k), weight.reshape(-1, k))
-        route, rows, weights = yield from self.exchange.dispatch(at, space, tokens, *pairs)
+        tokens, flat = x.reshape(-1, x.shape[-1]), index.reshape(-1).long()
+        row = torch.arange(len(flat), device=index.device) // max(1, index.shape[-1])
+        given, way = TokenPairs(tokens, row, flat, weight.reshape(-1)), []
+        for level in self.levels:
+            before = len(given.rows), len(given.row)
+            route, given = yield from level.dispatch(at, space, given)
+            way.append((level, route, before))
         if passes.keeps:
             with torch.enable_grad():
                 of_leaves = (needed[0], needed[2], *needed[OPERANDS:])
                 leaves = [
                     each.detach().requires_grad_(is_needed)
-                    for each, is_needed in zip((rows, weights, *parameters), of_leaves, strict=True)
+                    for each, is_needed in zip((given.rows, given.weight, *parameters), of_leaves, strict=True)
                 ]
-                summed = self._summed(at, route, leaves)
-            passes.of_ranks[at] = _Pass(route, leaves, summed)
+                summed = self._summed(at, given, leaves)
+            passes.of_ranks[at] = _Pass(way, leaves, summed)
             summed = summed.detach()
         else:
-            summed = self._summed(at, route, [rows, weights, *parameters])
-        out = yield from self.exchange.combine(at, space, route, summed, len(tokens))
-        return (out.reshape(x.shape),)
+            summed = self._summed(at, given, [given.rows, given.weight, *parameters])
+        for level, route, (rows, _) in reversed(way):
+            summed = yield from level.combine(at, space, route, summed, rows)
+        return (summed.reshape(x.shape),)
 
-    def _summed(self, at: Coordinate, route: TokenRoute, tensors: Sequence[Tensor]) -> Tensor:
+    def _summed(self, at: Coordinate, given: TokenPairs, tensors: Sequence[Tensor]) -> Tensor:
         """The weighted sum of what this rank's experts make of each row that arrived."""
-        rows, weights, *parameters = tensors
+        rows, weight, *parameters = tensors
         if has_only_shape(rows):
-            return without_data(rows, weights, *parameters)
-        experts = LocalExperts(self.body, self.exchange.own(at), self.exchange.total)
-        out = experts.weighted(rows[route.row], route.ends, weights, parameters)
-        return out.new_zeros(rows.shape).index_add(0, route.row, out).to(rows.dtype)
+            return without_data(rows, weight, *parameters)
+        experts = LocalExperts(self.body, self.levels[-1].own(at), self.levels[-1].total)
+        local, order = torch.sort(given.expert - experts.held.start, stable=True)
+        row = given.row[order]
+        out = experts.weighted(rows[row], ends_of(local, len(experts.held)), weight[order], parameters)
+        return out.new_zeros(rows.shape).index_add(0, row, out).to(rows.dtype)
 
     def _backward(
         self,
@@ -129,25 +138,23 @@ class RaggedExperts(ComposedExecutable):
         space: Session,
         tensors: Sequence[Tensor],
     ) -> Program[tuple[Tensor, ...]]:
-        grad, x, index, weight = tensors[:4]
-        done, k = passes.of_ranks[at] if retain else passes.of_ranks.pop(at), index.shape[-1]
-        width = x.shape[-1]
-        of_rows = yield from self.exchange.send(at, space, done.route, grad.reshape(-1, width))
+        (grad, x), weight = tensors[:2], tensors[3]
+        done = passes.of_ranks[at] if retain else passes.of_ranks.pop(at)
+        of_rows = grad.reshape(-1, x.shape[-1])
+        for level, route, _ in done.way:
+            of_rows = yield from level.send(at, space, route, of_rows)
         leaves = [leaf for leaf in done.leaves if leaf.requires_grad]
         gradients = iter(_gradients(done.out, leaves, of_rows, retain))
-        of_leaves = [next(gradients) if leaf.requires_grad else None for leaf in done.leaves]
-        of_x, of_weight, *of_parameters = of_leaves
+        for_x, for_weight, *of_parameters = (next(gradients) if x.requires_grad else None for x in done.leaves)
         empty = x.new_empty(0)
-        if of_x is None and of_weight is None:
-            return (empty, empty, empty, *(empty if each is None else each for each in of_parameters))
-        sent = (
-            of_rows.new_zeros(of_rows.shape) if of_x is None else of_x,
-            done.leaves[1] if of_weight is None else of_weight,
-        )
-        like = (x.reshape(-1, width), weight.reshape(-1, k))
-        for_x, for_weight = yield from self.exchange.combine_gradients(at, space, done.route, sent, like)
-        results = (for_x.view(x.shape), empty, for_weight.view(weight.shape))
-        return (*results, *(empty if each is None else each for each in of_parameters))
+        results = [empty if each is None else each for each in of_parameters]
+        if for_x is None and for_weight is None:
+            return (empty, empty, empty, *results)
+        for_x = torch.zeros_like(of_rows) if for_x is None else for_x
+        for_weight = torch.zeros_like(done.leaves[1]) if for_weight is None else for_weight
+        for level, route, before in reversed(done.way):
+            for_x, for_weight = yield from level.combine_gradients(at, space, route, (for_x, for_weight), before)
+        return (for_x.view(x.shape), empty, for_weight.view(weight.shape), *results)
 
 
 def _gradients(out: Tensor, leaves: Sequence[Tensor], grad: Tensor, retain: bool) -> Sequence[Tensor]:

@@ -2,7 +2,8 @@
 
 A token goes once to each other rank that has one of its experts, with its weights beside it; that rank returns one row,
 the weighted sum. The route depends on the indices alone: it is made once, with the one question to the host, and serves
-both directions of the forward and of the backward pass.
+both directions of the forward and of the backward pass. Several exchanges in a row, each along other axes, are levels:
+the first goes to hosts, say, and what arrives there goes on to ranks.
 
 Design: docs/design/0026-experts.md
 """
@@ -22,31 +23,38 @@ from dshard.comm import Program, Request, Session, flat_exchange, has_only_shape
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.experts.local_experts import index_error
-from dshard.rules.expert_loops import expected_rows
+from dshard.routing import Held, Routing
+
+
+class TokenPairs(NamedTuple):
+    """Rows [n, d], and pairs of a row and an expert: the row, the expert's number among all, and the weight of each."""
+
+    rows: Tensor
+    row: Tensor
+    expert: Tensor
+    weight: Tensor
 
 
 class TokenRoute(NamedTuple):
-    """Which tokens of this rank go where, and which of the rows that arrive are for which local expert.
+    """Which rows and pairs of this rank go where.
 
-    `token` is the token of each row that is sent, by rank, `slot` the pair of each weight. `rows` and `pairs` are the
-    numbers sent to and received from each rank. `order` sorts the received pairs by expert; of each then `row` is its
-    row, and `ends` are where the pairs of each local expert end.
+    `token` is the row of each that is sent, by rank, `slot` the pair of each pair that is sent. `rows` and `pairs` are
+    the numbers sent to and received from each rank.
     """
 
     token: Tensor
     slot: Tensor
     rows: tuple[Shape, Shape]
     pairs: tuple[Shape, Shape]
-    row: Tensor
-    order: Tensor
-    ends: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
     """The exchange of so many `tokens` along mesh `axes`, to parameters laid out as `experts` say.
 
-    Their dim `dim` are the experts, of which there are `total`.
+    Their dim `dim` are the experts, of which there are `total`; `routing` says how tokens are expected to be spread.
+    A token goes to the ranks from which a later exchange along the axes `beyond` reaches its experts; rows have
+    `arrived` by an exchange before, or are tokens.
     """
 
     experts: Layout
@@ -54,6 +62,9 @@ class TokenExchange:
     dim: int
     total: int
     tokens: int
+    routing: Routing
+    beyond: tuple[str, ...] = ()
+    arrived: bool = False
 
     @property
     def code(self) -> torch.dtype:
@@ -61,41 +72,36 @@ class TokenExchange:
         return torch.int32 if self.tokens * max(1, self.total) < 2**31 else torch.int64
 
     @cached("token exchanges", 4096)
-    def held(self, at: Coordinate) -> tuple[range, ...]:
-        """The experts of each rank in the group of the rank at `at`."""
-        peers = self.experts.mesh.peers(self.axes, at)
-        return tuple([self.experts.dim_range(self.dim, self.total, peer) for peer in peers])
+    def held(self, at: Coordinate) -> Held:
+        """The experts that each rank in the group of the rank at `at` has, or reaches later."""
+        mesh = self.experts.mesh
+        return tuple(
+            [_joined([self.own(each) for each in mesh.peers(self.beyond, at)]) for at in mesh.peers(self.axes, at)]
+        )
 
     def own(self, at: Coordinate) -> range:
         """The experts of the rank at `at`."""
         return self.experts.dim_range(self.dim, self.total, at)
 
-    def dispatch(
-        self, at: Coordinate, space: Session, x: Tensor, index: Tensor, weight: Tensor
-    ) -> Program[tuple[TokenRoute, Tensor, Tensor]]:
-        """Make the route of local tokens [t, d], indices and weights [t, k], and send them along it.
-
-        Returns the route, the rows that arrived, and of each pair, sorted by expert, its weight.
+    def dispatch(self, at: Coordinate, space: Session, given: TokenPairs) -> Program[tuple[TokenRoute, TokenPairs]]:
+        """Make the route of rows and pairs, and send them along it; what arrived is in the order of the ranks.
 
         Raises:
             IndexError: on each rank of the group, where one of them has an index that is none of an expert.
         """
         held = self.held(at)
-        if has_only_shape(index):
-            rows, pairs = _expected(index, held, held.index(self.own(at)), self.total)
-            token, slot, codes = (index.new_empty(sum(n), dtype=torch.long) for n in (rows[0], pairs[0], pairs[0]))
+        if has_only_shape(given.rows):
+            rows, pairs = self._expected(at, len(given.rows), len(given.row))
+            token, slot, codes = (given.row.new_empty(sum(n)) for n in (rows[0], pairs[0], pairs[0]))
         else:
-            wanted = _Wanted.of(index, held, self.total)
+            wanted = _Wanted.of(given, held, self.total)
             rows, pairs = yield from self._counts(at, space, wanted.counts)
-            token, slot, codes = wanted.sent(sum(rows[0]), sum(pairs[0]), index, held, self.total)
-        pieces = [x[token], codes.to(self.code), weight.reshape(-1)[slot]]
-        arrived, codes, weights = yield from self._swap(at, space, pieces, [rows, pairs, pairs])
-        base = _base(held)
-        expert, order = torch.sort(codes % base, stable=True)
-        row = torch.div(codes, base, rounding_mode="floor").long() + _starts(rows[1], pairs[1], codes)
-        steps = torch.arange(len(self.own(at)), device=index.device, dtype=expert.dtype)
-        ends = torch.searchsorted(expert, steps, right=True, out_int32=True)
-        return TokenRoute(token, slot, rows, pairs, row[order], order, ends), arrived, weights[order]
+            token, slot, codes = wanted.sent(sum(rows[0]), sum(pairs[0]), given, self.total)
+        pieces = [given.rows[token], codes.to(self.code), given.weight[slot]]
+        arrived, codes, weight = yield from self._swap(at, space, pieces, [rows, pairs, pairs])
+        total = max(1, self.total)
+        row = torch.div(codes, total, rounding_mode="floor").long() + _starts(rows[1], pairs[1], codes)
+        return TokenRoute(token, slot, rows, pairs), TokenPairs(arrived, row, (codes % total).long(), weight)
 
     def combine(self, at: Coordinate, space: Session, route: TokenRoute, rows: Tensor, tokens: int) -> Program[Tensor]:
         """Return a row for each that arrived, and add those that come back to their tokens: [tokens, d]."""
@@ -113,17 +119,13 @@ class TokenExchange:
         space: Session,
         route: TokenRoute,
         gradients: tuple[Tensor, Tensor],
-        like: tuple[Tensor, Tensor],
+        sizes: tuple[int, int],
     ) -> Program[tuple[Tensor, Tensor]]:
-        """Return the gradients of rows and sorted weights: those of the local tokens and weights, which are `like`."""
-        of_rows, of_weights = gradients
-        x, weight = like
-        unsorted = torch.empty_like(of_weights).index_copy(0, route.order, of_weights)
-        sizes = [_back(route.rows), _back(route.pairs)]
-        rows, weights = yield from self._swap(at, space, [of_rows, unsorted], sizes)
-        of_x = rows.new_zeros(x.shape).index_add(0, route.token, rows)
-        flat = weights.new_zeros(weight.numel()).index_copy(0, route.slot, weights)
-        return of_x, flat.view(weight.shape)
+        """Return the gradients of rows and weights that arrived: those of so many local rows and weights."""
+        swapped = [_back(route.rows), _back(route.pairs)]
+        rows, weights = yield from self._swap(at, space, gradients, swapped)
+        of_x = rows.new_zeros(sizes[0], *rows.shape[1:]).index_add(0, route.token, rows)
+        return of_x, weights.new_zeros(sizes[1]).index_copy(0, route.slot, weights)
 
     def _counts(
         self, at: Coordinate, space: Session, counts: Tensor
@@ -139,11 +141,39 @@ class TokenExchange:
             raise index_error(wrong[0], self.total)
         return (rows, their_rows), (pairs, their_pairs)
 
+    def hits(self, at: Coordinate, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For each rank of the group the probability that a token needs it, and its share of all pairs."""
+        held, k = self.held(at), min(k, self.total)
+        if not k:
+            return (0.0,) * len(held), (0.0,) * len(held)
+        rows, shares = self.routing.row_shares(self._every(), k), self.routing.shares(self.total, k)
+        return tuple([sum(rows[e.start : e.stop]) for e in held]), tuple([sum(shares[e.start : e.stop]) for e in held])
+
+    @cached("token exchanges", 4096)
+    def _every(self) -> Held:
+        """The experts of each rank in order, or of the ranks that one reaches later: of this group, and of others."""
+        mesh = self.experts.mesh
+        held = {(part.start, part.stop): part for at in map(mesh.coordinate, mesh.ranks) for part in self.held(at)}
+        return tuple([held[ends] for ends in sorted(held)])
+
+    def _expected(self, at: Coordinate, tokens: int, pairs: int) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:
+        """The numbers of rows and pairs that are expected, where there are no indices."""
+        hits, shares = self.hits(at, -(-pairs // max(1, tokens)))
+        if self.arrived:  # what has come needs one of these ranks
+            reached = 1 - prod([1 - hit for hit in hits])
+            hits, shares = (
+                tuple([hit / (reached or 1.0) for hit in hits]),
+                tuple([n / (sum(shares) or 1.0) for n in shares]),
+            )
+        own, n = self.experts.mesh.peers(self.axes, at).index(at), len(hits)
+        rows, of_pairs = (tuple([round(each * n) for each in of]) for of, n in ((hits, tokens), (shares, pairs)))
+        return (rows, (rows[own],) * n), (of_pairs, (of_pairs[own],) * n)
+
     def _swap(
         self, at: Coordinate, space: Session, tensors: Sequence[Tensor], sizes: Sequence[tuple[Shape, Shape]]
     ) -> Program[list[Tensor]]:
         """Send rows of several tensors to each rank in one message, `sizes` to and from each; receive others."""
-        widths = [_width(x) for x in tensors]
+        widths = [prod(x.shape[1:]) * x.itemsize for x in tensors]
         parts = [
             x.contiguous().reshape(-1).view(torch.uint8).split([n * width for n in send])
             for x, width, (send, _) in zip(tensors, widths, sizes, strict=True)
@@ -159,15 +189,10 @@ class TokenExchange:
         return [torch.cat(pieces[i::k]).view(x.dtype).view(-1, *x.shape[1:]) for i, x in enumerate(tensors)]
 
 
-def _width(x: Tensor) -> int:
-    """The bytes of one row."""
-    return prod(x.shape[1:]) * x.itemsize
-
-
 class _Wanted(NamedTuple):
-    """Which ranks each token goes to, [tokens, ranks], and how many rows and pairs go to each, [ranks, 2].
+    """Which ranks each row goes to, [rows, ranks], and how many rows and pairs go to each, [ranks, 2].
 
-    `owner` is the rank that has the expert of each pair, `ranks` for none.
+    `owner` is the rank that has the expert of each pair, or reaches it, `ranks` for none.
     """
 
     needs: Tensor
@@ -175,64 +200,50 @@ class _Wanted(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, held: tuple[range, ...], total: int) -> _Wanted:
-        (tokens, k), ranks, device = index.shape, len(held), index.device
-        owners, _ = _owners(held, total, device)
-        flat = index.reshape(-1).long()
-        wrong = (flat < 0) | (flat >= total)
-        owner = owners[torch.where(wrong, total, flat)]
-        needs = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=device)
-        needs = needs.scatter_(1, owner.view(tokens, k), True)[:, :ranks]
+    def of(cls, given: TokenPairs, held: Held, total: int) -> _Wanted:
+        ranks, device, expert = len(held), given.row.device, given.expert
+        wrong = (expert < 0) | (expert >= total)
+        owner = _owners(held, total, device)[torch.where(wrong, total, expert)]
+        needs = torch.zeros(len(given.rows), ranks + 1, dtype=torch.bool, device=device)
+        needs = needs.index_put_((given.row, owner), torch.ones((), dtype=torch.bool, device=device))[:, :ranks]
         pairs = torch.zeros(ranks + 1, dtype=torch.long, device=device).index_add_(0, owner, torch.ones_like(owner))
-        return cls(needs, owner, _counts_or_error(needs.sum(0), pairs[:ranks], flat, wrong))
+        return cls(needs, owner, _counts_or_error(needs.sum(0), pairs[:ranks], expert, wrong))
 
-    def sent(self, rows: int, pairs: int, index: Tensor, held: tuple[range, ...], total: int) -> tuple[Tensor, ...]:
-        """The token of each of so many rows, the slot of each of so many pairs, and the code of each, by rank.
+    def sent(self, rows: int, pairs: int, given: TokenPairs, total: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The row of each of so many rows, the slot of each of so many pairs, and the code of each, by rank.
 
-        A code is the number of the row in its message times the most experts of a rank, plus the expert's number there.
+        A code is the number of the row in its message times the number of experts, plus the expert's number.
         """
-        (tokens, k), (_, firsts) = index.shape, _owners(held, total, index.device)
         by_rank = torch.argsort(self.needs.t().reshape(-1), descending=True, stable=True)[:rows]
-        token = by_rank % max(1, tokens)
         slot = torch.argsort(self.owner, stable=True)[:pairs]
-        rank = self.owner[slot]
         place = self.needs.cumsum(0) - 1
-        code = place[slot // max(1, k), rank] * _base(held) + index.reshape(-1)[slot] - firsts[rank]
-        return token, slot, code
+        code = place[given.row[slot], self.owner[slot]] * max(1, total) + given.expert[slot]
+        return by_rank % max(1, len(given.rows)), slot, code
 
 
-def _base(held: Sequence[range]) -> int:
-    return max(1, *map(len, held))
-
-
-def _counts_or_error(rows: Tensor, pairs: Tensor, flat: Tensor, wrong: Tensor) -> Tensor:
+def _counts_or_error(rows: Tensor, pairs: Tensor, expert: Tensor, wrong: Tensor) -> Tensor:
     """The numbers of rows and pairs for each rank; for all -1 and a wrong index, where there is one."""
-    at = wrong.to(torch.uint8).argmax() if len(wrong) else None
     counts = torch.stack([rows, pairs], 1)
-    if at is None:
+    if not len(wrong):
         return counts
-    error = torch.stack([torch.full_like(rows, -1), flat[at].expand_as(rows)], 1)
+    at = wrong.to(torch.uint8).argmax()
+    error = torch.stack([torch.full_like(rows, -1), expert[at].expand_as(rows)], 1)
     return torch.where(wrong[at], error, counts)
 
 
 @cached("token exchanges", 1024)
-def _owners(held: tuple[range, ...], total: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rank that has each expert, as its number in the group, behind all for none; and the first expert of each."""
+def _owners(held: Held, total: int, device: torch.device) -> Tensor:
+    """The rank that has each expert, as its number in the group, behind all for none."""
     owners = torch.full((total + 1,), len(held))
     for i, each in enumerate(held):
         owners[each.start : each.stop] = i
-    return owners.to(device), torch.tensor([each.start for each in held]).to(device)
+    return owners.to(device)
 
 
-def _expected(
-    index: Tensor, held: Sequence[range], own: int, total: int
-) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:
-    """The numbers of rows and pairs that are expected, where there are no indices."""
-    tokens, k = index.shape
-    send = tuple([round(expected_rows(tokens, k, len(each), total)) for each in held])
-    pairs = tuple([round(tokens * k * len(each) / max(1, total)) for each in held])
-    n = len(held)
-    return (send, (send[own],) * n), (pairs, (pairs[own],) * n)
+def _joined(parts: Sequence[range]) -> range:
+    """Ranges one after the other as one."""
+    some = [part for part in parts if part]
+    return range(min(part.start for part in some), max(part.stop for part in some)) if some else range(0)
 
 
 def _back(sizes: tuple[Shape, Shape]) -> tuple[Shape, Shape]:
@@ -241,8 +252,8 @@ def _back(sizes: tuple[Shape, Shape]) -> tuple[Shape, Shape]:
 
 def _starts(rows: Shape, pairs: Shape, like: Tensor) -> Tensor:
     """For each pair the first row of the message that it came in."""
-    firsts = [sum(rows[:i]) for i in range(len(rows))]
     if has_only_shape(like):
         return like
+    firsts = [sum(rows[:i]) for i in range(len(rows))]
     firsts_of, counts = torch.tensor(firsts, device=like.device), torch.tensor(pairs, device=like.device)
     return torch.repeat_interleave(firsts_of, counts, output_size=len(like))

@@ -13,13 +13,17 @@ from dshard.core.wrapper import Wrapper
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
+from dshard.routing import Routing
 from dshard.rules.attention_loops import AttentionLoop, RequestedLoops, check_attention
 from dshard.rules.expand import Allowed, Row
+from dshard.rules.expert_loops import ExpertLoop, check_experts
+from dshard.rules.expert_loops import RequestedLoops as RequestedExpertLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.rules.matmul_strategies import allowed_rows, strategy_named
 from dshard.rules.panel_stream import AutoPanels, Stream
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints
+from dshard.validate import check_type
 
 Saved: TypeAlias = Literal["auto", "moved", "stored"]
 """Which copies of the operands the backward pass keeps: redistributed, as stored, or as `use_strategy` says."""
@@ -29,7 +33,8 @@ Saved: TypeAlias = Literal["auto", "moved", "stored"]
 class MatmulOptions:
     """A strategy by name or as a schedule, the layout of the result, and what is saved for the backward pass.
 
-    `attention` are loops of attention, and of its two matmuls where attention is written as matmuls. `among` lists
+    `attention` are loops of attention, and of its two matmuls where attention is written as matmuls; `experts` are
+    those of layers of experts, whose tokens are expected to be spread as `routing` says. `among` lists
     alternatives, each with the rows of the caller's rule that every mesh axis may have.
     """
 
@@ -38,6 +43,8 @@ class MatmulOptions:
     saved: Saved = "auto"
     stream: Stream | AutoPanels | None = None
     attention: RequestedLoops = None
+    experts: RequestedExpertLoops = None
+    routing: Routing | None = None
     among: tuple[Allowed, ...] | None = None
 
     def streamed(self) -> Stream | AutoPanels | None:
@@ -104,7 +111,11 @@ def _merged(changes: Sequence[MatmulOptions]) -> MatmulOptions:
         strategy = options.strategy if change.strategy is None else change.strategy
         stream = options.stream if change.stream is None else change.stream
         attention = options.attention if change.attention is None else change.attention
-        options = replace(change, strategy=strategy, stream=stream, attention=attention)
+        experts = options.experts if change.experts is None else change.experts
+        routing = options.routing if change.routing is None else change.routing
+        options = replace(
+            change, strategy=strategy, stream=stream, attention=attention, experts=experts, routing=routing
+        )
     return _ALL.setdefault(options, options)
 
 
@@ -148,11 +159,17 @@ def use_strategy(
     panels: int | Literal["auto"] | Stream | None = None,
     buffer_bytes: int | None = None,
     attention: str | Sequence[AttentionLoop | None] | None = None,
+    experts: str | Sequence[ExpertLoop | None] | None = None,
+    routing: Routing | None = None,
 ) -> Iterator[None]:
     """Within the block matmuls and attention use these strategies instead of the cheapest; matmuls run in `panels`.
 
     `attention` is a name, such as "ulysses", "context", "ring" or "split-keys", or a loop for each mesh axis: "b", "h",
     "q", "k", "ring", "balanced ring", or None for the cheapest (`dshard.rules.attention_loops` has the table).
+
+    `experts` are loops of layers of experts: a name, such as "expert", "ragged" or "tokens", or a loop for each mesh
+    axis: "t", "e", "f", "ragged", or None for the cheapest (`dshard.rules.expert_loops` has the table). `routing` says
+    how tokens are expected to be spread over experts, by which the cheapest is chosen: see `dshard.Routing`.
 
     With `panels` "auto" each matmul runs as is priced to take the fewest seconds: in a number of panels, in bulk, or by
     symmetric memory; `buffer_bytes` limits the choice to buffers of at most that on a rank, or else to the smallest. A
@@ -172,7 +189,16 @@ def use_strategy(
         check_strategy(matmul)
     check_saved(saved)
     loops = None if attention is None else check_attention(attention)
-    options = MatmulOptions(matmul, saved=saved, stream=stream_of(panels, buffer_bytes), attention=loops)
+    if routing is not None:
+        check_type(routing, Routing, "routing", "give a dshard.Routing, such as Routing.zipf(1.0)")
+    options = MatmulOptions(
+        matmul,
+        saved=saved,
+        stream=stream_of(panels, buffer_bytes),
+        attention=loops,
+        experts=check_experts(experts),
+        routing=routing,
+    )
     leave = enter_options(options)
     try:
         yield

@@ -162,3 +162,58 @@ def asked() -> list[int]:
 
 def test_only_the_ragged_form_exchanges_counts(ranks: RankPool) -> None:
     assert ranks.run(asked) == [[3, 0, 0]] * 4
+
+
+def by_host(index: Tensor, held: list[range], own: int) -> list[tuple[int, int]]:
+    """What rank `own` receives on a mesh (hosts=2, ranks=2): ranks and bytes of each exchange forward.
+
+    A token goes once to the other host that has one of its experts, to the rank with its own rank's number there.
+    """
+    width, pair, counts = 4 * 4, 8, 16
+    tokens = [index.tensor_split(4)[rank] for rank in range(4)]
+
+    def needs(rows: Tensor, *ranks: int) -> tuple[Tensor, int]:
+        there = (rows[:, :, None] == torch.tensor([e for rank in ranks for e in held[rank]])).any(-1)
+        return there.any(-1), int(there.sum())
+
+    host, number = divmod(own, 2)
+    other, beside = (1 - host) * 2 + number, host * 2 + 1 - number
+    hosts, other_host = (host * 2, host * 2 + 1), ((1 - host) * 2, (1 - host) * 2 + 1)
+    arrived, arrived_pairs = needs(tokens[other], *hosts)
+    left, _ = needs(tokens[own], *other_host)
+    lanes = {n: torch.cat([tokens[host * 2 + n], tokens[(1 - host) * 2 + n]]) for n in (0, 1)}
+    for n in (0, 1):
+        lanes[n] = lanes[n][needs(lanes[n], *hosts)[0]]
+    inside, inside_pairs = needs(lanes[1 - number], own)
+    outside, _ = needs(lanes[number], beside)
+    return [
+        (2, counts),
+        (2, int(arrived.sum()) * width + arrived_pairs * pair),
+        (2, counts),
+        (2, int(inside.sum()) * width + inside_pairs * pair),
+        (2, int(outside.sum()) * width),
+        (2, int(left.sum()) * width),
+    ]
+
+
+def hops() -> list[object]:
+    """The exchanges of a call with a hop, those of the closed form, and how far the result is from one device."""
+    mesh = bind(init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks")))
+    split = Layout(mesh, (Shard(0), Shard(0)))
+    torch.manual_seed(0)
+    index = torch.rand(64, 8).topk(3).indices
+    tensors = [torch.randn(64, 4), index, torch.randn(64, 3), torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
+    laid = [distribute(t, split) for t in tensors]
+    with count_traffic() as sent:
+        out = dshard.experts(BODY, *laid, loops="hop x ragged")
+    held = [split.dim_range(0, 8, (rank // 2, rank % 2)) for rank in range(4)]
+    far = (whole(out) - dshard.experts(BODY, *tensors)).abs().max().item()
+    counted = [(each.ranks, each.nbytes) for each in sent.collectives]
+    return [counted, by_host(index, held, torch.distributed.get_rank()), far]
+
+
+def test_a_hop_sends_a_token_once_to_each_host(ranks: RankPool) -> None:
+    for counted, expected, far in ranks.run(hops):
+        assert counted == expected
+        assert isinstance(far, float)
+        assert far < 1e-5
