@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce as recorded_all_reduce
 
 import dshard
-from dshard import Layout, Partial, Replicate, Shard
+from dshard import DTensor, Layout, Partial, Replicate, Shard, pipeline
 from dshard.comm import bind, peer_failure
+from dshard.errors import DShardError
+from dshard.pipeline import Pipeline, Stage, StageCost, chain
 from dshard.testing import RankPool, count_traffic, distribute
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
@@ -343,3 +345,47 @@ def test_the_memory_of_a_distributed_tensor_is_refused_but_to_those_who_compare_
     asked = {"__name__": "torch.nn.modules.rnn"}
     exec("def pointers(*tensors): return {x.data_ptr() for x in tensors}", asked)
     assert asked["pointers"](x, x * 2) == {0}
+
+
+def differing() -> list[str]:
+    """What this rank is told where one rank's local tensor differs."""
+    rank, mesh = dist.get_rank(), dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    dtype = torch.float64 if rank == 2 else torch.float32
+    calls: list[Callable[[], DTensor]] = [
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)], run_check=True),
+        lambda: DTensor.from_local(torch.ones(2, dtype=dtype), mesh, run_check=True),
+        lambda: DTensor.from_local(torch.ones(2, 2), mesh, [Shard(int(rank == 1))], run_check=True),
+    ]
+    told = [said(call) for call in calls]
+    pipe = Pipeline([Stage(dshard.distribute_module(nn.Linear(8, 8), mesh), mesh)], n_microbatches=2)
+    costs = pipeline.uniform(2, chain(2), StageCost())
+    return [
+        *told,
+        said(lambda: setattr(pipe, "timeout", -3)),
+        said(lambda: pipe.step(None)),
+        said(lambda: pipe.step([1, 2])),
+        said(lambda: pipe.step(torch.ones(4, 8), [1, 2, 3, 4])),
+        said(lambda: Pipeline(pipe.stages, n_microbatches="2")),
+        said(lambda: Pipeline(pipe.stages, n_microbatches=2, schedule="auto", costs=costs)),
+    ]
+
+
+def said(call: Callable[[], object]) -> str:
+    """What a call is refused with."""
+    with pytest.raises(DShardError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_all_ranks_are_told_where_one_differs(ranks: RankPool) -> None:
+    for told in ranks.run(differing):
+        assert "local tensors of torch.float32 at (0,) and torch.float64 at (2,)" in told[0]
+        assert "local tensors of torch.float32 at (0,) and torch.float64 at (2,)" in told[1]
+        assert "the ranks give different placements" in told[2]
+        assert "timeout: -3 is not a number above 0" in told[3]
+        assert "the batch: None is a NoneType" in told[4]
+        assert "the batch: [1, 2] is a list" in told[5]
+        assert "target of the batch: [1, 2, 3, 4] is a list" in told[6]
+        assert "n_microbatches: '2' is not a whole number" in told[7]
+        assert "costs of 2 stages for a pipeline of 1" in told[8]
