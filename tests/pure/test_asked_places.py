@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-import dshard
+from helpers.sources import PACKAGE, SOURCES, parsed
 
-PACKAGE = Path(dshard.__file__).parent
 PLACES = {"LocalTensor", "is_meta", "is_outside"}
 """Names by which one asks whether ranks are simulated, and whether a tensor has no data, or this rank is outside."""
 MODES = {"simulated_ranks", "traced"}
@@ -34,9 +32,9 @@ def asks(tree: ast.AST, names: set[str]) -> Iterator[int]:
 
 
 def count(names: set[str]) -> Counter[str]:
-    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in SOURCES}
     del files["parallel/roles.py"]  # whose `traced` is a model
-    return Counter({name: len(set(asks(ast.parse(path.read_text()), names))) for name, path in files.items()})
+    return Counter({name: len(set(asks(parsed(path), names))) for name, path in files.items()})
 
 
 def test_only_the_files_of_worlds_ask_where_local_tensors_live() -> None:

@@ -8,16 +8,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.sources import PACKAGE, SOURCES, parsed
 
 import dshard
-
-PACKAGE = Path(__file__).parents[2] / "dshard"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT_DISTRIBUTED = frozenset(
     {
@@ -80,11 +77,6 @@ def late_importers(tree: ast.AST) -> set[str]:
 def imports(tree: ast.AST, package: str) -> bool:
     """Whether the code imports a package or anything in it."""
     return any(name == package or name.startswith(package + ".") for name in imported(tree))
-
-
-@cache
-def parsed(path: Path) -> ast.AST:
-    return ast.parse(path.read_text())
 
 
 def layer(path: Path) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import dshard
+from helpers.sources import SOURCES, parsed
 
 MOST_ATTRIBUTES, MOST_PARAMETERS = 15, 8
-FILES = sorted(Path(dshard.__file__).parent.rglob("*.py"))
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -40,7 +38,7 @@ def too_large(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_class_and_no_function_is_too_large() -> None:
-    found = [f"{file.name}: {text}" for file in FILES for text in too_large(ast.parse(file.read_text()))]
+    found = [f"{file.name}: {text}" for file in SOURCES for text in too_large(parsed(file))]
 
     assert not found
 

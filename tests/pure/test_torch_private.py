@@ -8,20 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.sources import PACKAGE, SOURCES, parsed
 
-import dshard
 from dshard import DTensor, torch_private
 from dshard.dispatch import function_table
 from dshard.ops.random import state
 from dshard.torch_private import NAMES, PROTOCOLS, PrivateName, late
 
-PACKAGE = Path(dshard.__file__).parent
 TABLE = PACKAGE / "torch_private.py"
-SOURCES = [path for path in PACKAGE.rglob("*.py") if path != TABLE]
+FILES = [path for path in SOURCES if path != TABLE]
 PYTHONS = {"sys", "_sys", "os", "argparse"}
 """Modules of Python whose private names are no concern of the table."""
 RECORDS = {"_replace"}  # of named tuples
@@ -52,16 +50,15 @@ def root(node: ast.expr) -> str:
 
 
 @cache
-def trees() -> dict[Path, ast.AST]:
-    return {path: ast.parse(path.read_text()) for path in SOURCES}
-
-
-@cache
 def ours() -> frozenset[str]:
-    return frozenset(name for tree in trees().values() for name in defined(tree))
+    return frozenset(name for path in FILES for name in defined(parsed(path)))
 
 
 ATTRIBUTES = {name.rpartition(".")[2] for name in NAMES}
+
+
+def is_operator(name: str) -> bool:
+    return name == "_c10d_functional" or any(hasattr(space, name) for space in OPERATORS)
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -76,15 +73,15 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield from (alias.name for alias in names if alias.name.startswith("torch.") and "._" in alias.name)
             case ast.Attribute(attr=name) if private(name) and root(node) not in PYTHONS:
                 is_torch = root(node) in ("torch", "dist", "Tensor", "F")
-                is_operator = any(hasattr(space, name) for space in OPERATORS) or name == "_c10d_functional"
-                if name not in ATTRIBUTES | RECORDS and not is_operator and (is_torch or name not in ours()):
+                is_known = name in ATTRIBUTES | RECORDS or not (is_torch or name not in ours())
+                if not is_known and not is_operator(name):
                     yield ast.unparse(node)
             case ast.Constant(value=str(text)) if "\n" not in text:
                 yield from (path for path in TEXT.findall(text) if path not in NAMES)
 
 
 def test_a_private_name_of_torch_is_in_the_table() -> None:
-    assert [(path, name) for path, tree in trees().items() for name in private_names(tree)] == []
+    assert [(path, name) for path in FILES for name in private_names(parsed(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -110,10 +107,10 @@ def test_other_names_are_not_mistaken_for_one(code: str) -> None:
 
 
 def test_every_name_in_the_table_is_used() -> None:
-    sources = "\n".join(path.read_text() for path in SOURCES)
+    sources = "\n".join(path.read_text() for path in FILES)
     aliases = {
         node.target.id if isinstance(node, ast.AnnAssign) else node.targets[0].id  # type: ignore[attr-defined]
-        for node in ast.walk(ast.parse(TABLE.read_text()))
+        for node in ast.walk(parsed(TABLE))
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", "") in ("_needed", "_optional")
@@ -135,7 +132,7 @@ def test_the_methods_that_torch_calls_are_listed() -> None:
     ours = {name for name in vars(DTensor) if name.startswith("__")} - pythons - {"__annotations__", "__module__"}
 
     assert ours <= PROTOCOLS.keys()
-    assert all(any(name in path.read_text() for path in SOURCES) for name in PROTOCOLS)
+    assert all(any(name in path.read_text() for path in FILES) for name in PROTOCOLS)
 
 
 # -- a torch without one
