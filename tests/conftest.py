@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from dshard.core import comparisons, plain_tensors
+from dshard.launch.processes import PRELOADED
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.pool import shared_pools
 
@@ -50,6 +51,7 @@ NOT_UNDER_THE_CONTRACT = {
     "test_threads_run_while_a_graph_waits": "about the waits of torch's own process groups, which let go of the GIL",
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
+PRELOADED += ["pytest", "hypothesis"]  # which all files of tests import, each rank anew
 gc.disable()  # until all is collected: what is imported and collected stays, and each collection would walk it again
 CASES: Counter[str] = Counter()
 COUNTED: set[int] = set()

@@ -268,6 +268,8 @@ def _one_hash_seed() -> Iterator[None]:
 
 
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+PRELOADED = [__name__, "torch._dynamo"]  # torch imports the second at the first operator on meta tensors
+"""The modules that the server imports, once for all ranks; more may be added before the first ranks start."""
 
 
 def _start_server() -> int | None:
@@ -275,8 +277,7 @@ def _start_server() -> int | None:
     if METHOD != "forkserver":
         return None
     before = _server_process()
-    # torch imports the second at the first operator on meta tensors: here it does so once, not on each rank.
-    forkserver.set_forkserver_preload([__name__, "torch._dynamo"])
+    forkserver.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # before SIGINT is blocked: it unblocks it
     # Ctrl-C reaches every process of the terminal: a server that imports torch would print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -24,13 +24,23 @@ import torch.distributed as dist
 from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
-from dshard.launch.processes import Failure, FailureKind, Processes, ReturnValue, failures_of, request, share_cores
+from dshard.launch.processes import (
+    PRELOADED,
+    Failure,
+    FailureKind,
+    Processes,
+    ReturnValue,
+    failures_of,
+    request,
+    share_cores,
+)
 from dshard.tools import nccl_contract
 from dshard.torch_private import c10d_world
 from dshard.validate import as_int, as_number, check_callable, check_one_of
 
 __all__ = ["RankPool", "rank_pool"]
 
+PRELOADED.append(__name__)  # or each rank imports it, with its backends, to join the others
 _T = TypeVar("_T")
 _START_LIMIT = 120.0  # seconds: n processes import torch, maybe on two cores
 _PROBE_LIMIT = 2.0  # seconds for idle ranks to answer how many collectives they have begun

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.errors import RankError
+from dshard.launch.processes import Processes, ReturnValue, request
 from dshard.testing import pool as pool_module
 from dshard.testing.pool import RankPool, rank_pool
 
@@ -26,6 +27,17 @@ N_RANKS = 3
 def pool() -> Iterator[RankPool]:
     with RankPool(N_RANKS) as pool:
         yield pool
+
+
+def test_ranks_begin_with_what_all_of_them_import() -> None:
+    needed = {"dshard.testing.pool", "torch._dynamo", "pytest", "hypothesis"}
+    processes = Processes(2)
+    try:
+        outcomes = processes.call([request(eval, "[*__import__('sys').modules]")] * 2, 60.0)
+    finally:
+        processes.close()
+
+    assert all(isinstance(each, ReturnValue) and needed <= {*each.value} for each in outcomes), outcomes
 
 
 def rank_plus(n: int) -> int:
