@@ -16,10 +16,10 @@ def one_in(n: int, cases: Iterable[object]) -> list[Any]:
     return [pytest.param(case, marks=_marks(i % n == 0)) for i, case in enumerate(cases)]
 
 
-def one_way_each(cases: Iterable[object], ways: Sequence[object]) -> list[Any]:
-    """Parametrize a test with all pairs of `cases` and `ways`; the default run takes one way per case, in turn."""
+def one_way_each(cases: Iterable[object], ways: Sequence[object], every: int = 1) -> list[Any]:
+    """Parametrize a test with all pairs; the default run takes one way, in turn, for each `every`-th case."""
     return [
-        pytest.param(case, way, marks=_marks((i - j) % len(ways) == 0))
+        pytest.param(case, way, marks=_marks(i % every == 0 and (i // every - j) % len(ways) == 0))
         for i, case in enumerate(cases)
         for j, way in enumerate(ways)
     ]

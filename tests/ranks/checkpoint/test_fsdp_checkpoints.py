@@ -111,6 +111,7 @@ def saved_and_loaded(directory: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_what_fsdp_over_tensor_parallel_saves_is_loaded_anywhere(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(saved_and_loaded, str(tmp_path), timeout=300.0)
     for kind in ("full", "sharded"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from functools import cache
+from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,10 @@ def test_a_rank_outside_the_mesh_warns_that_it_writes_nothing(ranks: RankPool, t
 # -- what is loaded
 
 
-def loaded_in_every_mix() -> list[str]:
+TARGETS = ("fsdp x megatron", None, "data")
+
+
+def loaded_in_every_mix(every: int) -> list[str]:
     """Loads of states of three layouts, of one device and of a mix, after which training does not go on as on it."""
     model, optimizer = trained(None, 3)
     states = {None: copy.deepcopy((model.state_dict(), optimizer.state_dict()))}
@@ -256,29 +260,29 @@ def loaded_in_every_mix() -> list[str]:
         for j, name in enumerate(values):
             values[name] = states[sources[(i + j) % 3]][1]["state"][i][name]
     states["mixed"] = mixed  # type: ignore[index]
-    for source, (of_model, of_optimizer) in states.items():
-        for target in (None, "data", "fsdp x megatron"):
-            model, optimizer = trained(target, 1)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(3)
-            layouts = [getattr(p, "layout", None) for p in model.parameters()]
-            model.load_state_dict(of_model, strict=source is None)
-            optimizer.load_state_dict(copy.deepcopy(of_optimizer))
-            found = losses(model, optimizer, 2)
-            of_states = [
-                getattr(value, "layout", None)
-                for p, state in optimizer.state.items()
-                for value in state.values()
-                if value.dim() and getattr(value, "layout", None) != getattr(p, "layout", None)
-            ]
-            if [getattr(p, "layout", None) for p in model.parameters()] != layouts or of_states:
-                wrong.append(f"{source} -> {target}: other layouts {of_states[:2]}")
-            if found != pytest.approx(expected, rel=1e-9):
-                wrong.append(f"{source} -> {target}: {found}, not {expected}")
+    for (source, (of_model, of_optimizer)), target in [*product(states.items(), TARGETS)][::every]:
+        model, optimizer = trained(target, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3)
+        layouts = [getattr(p, "layout", None) for p in model.parameters()]
+        model.load_state_dict(of_model, strict=source is None)
+        optimizer.load_state_dict(copy.deepcopy(of_optimizer))
+        found = losses(model, optimizer, 2)
+        of_states = [
+            getattr(value, "layout", None)
+            for p, state in optimizer.state.items()
+            for value in state.values()
+            if value.dim() and getattr(value, "layout", None) != getattr(p, "layout", None)
+        ]
+        if [getattr(p, "layout", None) for p in model.parameters()] != layouts or of_states:
+            wrong.append(f"{source} -> {target}: other layouts {of_states[:2]}")
+        if found != pytest.approx(expected, rel=1e-9):
+            wrong.append(f"{source} -> {target}: {found}, not {expected}")
     return wrong
 
 
 @pytest.mark.ranks
-def test_states_of_any_layout_are_loaded_into_any_other(ranks: RankPool) -> None:
-    assert ranks.run(loaded_in_every_mix, timeout=120.0) == [[]] * 4
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
+def test_states_of_any_layout_are_loaded_into_any_other(ranks: RankPool, every: int) -> None:
+    assert ranks.run(loaded_in_every_mix, every, timeout=120.0) == [[]] * 4

@@ -246,6 +246,7 @@ def compiled_with_a_mask() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_attention_with_a_mask_that_the_model_makes_compiles(ranks: RankPool) -> None:
     ranks.run(compiled_with_a_mask, timeout=300.0)
 
@@ -280,6 +281,7 @@ def compiled_with_unused_results(strategy: str) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("megatron", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_a_loss_may_leave_results_of_a_graph_out(ranks: RankPool, strategy: str) -> None:
     ranks.run(compiled_with_unused_results, strategy, timeout=300.0)

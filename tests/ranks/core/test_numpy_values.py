@@ -104,7 +104,9 @@ def other_libraries(library: str) -> bool:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("library", ["pandas", "sklearn", "torchmetrics", "matplotlib"])
+@pytest.mark.parametrize(
+    "library", ["pandas", pytest.param("sklearn", marks=pytest.mark.thorough), "torchmetrics", "matplotlib"]
+)
 def test_libraries_take_what_a_model_gives(ranks: RankPool, library: str) -> None:
     pytest.importorskip(library)
     assert ranks.run(other_libraries, library) == [True] * 4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 
 import dshard
@@ -77,7 +78,7 @@ def other_targets(strategy: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
+@pytest.mark.parametrize("strategy", one_in(3, ["data", "fsdp", "megatron"]))
 def test_ranks_with_other_plain_operands_are_told_before_the_optimiser_steps(ranks: RankPool, strategy: str) -> None:
     for labels, floats, mask, row, shape, factor, rounded in ranks.run(other_targets, strategy):
         line = r"test_plain_operands.py:\d+ of shape"
@@ -292,7 +293,7 @@ def layers_by_themselves(strategy: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
+@pytest.mark.parametrize("strategy", one_in(3, ["megatron", "data", "fsdp"]))
 def test_a_plain_batch_that_enters_a_layer_by_itself_has_its_rows_split(ranks: RankPool, strategy: str) -> None:
     for wrong in ranks.run(layers_by_themselves, strategy):
         assert not wrong

@@ -16,11 +16,11 @@ from torch.testing._internal.common_modules import module_db
 
 from dshard import DTensor, Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
 from dshard.core.trees import replace_tensors, tensors_in
-from dshard.testing import RankPool
+from dshard.testing import RankPool, rank_pool
 
-MESHES = {(4,): ("a",), (2, 2): ("a", "b")}
+MESHES = (4,), (2, 2)
 BY_DEFAULT = 5
-"""Each third module is tested by default, and those that were once wrong."""
+"""Each fifth module is tested by default, and those that were once wrong."""
 ONCE_WRONG = {"nn.MultiLabelMarginLoss", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"}
 NAMES = [info.name for info in module_db]
 KNOWN_SHAPES = ("nn.MultiLabelMarginLoss",)
@@ -113,7 +113,7 @@ def same(found: list[Any], expected: list[Any], where: str) -> None:
 
 def compare(names: list[str], shape: tuple[int, ...], seeds: int, training: bool, most: int | None) -> int:
     """Each sample twice, the second time warm and with second derivatives; returns how many."""
-    n, mesh = 0, init_device_mesh("cpu", shape, mesh_dim_names=MESHES[shape])
+    n, mesh = 0, init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     for name in names:
         for k, single in enumerate(samples(name, training, None if name in KNOWN_SHAPES else most)):
             for seed in range(seeds):
@@ -128,10 +128,11 @@ def compare(names: list[str], shape: tuple[int, ...], seeds: int, training: bool
     return n
 
 
-def test_modules_equal_their_single_device_selves(ranks: RankPool):
+def test_modules_equal_their_single_device_selves():
+    """On two ranks, each of which takes longer to import torch's samples than to compare them."""
     names = sorted({*NAMES[::BY_DEFAULT], *ONCE_WRONG})
 
-    assert min(ranks.run(compare, names, (2, 2), 1, True, 1)) > len(names) / 2
+    assert min(rank_pool(2).run(compare, names, (2,), 1, True, 1)) > len(names) / 2
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+from helpers.default_cases import one_in
 from helpers.generated_models import compiled, generated, outcome_on, replayed
 
 from dshard.testing import RankPool
@@ -33,8 +34,9 @@ def failures(pool: RankPool, seeds: Iterable[int], cases: Counter[str], what: st
 
 
 @pytest.mark.ranks
-def test_a_model_learns_what_it_learns_on_one_device(ranks: RankPool, cases_run: Counter[str]) -> None:
-    failed = failures(ranks, [*range(4), *ONCE_WRONG], cases_run)
+@pytest.mark.parametrize("seed", [0, *one_in(2, ONCE_WRONG)])
+def test_a_model_learns_what_it_learns_on_one_device(seed: int, ranks: RankPool, cases_run: Counter[str]) -> None:
+    failed = failures(ranks, [seed], cases_run)
     assert not failed, "\n\n".join(failed)
 
 
@@ -57,7 +59,7 @@ def test_compiled_models_learn_the_same(first: int, what: str, ranks: RankPool, 
 
 @pytest.mark.ranks
 def test_replayed_models_learn_the_same(ranks: RankPool, cases_run: Counter[str]) -> None:
-    failed = failures(ranks, range(3), cases_run, "replayed")
+    failed = failures(ranks, range(2), cases_run, "replayed")
     assert not failed, "\n\n".join(failed)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.global_states import STATES
 
-DEFAULT = ("meta", "function mode")
+DEFAULT = ("function mode",)
 
 
 def run(names: list[str], *options: str, **environment: str) -> str:

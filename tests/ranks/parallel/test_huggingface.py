@@ -168,7 +168,7 @@ def small_run(folder: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.thorough  # test_docs.py runs as much by default
+@pytest.mark.thorough  # test_docs.py runs as much
 def test_a_model_generates_and_is_saved_as_on_one_device(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(small_run, str(tmp_path), timeout=120)
     assert (tmp_path / "model.safetensors").is_file()
@@ -235,15 +235,10 @@ def test_copies_keep_the_class_and_pickles_are_refused() -> None:
             pickle.dumps(model)
 
 
-def refuses_axes_without_names(folder: str) -> None:
-    mesh = dshard.init_device_mesh("cpu", (2, 2))
+def test_from_pretrained_asks_for_the_names_of_axes(tmp_path: Path) -> None:
+    mesh = dshard.init_device_mesh("cpu", (1, 1))
     with pytest.raises(MeshError, match=r"2 axes without names, .*mesh_dim_names=\('dp', 'tp'\)"):
-        from_pretrained(transformers.LlamaForCausalLM, folder, mesh, "megatron")
-
-
-@pytest.mark.ranks
-def test_from_pretrained_asks_for_the_names_of_axes(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(refuses_axes_without_names, str(tmp_path))
+        from_pretrained(transformers.LlamaForCausalLM, str(tmp_path), mesh, "megatron")
 
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "finetune_llama.py"

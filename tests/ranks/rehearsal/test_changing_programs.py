@@ -30,13 +30,13 @@ def different(pool: RankPool, programs: list[Program], cases: Counter[str]) -> l
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_are_those_of_python_alone(ranks: int, cases_run: Counter[str]) -> None:
-    programs = [generated(seed) for seed in range(8)]
+    programs = [generated(seed) for seed in range(4)]
     assert not different(rank_pool(ranks), programs, cases_run)
 
 
 @pytest.mark.ranks
 def test_calls_of_one_rank_alone_hang_nobody(cases_run: Counter[str]) -> None:
-    programs = [generated(seed, apart=True) for seed in range(4)]
+    programs = [generated(seed, apart=True) for seed in range(2)]
     assert not different(rank_pool(2), programs, cases_run)
 
 

@@ -23,6 +23,9 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
+OTHERS = [("tesseract", "ring"), ("optimus", "collective"), ("megatron-sp", "ring")]
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ def compared(plan: str, stream: Stream) -> tuple[list[tuple[int, int]], int, int
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("plan", "transport"),
-    [("tesseract", "broadcast"), ("tesseract", "ring"), ("optimus", "collective"), ("megatron-sp", "ring")],
+    [("tesseract", "broadcast"), *(pytest.param(*each, marks=pytest.mark.thorough) for each in OTHERS)],
 )
 def test_a_step_in_panels_is_that_of_python(ranks: RankPool, plan: str, transport: Any) -> None:
     for differ, bulk, by_python, by_record, why_not in ranks.run(compared, plan, Stream(2, None, transport)):

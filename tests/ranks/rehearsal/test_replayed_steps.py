@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 
 import dshard
@@ -113,7 +114,7 @@ def learn_alike(strategy: str, dtype: torch.dtype, rows: int) -> int:
     return int(replayed[0])
 
 
-@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize("strategy", one_in(3, [*MESHES][1:] + [*MESHES][:1]))
 def test_a_replay_computes_and_sends_what_python_does(strategy: str, ranks: RankPool) -> None:
     dtype, rows = (torch.bfloat16, 2) if strategy == "data" else (torch.float64, 7)  # two of four ranks have no rows
     assert any(ranks.run(learn_alike, strategy, dtype, rows))
@@ -135,6 +136,7 @@ def peaks() -> list[int]:
     return out
 
 
+@pytest.mark.thorough
 def test_a_replay_holds_no_more_than_python(ranks: RankPool) -> None:
     for python, replay in ranks.run(peaks):
         assert replay <= 1.02 * python
@@ -217,7 +219,7 @@ def differ(what: str, ranks: tuple[int, ...]) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("what", ["factor", "sends", "once"])
+@pytest.mark.parametrize("what", one_in(2, ["factor", "sends", "once"]))
 def test_what_has_changed_on_all_ranks_is_an_error_of_all_and_then_recorded(what: str) -> None:
     with RankPool(2) as pool:
         for (error,) in pool.run(differ, what, (0, 1)):
