@@ -8,7 +8,7 @@ _ANSWERS = {
     "tp tensorparallel": 'parallelize(model, mesh, "megatron", batch)',
     "sp sequenceparallel": 'parallelize(model, mesh, "megatron-sp", batch), or "context" for long sequences',
     "cp contextparallel": 'parallelize(model, mesh, "context", batch), or "ulysses"',
-    "ep expertparallel": 'placements by name, {"*.experts.*": [Shard(0)]}, or "megatron" for their features',
+    "ep expertparallel": 'parallelize(model, mesh, "expert", batch)',
     "pp pipelineparallel": "dshard.pipeline.Pipeline(stages, n_microbatches=8), of stages from dshard.pipeline.split",
 }
 _LINES = {name: line for names, line in _ANSWERS.items() for name in names.split()}

@@ -37,6 +37,7 @@ from dshard.ops import (
 )
 from dshard.ops.custom import answered, decomposed, has_out, into_out, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
+from dshard.ops.experts.experts_without_data import RULES as CALLS_WITHOUT_DATA
 from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
 from dshard.ops.random import RANDOM
@@ -248,7 +249,7 @@ def find(func: OpOverload) -> Operator | None:
     name = func._schema.name
     if func in _USER:
         return _USER[func]
-    tables: tuple[Mapping[Any, Operator], ...] = (_USER, *TABLES)
+    tables: tuple[Mapping[Any, Operator], ...] = (_USER, *TABLES, CALLS_WITHOUT_DATA)
     for table in tables:
         row = table.get(name) or (table.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None)
         if row is not None:

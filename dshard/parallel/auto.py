@@ -108,17 +108,19 @@ def foldings(mesh: Mesh) -> Iterator[Mesh]:
                 yield Mesh((outer, n // outer), (f"{name}0", f"{name}1"), mesh.ranks, mesh.device_type)
 
 
-def names(axes: int) -> Iterator[str]:
-    """Names of all combinations of strategies that use `axes` mesh axes.
+def names(axes: int, experts: bool = False) -> Iterator[str]:
+    """Names of all combinations of strategies that use `axes` mesh axes, of those for experts if there are `experts`.
 
     >>> list(names(1))
     ['data', 'fsdp', 'megatron', 'megatron-sp', 'context', 'ulysses']
     """
     for name, parts in STRATEGIES.items():
+        if not experts and any(part.experts for part in parts):
+            continue
         if len(parts) == axes:
             yield name
         elif len(parts) < axes:
-            yield from (f"{name} x {rest}" for rest in names(axes - len(parts)))
+            yield from (f"{name} x {rest}" for rest in names(axes - len(parts), experts))
 
 
 def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
@@ -127,7 +129,7 @@ def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
     Sequences are sharded only if rows do not divide among the ranks: sharded rows send less, as attention then moves
     nothing, and the rest is the same.
     """
-    for name in names(mesh.ndim):
+    for name in names(mesh.ndim, roles.has_experts):
         axes = axes_of(name, mesh)
         of_tokens = [size for axis, size in zip(axes, mesh.shape, strict=True) if axis.batch or axis.sequence]
         if any(axis.sequence for axis in axes) and roles.rows % prod(of_tokens) == 0:
@@ -177,11 +179,13 @@ def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
     parameters: dict[str, Placements] = {}
     outputs: dict[str, Placements] = {}
     products: dict[str, Schedule] = {}
+    gathers: dict[str, tuple[str, ...]] = {}
     for block, plan in zip(roles.blocks, picked, strict=True):
         inside = set(block)
         parameters |= {name: p for name, p in plan.parameters.items() if name.rpartition(".")[0] in inside}
         outputs |= {name: p for name, p in plan.outputs.items() if name in inside}
         products |= {name: p for name, p in plan.products.items() if name in inside}
+        gathers |= {name: p for name, p in plan.gathers.items() if name.rpartition(".")[0] in inside}
     first = picked[0]
     counts = Counter(plan.strategy for plan in picked)
     name = ", ".join(f"{strategy} ({n} block{'s' if n > 1 else ''})" for strategy, n in counts.items())
@@ -192,4 +196,5 @@ def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
         *(name, first.mesh, parameters, first.batch, outputs, products, first.shared),
         gathered=gathered,
         attention=attention,
+        gathers=gathers,
     )

@@ -8,7 +8,7 @@ class of `nn.Module` is known by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
+from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.reachable_state import ReachableState
 from dshard.rules.rule import Rule, Term, factor_sizes
@@ -93,14 +94,37 @@ Dims: TypeAlias = tuple[TracedDim, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertClasses:
+    """The classes, and while a model is traced the factors, of layers of experts, and the modules that run these.
+
+    `inner` are features within an expert that a mesh axis may shard.
+    """
+
+    experts: set[int] = field(default_factory=set)
+    inner: set[int] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+    def note(self, rule: Rule, by_factor: Mapping[str, Nodes], module: str) -> None:
+        """Note the factor of experts of a layer in this module, and those within each that leave partial sums."""
+        assert rule.chosen is not None
+        self.modules.add(module)
+        made = {name for term in rule.outputs for dim in term for name in dim}
+        for name, nodes in by_factor.items():
+            if name == rule.chosen.parts:
+                self.experts.update(nodes)
+            elif name != rule.chosen.each and name not in made and name not in rule.unsharded:
+                self.inner.update(nodes)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTrace:
     """A traced forward pass as a value: the classes of all dims, and how parameters and modules were used.
 
     `parameters` are the dims of each parameter, `uses` its uses; `outputs` and `shapes` the dims, and the shape and
     itemsize, of module outputs, `inputs` the dims of the model's; `first_inputs` the id of the first argument of each
     module; `order` the modules in the order in which they began; `answers` the host values that the pass read, None if
-    it ran on data; `heads` the number of heads of each attention; and `parts` each factor as a dim, and whether views
-    made it the major part of one.
+    it ran on data; `heads` the number of heads of each attention; `parts` each factor as a dim, and whether views
+    made it the major part of one; `experts` what layers of experts have.
     """
 
     parameters: dict[str, Dims]
@@ -113,6 +137,7 @@ class ModelTrace:
     answers: list[Any] | None
     heads: list[int]
     parts: list[tuple[TracedDim, bool]]
+    experts: ExpertClasses
 
 
 class Tracer:
@@ -129,12 +154,13 @@ class Tracer:
         self.uses, self.heads, self.order = list[Use](), list[int](), list[str]()
         self.outputs, self.inputs = dict[str, tuple[Nodes, ...]](), list[tuple[Nodes, ...]]()
         self.first_inputs, self.shapes = dict[str, int](), dict[str, tuple[tuple[int, ...], int]]()
+        self.experts = ExpertClasses()
         self.names = {id(p): name for name, p in parameters.items()}
         self.parameters = {name: self.nodes(p) for name, p in parameters.items()}
 
     def ended(self, answers: list[Any] | None) -> ModelTrace:
         """The trace, once the pass has ended."""
-        classes = self.classes
+        classes, experts = self.classes, self.experts
         of = [TracedDim(classes.find(node), size) for node, size in enumerate(classes.size)]
         one = TracedDim(None, 1)
 
@@ -155,6 +181,7 @@ class Tracer:
             answers,
             self.heads,
             [(dim, node in self.majors) for node, dim in enumerate(of)],
+            ExpertClasses({*map(classes.find, experts.experts)}, {*map(classes.find, experts.inner)}, experts.modules),
         )
 
     def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
@@ -202,7 +229,9 @@ class Tracer:
             for term, t in zip(inputs, tensors, strict=True):
                 for factors, nodes in zip(term, self.nodes(t), strict=True):
                     self._read(factors, nodes, sizes, by_factor)
-            for term, t in zip(inputs, tensors, strict=True):
+            if rule.chosen is not None:
+                self.experts.note(rule, by_factor, self.modules[-1])
+            for term, t in zip(inputs, tensors, strict=True) if rule.chosen is None else ():
                 self._use(term, t, tensors, outputs)
         for term, out in zip(outputs, outs, strict=True):
             self.give(out, tuple(self._made(term, i, out, tensors, inputs, by_factor) for i in range(out.dim())))
@@ -330,7 +359,7 @@ def _traced(
     of_inputs = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
     known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs]
     values = ForwardValues(model, known, lambda *call: tracer.heads.extend(_heads_of(*call)))
-    with reached.replaced(stand_ins), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with reached.replaced(stand_ins), experts_as_operators(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
         with OperatorMode(tracer.run), values:

@@ -37,6 +37,8 @@ from dshard.torch_private import (
 
 Place = tuple[nn.Module, str]
 """A module and its own name of a parameter."""
+Member = tuple[list[Place], tuple[str, ...]]
+"""The places of a parameter, and the mesh axes along which it is gathered."""
 
 
 def blocks_of(model: nn.Module) -> Iterator[str]:
@@ -64,11 +66,13 @@ def _parameter_of(owner: nn.Module, name: str) -> Tensor | None:
 class GatherGroup:
     """The parameters of one block, or those in no block; `places` has for each the modules and names that use it.
 
-    `keeps` says that they stay gathered from the forward pass to the backward pass.
+    `axes` has for each the mesh axes along which it is gathered; `keeps` says that they stay gathered from the forward
+    pass to the backward pass.
     """
 
-    def __init__(self, places: list[list[Place]], plan: Plan, order: GatherOrder, keeps: bool) -> None:
-        self.places, self.plan, self.order, self.keeps = places, plan, order, keeps
+    def __init__(self, members: list[Member], plan: Plan, order: GatherOrder, keeps: bool) -> None:
+        self.places, self.axes = [places for places, _ in members], [axes for _, axes in members]
+        self.plan, self.order, self.keeps = plan, order, keeps
         self.ahead: GatheredWeights | None = None
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
@@ -82,18 +86,20 @@ class GatherGroup:
 
     def _forget(self) -> None:
         kept = [[place for place in each if _parameter_of(*place) is not None] for each in self.places]
+        self.axes = [axes for axes, each in zip(self.axes, kept, strict=True) if each]
         self.places = [each for each in kept if each]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """The redistribution that gathers each parameter, in the dtype in which it is used."""
-        axes, precision = self.plan.gathered, self.plan.precision
+        axes, precision = self.axes, self.plan.precision
         cache, key = planning_context().moves, (gathered_layout, *axes, precision, *[x._spec for x in stored])
         known: list[LocalRedistribution] | None = cache.get(key)
         if known is not None:
             cache.hits += 1
             return known
         specs = [x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored]
-        return cache.add(key, [local_redistribution(spec, gathered_layout(spec.layout, axes)) for spec in specs])  # type: ignore[no-any-return]
+        of_specs = zip(specs, axes, strict=True)
+        return cache.add(key, [local_redistribution(s, gathered_layout(s.layout, own)) for s, own in of_specs])  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
@@ -230,17 +236,19 @@ def gather_groups(model: nn.Module, plan: Plan) -> dict[str, GatherGroup]:
     hooked = [b for b in listed if not isinstance(model.get_submodule(b), torch.jit.ScriptModule)]
     blocks = sorted(hooked, key=len, reverse=True)  # innermost first
     places: defaultdict[int, list[Place]] = defaultdict(list)
+    axes: dict[int, tuple[str, ...]] = {}
     groups_of: defaultdict[int, set[str]] = defaultdict(set)
     for path, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None or (id(parameter) not in places and not _changes(f"{path}.{own}", parameter, plan)):
                 continue
             places[id(parameter)].append((module, own))
+            axes.setdefault(id(parameter), plan.gathered_axes(f"{path}.{own}".lstrip(".")))
             groups_of[id(parameter)].add(next((b for b in blocks if path == b or _is_within(path, b)), ""))
-    members: defaultdict[str, list[list[Place]]] = defaultdict(list)
+    members: defaultdict[str, list[Member]] = defaultdict(list)
     for number, where in places.items():
         groups = groups_of[number]
-        members[next(iter(groups)) if len(groups) == 1 else ""].append(where)
+        members[next(iter(groups)) if len(groups) == 1 else ""].append((where, axes[number]))
     order, paths = GatherOrder(), [path for path, _ in model.named_modules() if path in members]
     by_path = {path: GatherGroup(members[path], plan, order, keeps=path == "") for path in paths}
     for group in by_path.values():  # the model's own first, then blocks as they are listed
@@ -275,7 +283,9 @@ def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
     placements = plan.parameters.get(name.lstrip("."))
     if placements is None:
         return False
-    is_gathered = any(isinstance(placements[plan.mesh.axis(axis)], Shard) for axis in plan.gathered)
+    is_gathered = any(
+        isinstance(placements[plan.mesh.axis(axis)], Shard) for axis in plan.gathered_axes(name.lstrip("."))
+    )
     return is_gathered or (plan.precision is not None and plan.precision.used(parameter.dtype) is not parameter.dtype)
 
 

@@ -103,7 +103,8 @@ class Plan(Tabled):
     Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `batch` those of
     inputs whose first dim is the batch (other inputs are replicated), `outputs` those of module outputs, and `products`
     the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
-    `gathered` are the mesh axes whose shards of parameters are gathered a block at a time. `precision` are the dtypes
+    `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `gathers` has those of the
+    parameters that are not gathered along all of them, such as experts. `precision` are the dtypes
     in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
     None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
     is the number of dims of the example batch: an input of fewer is one row, and replicated. Unnamed tensors are
@@ -123,6 +124,7 @@ class Plan(Tabled):
     groups: tuple[str, ...] | None = None
     attention: AttentionLoops | None = None
     ndim: int = 1
+    gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name."""
@@ -130,6 +132,10 @@ class Plan(Tabled):
             hint = suggestion(parameter, self.parameters)
             raise LayoutError(f"the plan has no parameter {parameter!r}: look into plan.parameters{hint}")
         return self.parameters[parameter]
+
+    def gathered_axes(self, parameter: str) -> tuple[str, ...]:
+        """The mesh axes along which shards of the parameter of this name are gathered for use."""
+        return self.gathers.get(parameter, self.gathered)
 
     def rows(self) -> list[list[str]]:
         """One row for each module, of its parameters and collectives: cells under `HEADINGS`."""

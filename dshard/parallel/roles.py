@@ -5,6 +5,9 @@ one matmul produces and another contracts is inner: the heads of an attention, t
 class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as the residual stream;
 fewer entries are not worth sharding. A class narrower than the residual stream, between it and wider inner features, is
 latent: what attention compresses keys and values to, the rank of an adapter.
+
+Experts are the class that says so in the rule of a layer of experts; features within each of them are inner if a mesh
+axis may shard them there.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class FeatureKind(Enum):
     RESIDUAL = "residual"
     INNER = "inner"
     LATENT = "latent"
+    EXPERT = "expert"
     OTHER = "other"
 
 
@@ -69,6 +73,11 @@ class Roles:
     of_inputs: bool = False
     heads: int | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether parameters have experts, which the rule of a layer tells."""
+        return any(role.kind is FeatureKind.EXPERT for dims in self.parameters.values() for role in dims)
+
 
 def roles_of(traced: ModelTrace) -> Roles:
     """The roles of parameters, and of the modules that hold them, in a traced forward pass."""
@@ -79,6 +88,8 @@ def roles_of(traced: ModelTrace) -> Roles:
     kinds = dict.fromkeys(inner, FeatureKind.INNER) | dict.fromkeys(latent, FeatureKind.LATENT)
     if residual is not None:
         kinds[residual] = FeatureKind.RESIDUAL
+    experts = traced.experts
+    kinds |= dict.fromkeys(experts.inner, FeatureKind.INNER) | dict.fromkeys(experts.experts, FeatureKind.EXPERT)
     units = _units(traced)
     summed = {(use.parameter, dim) for use in _main_uses(traced).values() for dim in use.summed}
 
@@ -207,6 +218,7 @@ def _outputs(traced: ModelTrace, residual: int | None, parameters: dict[str, tup
     """The outputs of modules whose weights produce residual features, in a matmul or a look-up."""
     batch = _batch(traced)
     makers = {use.module for use in traced.uses if len(parameters[use.parameter]) > 1}
+    makers |= traced.experts.modules
     outputs = {}
     for name, dims in traced.outputs.items():
         classes = [dim.group for dim in dims]

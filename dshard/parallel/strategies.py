@@ -30,7 +30,9 @@ class Axis:
     """The use of one mesh axis: what it shards of the batch or sequence, the weights, and the residual stream.
 
     `attention` is the loop of attention on the axis, None for the cheapest. A parameter that no matmul uses, such as a
-    bias or a norm's, is sharded by "made" and by its own kind of features.
+    bias or a norm's, is sharded by "made" and by its own kind of features. Parameters of experts are sharded by inner
+    features within each expert where they may be, or else by expert, on any axis that shards weights and does not
+    gather them; with `experts` by expert, and they are not gathered.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Axis:
     residual: Literal["features", "sequence"] | None = None
     sequence: bool = False
     attention: AttentionLoop | None = None
+    experts: bool = False
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
         """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
@@ -48,7 +51,15 @@ class Axis:
     def sharded_dim(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> int | None:
         """The dim of a parameter that this axis shards, None if it shards none."""
         dims = [i for i, role in enumerate(roles) if self._splits(roles, role)]
+        experts = [i for i, role in enumerate(roles) if role.kind is FeatureKind.EXPERT]
+        if experts and self.weights is not None and not self.gathers(roles):
+            dims = (dims if self.weights == "inner" else []) or experts
         return min(dims, key=lambda i: (i in rather_not, i in rather_not and not roles[i].summed, i), default=None)
+
+    def gathers(self, roles: tuple[Role, ...]) -> bool:
+        """Whether the axis gathers a parameter for use: not experts, if it is theirs."""
+        is_of_experts = any(role.kind is FeatureKind.EXPERT for role in roles)
+        return self.weights == "first" and not (self.experts and is_of_experts)
 
     def _splits(self, roles: tuple[Role, ...], role: Role) -> bool:
         match self.weights:
@@ -107,6 +118,7 @@ DATA = Axis("data", batch=True)
 TENSOR = Axis("tensor", weights="inner")
 SEQUENCE = Axis("tensor", weights="inner", residual="sequence")
 GATHERED = Axis("fsdp", batch=True, weights="first")
+EXPERT = Axis("expert", batch=True, weights="first", experts=True)
 CONTEXT = Axis("sequence", sequence=True)
 HEADS = Axis("heads", sequence=True, attention="h")
 FEATURES = Axis("features", weights="residual", residual="features")
@@ -114,13 +126,14 @@ ROWS = Axis("rows", batch=True, weights="summed")
 COLUMNS = Axis("columns", weights="made", residual="features")
 
 StrategyName: TypeAlias = Literal[
-    "auto", "data", "fsdp", "megatron", "megatron-sp", "context", "ulysses", "atp", "optimus", "tesseract"
+    "auto", "data", "fsdp", "expert", "megatron", "megatron-sp", "context", "ulysses", "atp", "optimus", "tesseract"
 ]
 """The names below, and that of the cheapest; products of them are text."""
 
 STRATEGIES: dict[str, tuple[Axis, ...]] = {
     "data": (DATA,),
     "fsdp": (GATHERED,),
+    "expert": (EXPERT,),
     "megatron": (TENSOR,),
     "megatron-sp": (SEQUENCE,),
     "context": (CONTEXT,),
@@ -175,6 +188,11 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
         raise StrategyError(
             "context and ulysses split the sequence of the residual stream, and the modules of this model keep none: "
             "use another strategy, or give placements by name"
+        )
+    if any(axis.experts for axis in axes) and not roles.has_experts:
+        raise StrategyError(
+            "expert splits the experts of layers over ranks, and this model has none that are known: use fsdp; or "
+            "teach its modules with experts by dshard.parallel.register_experts, or have them call dshard.experts"
         )
     _check_heads(roles, axes, mesh)
     fitting: dict[str, tuple[Role, ...]] = {}
@@ -238,9 +256,14 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     batch = tuple(axis.inputs if axis.batch or roles.of_inputs else Replicate() for axis in axes)
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
     attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
-    return Plan(
-        *(name, mesh, parameters, batch, outputs, products, roles.shared), gathered=gathered, attention=attention
-    )
+    kept = {name: rest for name, dims in roles.parameters.items() if (rest := _gathered(dims, axes, mesh)) != gathered}
+    plan = Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered, attention=attention)
+    return replace(plan, gathers=kept)
+
+
+def _gathered(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that gather a parameter with these dims for use."""
+    return tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.gathers(dims))
 
 
 def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[Placement, ...]:
@@ -249,7 +272,7 @@ def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[P
     An axis that gathers the parameter for use shards another dim than the other axes, if there is one, or else their
     shards of the same dim: so gathering runs along such axes alone.
     """
-    gathers = [axis.weights == "first" for axis in axes]
+    gathers = [axis.gathers(dims) for axis in axes]
     used = tuple(Replicate() if last else axis.place(dims) for last, axis in zip(gathers, axes, strict=True))
     if not any(gathers):
         return used

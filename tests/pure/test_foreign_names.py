@@ -21,6 +21,7 @@ TRIED = {
     "megatron": "tp tensor_parallel",
     "megatron-sp": "sp sequence_parallel",
     "context": "cp context_parallel",
+    "expert": "ep expert_parallel",
 }
 PAIRS = [(name, strategy) for strategy, names in TRIED.items() for name in names.split()]
 
@@ -37,7 +38,6 @@ def test_a_strategy_of_another_library_is_answered_by_the_line_to_write(name: st
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("ep", r"\{\"\*\.experts\.\*\": \[Shard\(0\)\]\}"),
         ("pp", "dshard.pipeline.Pipeline"),
         ("data x megatorn", "did you mean 'megatron'"),
         ("fancy", "'fancy'; there are data, fsdp"),

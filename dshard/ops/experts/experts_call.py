@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import publish_failure, traced
+from dshard.comm import has_only_shape, publish_failure, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
@@ -23,6 +23,7 @@ from dshard.errors import ShapeError
 from dshard.mesh import Coordinate
 from dshard.ops.composite import run_executable
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
+from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
 from dshard.ops.matmul.options import current_options
@@ -43,6 +44,8 @@ def run_experts(
     distributed = [t for t in tensors if isinstance(t, Wrapper)]
     if not distributed:
         total = _total(shape_rule, tensors)
+        if has_only_shape(tensors[0]):
+            return experts_without_data(tensors, held=total, pairs=tensors[1].numel(), rule=rule)
         return LocalExperts(body, range(total), total)(*tensors)
     x, index, weight, *parameters = tensors
     try:

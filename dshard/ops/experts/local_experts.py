@@ -17,6 +17,7 @@ from dshard.comm import has_only_shape, numbers_of, sum_dtype, traced
 from dshard.core.signature import Context
 from dshard.core.wrapper import is_recorded
 from dshard.errors import ShapeError
+from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.grouped_matmul import is_aligned
 
 Body: TypeAlias = Callable[..., Tensor]
@@ -52,7 +53,8 @@ class LocalExperts:
         if is_recorded((x, weight, *parameters)):
             x, weight, *parameters = together(x, weight, *parameters)
         if has_only_shape(x):
-            return without_data(x, weight, *parameters)
+            n = round(index.numel() * len(self.held) / max(1, self.total))
+            return experts_without_data((x, index, weight, *parameters), held=len(self.held), pairs=n)
         tokens = x.reshape(-1, x.shape[-1])
         pairs = pairs_of(index.reshape(-1), self)
         token = pairs.order // max(1, index.shape[-1])
@@ -124,14 +126,6 @@ def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
 def index_error(index: int, total: int) -> IndexError:
     """The error for the index of no expert."""
     return IndexError(f"experts: index has an expert {index}, but there are {total}, from 0 to {total - 1}")
-
-
-def without_data(x: Tensor, *others: Tensor) -> Tensor:
-    """A result without data that depends on all operands, as autograd sees it."""
-    out = x.clone()
-    for other in others:
-        out = out + other.sum().to(out.dtype)
-    return out
 
 
 class Together(torch.autograd.Function):

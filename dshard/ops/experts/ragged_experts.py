@@ -23,7 +23,8 @@ from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.experts.experts_choice import ExpertsChoice
-from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of, without_data
+from dshard.ops.experts.experts_without_data import experts_without_data
+from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of
 from dshard.ops.experts.token_route import TokenExchange, TokenPairs, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
 from dshard.torch_private import keeps_graph
@@ -122,7 +123,8 @@ class RaggedExperts(ComposedExecutable):
         """The weighted sum of what this rank's experts make of each row that arrived."""
         rows, weight, *parameters = tensors
         if has_only_shape(rows):
-            return without_data(rows, weight, *parameters)
+            held = len(self.levels[-1].own(at))
+            return experts_without_data((rows, weight, weight, *parameters), held=held, pairs=len(weight))
         experts = LocalExperts(self.body, self.levels[-1].own(at), self.levels[-1].total)
         local, order = torch.sort(given.expert - experts.held.start, stable=True)
         row = given.row[order]
