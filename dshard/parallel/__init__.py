@@ -4,6 +4,8 @@ from dshard.parallel.auto import Auto
 from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
+from dshard.parallel.expert_modules import RECOGNISED, register_experts
+from dshard.parallel.integrations.experts import transformers_experts
 from dshard.parallel.integrations.huggingface import wrap_for_huggingface
 from dshard.parallel.integrations.pretrained import from_pretrained
 from dshard.parallel.integrations.torch_styles import (
@@ -44,6 +46,8 @@ __all__ = [
     "parallelize",
     "parallelize_module",
     "plan_model",
+    "register_experts",
 ]
 
 AFTER_PARALLELIZE.append(wrap_for_huggingface)
+RECOGNISED.append(transformers_experts)

@@ -26,6 +26,7 @@ from dshard.distribute import cut, distribute_tensor
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
+from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before
@@ -47,6 +48,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     if not groups:
         hooks.append(before(model, rehearsal.enter, with_kwargs=True))
     hooks += [after(model.get_submodule(name), _output_hook(plan, name)) for name in plan.outputs]
+    hooks += [before(each, _reduce_gradients_once) for each in model.modules() if isinstance(each, ExpertsModule)]
     pins = pin_schedules(model, plan)
     for name, schedule in plan.products.items():
         if not (name in pins and _sends_nothing(schedule, pins[name].weight)):
@@ -158,6 +160,15 @@ def _reduce_gradient_once(x: DTensor) -> None:
     with no_torch_function():
         if x._gradient_leaf is None and x.requires_grad and not is_leaf(x):
             keep_gradient_layout(x)
+
+
+@skip_frame
+def _reduce_gradients_once(module: nn.Module, args: Any) -> None:
+    """Reduce the gradients of the tokens and weights of a layer of experts at once: routers and norms use them, too."""
+    if not is_dynamo_compiling():
+        for x in args:
+            if isinstance(x, DTensor):
+                _reduce_gradient_once(x)
 
 
 class _PinnedOptions:

@@ -25,6 +25,7 @@ from dshard.parallel.apply_plan import apply_plan
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
 from dshard.parallel.distributed_parameters import distribute_parameters
+from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
@@ -89,7 +90,7 @@ def parallelize(
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
     `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data",
-    "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`, or the
+    "expert", "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`, or the
     `Path` of a file that `dshard plan model --out` wrote. `args` and `kwargs` are an example batch, by which the model
     is traced; a model with `dummy_inputs`, and placements by name, need none.
 
@@ -128,6 +129,7 @@ def parallelize(
     if chosen.precision is not None:
         chosen.precision.reduce(model.parameters())
     set_boundary(model, boundary)
+    run_as_operators(model)
     apply_plan(model, chosen)
     end_boundary(model, boundary)
     for adopt in AFTER_PARALLELIZE:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dshard.comm import plain, planning
 from dshard.core.context import planning_context
@@ -17,6 +19,7 @@ from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
+from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.factors import stand_in_for, trace_factors, without_data
 from dshard.parallel.forward_values import HostReadMissing, HostReads
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
@@ -78,12 +81,13 @@ def _priced(
         yield
         _backward(out)
 
-    with reached.replaced(stand_ins), applied(model, plan), trace() as sent:
+    runs = partial(_as_planned, model, plan, reached, stand_ins)
+    with runs(), trace() as sent:
         for _ in step():
             in_forward = len(sent.events)
     for own in state.values():
         own.grad = None
-    with reached.replaced(stand_ins), applied(model, plan), timeline.recorded():
+    with runs(), timeline.recorded():
         for _ in step():  # gradients are joined in the order in which the pass before gave them
             activations = timeline.memory.alive()
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
@@ -92,6 +96,15 @@ def _priced(
     work, network = timeline.seconds("compute"), timeline.seconds("network")
     hidden = work + network - makespan(timeline.slots)
     return Cost(_moves(sent, in_forward), memory, work, hidden if hidden > 1e-9 * (work + network) else 0.0)
+
+
+@contextmanager
+def _as_planned(
+    model: nn.Module, plan: Plan, reached: ReachableState, stand_ins: Mapping[int, Tensor]
+) -> Iterator[None]:
+    """Within the block `model` runs by the plan, on these stand-ins for its tensors."""
+    with reached.replaced(stand_ins), experts_as_operators(model), applied(model, plan):
+        yield
 
 
 def _backward(out: object) -> None:

@@ -65,12 +65,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @plain()
 def language_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """Build a causal language model from a seed, with weights large enough to tell tokens apart."""
+    return causal_model(*CONFIGS[family], seed, **changes)
+
+
+@plain()
+def causal_model(name: str, sizes: dict[str, Any], seed: int = 0, **changes: Any) -> Any:
+    """Build a causal language model of this name in transformers, of these sizes."""
     import transformers  # noqa: PLC0415 - takes seconds, and most tests do not need it
 
     transformers.logging.set_verbosity_error()
-    name, sizes = CONFIGS[family]
-    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    config = "TextConfig" if family == "gemma3" else "Config"
+    suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    config = "TextConfig" if name == "Gemma3" else "Config"
     torch.manual_seed(seed)
     model = getattr(transformers, name + suffix)(getattr(transformers, f"{name}{config}")(**{**sizes, **changes}))
     with torch.no_grad():

@@ -1,0 +1,148 @@
+"""Modules that are a layer of experts, run as the one operator `dshard.experts`: their own forward is its body.
+
+Such a module's `forward(x, index, weight)` sums over the experts of each token, and its parameters have a dim of
+experts. While the model that holds it is traced, priced or parallelized, its class is one that derives from its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dshard.caches import cached
+from dshard.errors import LayoutError
+from dshard.functional import experts
+from dshard.rules.expert_loops import OPERANDS, check_expert_rule
+from dshard.validate import check_type
+
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
+
+
+class ExpertsForm(NamedTuple):
+    """How a module is a layer of experts: its parameters' names, their rule, and attributes that count experts.
+
+    The body sets each of `counts` to the number of experts of the rank.
+    """
+
+    parameters: tuple[str, ...]
+    rule: str
+    counts: tuple[str, ...] = ()
+
+
+RECOGNISED: list[Callable[[nn.Module], ExpertsForm | None]] = []
+"""Functions that tell modules of other libraries; `dshard.parallel.integrations` has them."""
+_REGISTERED: dict[type[nn.Module], ExpertsForm] = {}
+
+
+def register_experts(
+    cls: type[nn.Module], rule: str, *, parameters: Sequence[str] | None = None, counts: Sequence[str] = ()
+) -> None:
+    """Teach `parallelize` a class of modules that are layers of experts.
+
+    Its `forward(x, index, weight)` takes tokens (..., d), the experts of each (..., k) and their weights (..., k), and
+    returns the sum over the experts of each token (..., d). `rule` has a term for each of the `parameters`, by default
+    all of the module's own in their order, as `dshard.experts` reads it: "e f d, e d f".
+
+    A rank calls the class's own `forward` on pairs of a row and one of its experts: rows (n, d), experts (n, 1) counted
+    from 0, and weights (n, 1) of one. By then the module has the rank's parts of its parameters, and its attributes
+    `counts` are the number of its experts. The call must depend on nothing else that experts differ in.
+
+    Raises:
+        NotationError: a term for each parameter is missing, or one without e, or with another name.
+
+    >>> dshard.parallel.register_experts(GroupedExperts, "e f d, e d f, e f d")  # doctest: +SKIP
+    """
+    check_type(cls, type, "the class of modules", "give a class that derives from nn.Module")
+    names = None if parameters is None else tuple(parameters)
+    check_expert_rule(rule, rule.count(",") + 1 if names is None else len(names))
+    _REGISTERED[cls] = ExpertsForm(names or (), rule, tuple(counts))
+
+
+def experts_form(module: nn.Module) -> ExpertsForm | None:
+    """How a module is a layer of experts; None for other modules."""
+    if isinstance(module, ExpertsModule):
+        return None
+    for cls in type(module).__mro__:
+        if cls in _REGISTERED:
+            known = _REGISTERED[cls]
+            return known._replace(parameters=known.parameters or _own(module))
+    return next((form for recognise in RECOGNISED if (form := recognise(module)) is not None), None)
+
+
+def _own(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, p in module._parameters.items() if p is not None)
+
+
+class ExpertsModule(_Module):
+    """The mixin of a module that is a layer of experts, before the module's own class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The sum over the experts of each token, as one operator."""
+        own, form = type(self).__mro__[2], self.__dict__["_experts_form"]
+        x, index, weight = _arguments(own).bind(self, *args, **kwargs).args[1:]
+        parameters = [self._parameters[name] for name in form.parameters]
+        return experts(partial(_body, self, own, form), x, index, weight, *parameters, rule=form.rule)  # type: ignore[arg-type]
+
+
+@cached("experts modules", 64)
+def _arguments(cls: type[nn.Module]) -> inspect.Signature:
+    """The parameters of the forward of a class: itself, tokens, indices and weights."""
+    signature = inspect.signature(cls.forward)
+    if len(signature.parameters) != 1 + OPERANDS:
+        raise LayoutError(
+            f"{cls.__name__}.forward{signature} of a layer of experts: give it the arguments x, index and weight; in "
+            "another module call dshard.experts itself"
+        )
+    return signature
+
+
+def _body(
+    module: nn.Module, own: type[nn.Module], form: ExpertsForm, rows: Tensor, ends: Tensor, *parameters: Tensor
+) -> Any:
+    """The module's own forward on pairs of a row and the expert of it that this rank has, counted from 0."""
+    held = ends.shape[0]
+    steps = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
+    expert = torch.searchsorted(ends, steps, right=True).clamp(max=held - 1)  # rows behind the last end do not count
+    local = object.__new__(own)
+    local.__dict__.update(module.__dict__)
+    local.__dict__.update(dict.fromkeys(form.counts, held))
+    local.__dict__["_parameters"] = {**module._parameters, **dict(zip(form.parameters, parameters, strict=True))}
+    return own.forward(local, rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
+
+
+_DERIVED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def run_as_operators(model: nn.Module) -> list[nn.Module]:
+    """Let each layer of experts in `model` run as one operator, and return these modules."""
+    found = [(module, form) for module in model.modules() if (form := experts_form(module)) is not None]
+    for module, form in found:
+        cls = type(module)
+        _arguments(cls)
+        if cls not in _DERIVED:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            _DERIVED[cls] = type(cls.__name__, (ExpertsModule, cls), names)
+        module.__class__ = _DERIVED[cls]
+        module.__dict__["_experts_form"] = form
+    return [module for module, _ in found]
+
+
+@contextmanager
+def experts_as_operators(model: nn.Module) -> Iterator[None]:
+    """Within the block each layer of experts in `model` runs as one operator."""
+    modules = run_as_operators(model)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.__class__ = type(module).__mro__[2]
+            del module.__dict__["_experts_form"]

@@ -1,0 +1,211 @@
+"""Unmodified models with experts: each layer of experts is one operator, and a step equals one device's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.expert_models import batch, expert_model, mesh_of, parallelized, trained
+from torch import Tensor, nn
+
+import dshard
+from dshard import DTensor, Replicate, Shard
+from dshard.errors import LayoutError, NotationError, StrategyError
+from dshard.mesh import Mesh
+from dshard.parallel import register_experts
+from dshard.parallel.expert_modules import ExpertsModule, experts_form
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.roles import FeatureKind, roles_of
+from dshard.testing import simulated
+from dshard.topology import BYTES
+
+MESH = Mesh((4,), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation", "strategy"),
+    [
+        ("mixtral", "eager", "expert"),
+        ("gpt-oss", None, "fsdp x expert"),
+        ("deepseek", "batched_mm", "megatron"),
+        ("qwen3-moe", "grouped_mm", "expert x megatron"),
+        ("mixtral", "eager", "fsdp"),
+    ],
+)
+def test_steps_are_those_of_one_device(family: str, implementation: str | None, strategy: str) -> None:
+    expected = trained(expert_model(family, implementation))
+    mesh = mesh_of(strategy)
+
+    with simulated(mesh), dshard.use_topology(BYTES):
+        steps = trained(parallelized(expert_model(family, implementation), mesh, strategy))
+
+    assert steps.differs(expected) < 1e-4
+
+
+def test_jitter_of_routers_is_that_of_one_rank() -> None:
+    losses = []
+    for mesh, strategy in ((Mesh((1,), ("x",)), "data"), (MESH, "expert")):
+        with simulated(mesh), dshard.use_topology(BYTES):
+            dshard.manual_seed(5)
+            losses.append(trained(parallelized(expert_model("mixtral", router_jitter_noise=0.3), mesh, strategy)))
+
+    assert losses[1].differs(losses[0]) < 1e-4
+    assert losses[0].differs(trained(expert_model("mixtral"))) > 1e-3
+
+
+def test_an_eager_loop_is_planned_as_one_operator() -> None:
+    model = expert_model("mixtral", "eager")
+    before = [type(module) for module in model.modules()]
+
+    roles = roles_of(trace_factors(model, (), batch()))
+
+    kinds = {
+        name.rpartition(".")[2]: [role.kind for role in dims]
+        for name, dims in roles.parameters.items()
+        if ".experts." in name
+    }
+    assert kinds == {
+        "gate_up_proj": [FeatureKind.EXPERT, FeatureKind.OTHER, FeatureKind.RESIDUAL],
+        "down_proj": [FeatureKind.EXPERT, FeatureKind.RESIDUAL, FeatureKind.OTHER],
+    }
+    assert [type(module) for module in model.modules()] == before
+    assert not any("_experts_form" in vars(module) for module in model.modules())
+
+
+def test_data_parallel_experts_send_their_gradients_alone() -> None:
+    model = expert_model("mixtral", hidden_size=32, intermediate_size=8, num_local_experts=4)
+    tokens = torch.randint(3, 32, (16, 32))
+    plan = dshard.plan_model(model, MESH, "data", input_ids=tokens, labels=tokens)
+
+    nbytes = sum(move.nbytes for move in plan.cost.moves if move.module.endswith("experts"))
+    weights = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+
+    assert nbytes == 2 * 3 * weights // 4
+
+
+def test_the_expert_strategy_keeps_experts_and_gathers_the_rest() -> None:
+    model = expert_model("mixtral")
+    plan = dshard.plan_model(model, mesh_of("fsdp x expert"), "fsdp x expert", **batch())
+    down, dense = "model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"
+
+    assert plan.parameters[down] == (Shard(1), Shard(0))
+    assert plan.gathered_axes(down) == ("a",)
+    assert plan.gathered_axes(dense) == ("a", "b")
+    assert dshard.plan_model(model, MESH, "megatron", **batch()).parameters[down] == (Shard(0),)
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    with pytest.raises(
+        StrategyError,
+        match=r"has none that are known: use fsdp; or teach its modules .* by dshard.parallel.register_experts",
+    ):
+        dshard.plan_model(net, MESH, "expert", torch.ones(4, 4))
+
+
+class OwnExperts(nn.Module):
+    """Experts as torchtitan has them: three weights, without biases."""
+
+    def __init__(self, experts: int = 4, width: int = 8, inner: int = 12) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(experts, inner, width) / 3)
+        self.w2 = nn.Parameter(torch.randn(experts, width, inner) / 3)
+        self.w3 = nn.Parameter(torch.randn(experts, inner, width) / 3)
+        self.count = experts
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.count):
+            token, slot = torch.where(index == e)
+            if len(token):
+                hidden = F.silu(x[token] @ self.w1[e].T) * (x[token] @ self.w3[e].T)
+                out = out.index_add(0, token, hidden @ self.w2[e].T * weight[token, slot, None])
+        return out
+
+
+class OwnModel(nn.Module):
+    """A residual stream of two layers, of which one has experts, the last of them without a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.router, self.experts, self.last = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+            OwnExperts(),
+            nn.Linear(8, 8),
+        )
+        with torch.no_grad():
+            self.router.bias[3] -= 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        weight, index = self.router(x).softmax(-1).topk(2)
+        x = x + self.experts(x, index, weight)
+        return (x + self.last(x)).square().mean()
+
+
+@pytest.fixture
+def _taught() -> Any:
+    register_experts(OwnExperts, "e f d, e d f, e f d", counts=["count"])
+
+
+@pytest.mark.usefixtures("_taught")
+@pytest.mark.parametrize("strategy", ["expert", "megatron", "expert x megatron"])
+def test_a_class_that_is_registered_is_one_operator(strategy: str) -> None:
+    alone, x = OwnModel(), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    alone(x).backward()
+    mesh = mesh_of(strategy)
+
+    with simulated(mesh), dshard.use_topology(BYTES):
+        model = dshard.parallelize(OwnModel(), mesh, strategy, x)
+        model(x).backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor), name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+        last = model.experts.w1.grad.full_tensor()[3]
+
+    assert isinstance(model.experts, ExpertsModule)
+    assert isinstance(copy.deepcopy(alone.experts), OwnExperts)
+    assert not last.any()  # zeros, so that optimisers step on all ranks alike
+
+
+@pytest.mark.usefixtures("_taught")
+def test_megatron_splits_the_inner_features_of_experts_where_a_rule_has_them() -> None:
+    plan = dshard.plan_model(OwnModel(), MESH, "megatron", torch.ones(8, 8))
+
+    assert [plan.parameters[f"experts.{name}"] for name in ("w1", "w2", "w3")] == [
+        (Shard(1),),
+        (Shard(2),),
+        (Shard(1),),
+    ]
+    assert plan.parameters["router.weight"] == (Replicate(),)
+
+
+def test_what_is_registered_is_checked() -> None:
+    with pytest.raises(NotationError, match="each parameter has e, the experts"):
+        register_experts(OwnExperts, "e f d, d f, e f d")
+    with pytest.raises(NotationError, match="2 terms, but there are 1 parameters"):
+        register_experts(OwnExperts, "e f d, e d f", parameters=["w1"])
+
+
+def test_modules_that_share_parameters_between_experts_are_not_recognised() -> None:
+    experts = expert_model("mixtral").model.layers[0].mlp.experts
+
+    assert experts_form(experts) is not None
+    experts.post_expert_norm = nn.LayerNorm(16)
+    assert experts_form(experts) is None
+
+
+def test_a_forward_of_other_arguments_is_refused() -> None:
+    class Other(OwnExperts):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    register_experts(Other, "e f d, e d f, e f d")
+    with pytest.raises(LayoutError, match=r"give it the arguments x, index and weight"):
+        dshard.plan_model(nn.Sequential(nn.Linear(8, 8), Other()), MESH, "data", torch.ones(8, 8))
