@@ -32,7 +32,7 @@ from dshard import Mesh, Topology, parallelize, plan_model, use_topology
 from dshard.calibrate import measure
 from dshard.launch.processes import share_cores
 from dshard.parallel import Plan
-from dshard.parallel.auto import foldings, names
+from dshard.parallel.auto import names, unfoldings
 from dshard.tables import text_table
 from dshard.testing import RankPool
 
@@ -59,10 +59,10 @@ def model(hidden: int) -> nn.Module:
 
 
 def plans(ranks: int, hidden: int, batch: int) -> dict[str, Plan]:
-    """The cheapest plan, and all named ones on all foldings."""
+    """The cheapest plan, and all named ones on all unfoldings."""
     x, line = torch.empty(batch, 16, 32, device="meta"), Mesh((ranks,), ("x",))
     found = {"auto": plan_model(model(hidden), line, "auto", x)}
-    for mesh in foldings(line):
+    for mesh in unfoldings(line):
         for name in names(mesh.ndim):
             with suppress(dshard.StrategyError):  # more ranks than heads
                 found[f"{name} ({mesh})"] = plan_model(model(hidden), mesh, name, x)
@@ -70,7 +70,7 @@ def plans(ranks: int, hidden: int, batch: int) -> dict[str, Plan]:
 
 
 def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topology | None:
-    """The network as measured on the line and on its foldings, so many seconds each."""
+    """The network as measured on the line and on its unfoldings, so many seconds each."""
     found = None
     for mesh in meshes.values():
         found = measure(mesh, base=found, seconds=seconds)
@@ -81,7 +81,7 @@ def as_rank(hidden: int, batch: int, calibrate: float) -> dict[str, Any]:
     """Seconds of a step under each plan, measured and predicted, and what auto took."""
     share_cores()
     line = Mesh((dist.get_world_size(),), ("x",))
-    meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in foldings(line)}
+    meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in unfoldings(line)}
     with use_topology(topology_of(meshes, calibrate)):
         found = plans(line.size, hidden, batch)
         seconds = measured(found, meshes, hidden, batch)

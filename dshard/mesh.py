@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -10,7 +10,7 @@ from math import prod
 
 from dshard.errors import MeshError
 from dshard.interned import Interned
-from dshard.validate import as_int, as_tuple, shown, suggestion
+from dshard.validate import as_int, as_tuple, of_wrong_type, shown, suggestion
 
 MAX_RANKS = 1 << 22
 """The most ranks of a mesh, which holds them all; a larger one is a mistake."""
@@ -120,6 +120,78 @@ class Mesh(Interned):
                 peer[i] = value
             coordinates.append(tuple(peer))
         return coordinates
+
+    def folded(self, axes: Sequence[str], name: str) -> Mesh:
+        """The mesh of the same ranks in which `axes` are one axis called `name`, the first of them varying slowest.
+
+        It stands where the first of `axes` does. Chunks of a dim that is sharded over `axes` are those of one sharded
+        over `name` if it divides evenly.
+
+        >>> mesh = Mesh((2, 2, 4), ("pp", "dp", "tp")).folded(("dp", "tp"), "ep")
+        >>> str(mesh), mesh.unfolded("ep", {"dp": 2, "tp": 4}) == Mesh((2, 2, 4), ("pp", "dp", "tp"))
+        ('pp=2 ep=8', True)
+
+        Raises:
+            MeshError: no axes, one that the mesh has not or that is given twice, or the name of another axis.
+        """
+        folding = as_tuple(axes, "the axes to fold", "give names, as in mesh.folded(('dp', 'tp'), 'ep')", MeshError)
+        moved = [self.axis(axis) for axis in folding]
+        if not moved or len(set(moved)) < len(moved):
+            raise MeshError(f"cannot fold {folding} of the mesh ({self}): give one or more of its axes, each once")
+        kept = [axis for axis in range(self.ndim) if axis not in moved]
+        before = [axis for axis in kept if axis < moved[0]]
+        after = kept[len(before) :]
+        if name in [self.names[axis] for axis in kept]:
+            raise MeshError(
+                f"cannot fold {folding} of the mesh ({self}) into {name!r}, which is another axis: give another name"
+            )
+        shape = (*map(self.shape.__getitem__, before), prod(map(self.shape.__getitem__, moved)))
+        return Mesh(
+            (*shape, *map(self.shape.__getitem__, after)),
+            (*map(self.names.__getitem__, before), name, *map(self.names.__getitem__, after)),
+            self._ranks_by([*before, *moved, *after]),
+            self.device_type,
+        )
+
+    def unfolded(self, axis: str, sizes: Mapping[str, int]) -> Mesh:
+        """The mesh of the same ranks in which one axis becomes several, named and sized by `sizes`, the first slowest.
+
+        >>> str(Mesh((2, 8), ("pp", "dp")).unfolded("dp", {"host": 2, "local": 4}))
+        'pp=2 host=2 local=4'
+
+        Raises:
+            MeshError: no such axis, sizes whose product is not its size, or the name of another axis.
+        """
+        i = self.axis(axis)
+        way_out = f"give sizes whose product is {self.shape[i]}, such as {{'a': {self.shape[i]}, 'b': 1}}"
+        if not isinstance(sizes, Mapping):
+            raise of_wrong_type(MeshError)(f"cannot unfold {axis} into {shown(sizes)}: {way_out}")
+        into = [as_int(size, f"the size of {name!r}", MeshError, least=1) for name, size in sizes.items()]
+        if not into or prod(into) != self.shape[i]:
+            text = " ".join(f"{name}={size}" for name, size in sizes.items())
+            raise MeshError(
+                f"cannot unfold {axis} of the mesh ({self}), which has {self.shape[i]} ranks, into ({text}): {way_out}"
+            )
+        names = (*self.names[:i], *self.names[i + 1 :])
+        taken = [name for name in sizes if name in names]
+        if taken:
+            raise MeshError(
+                f"cannot unfold {axis} of the mesh ({self}) into {taken[0]!r}, which is another axis: give another name"
+            )
+        return Mesh(
+            (*self.shape[:i], *into, *self.shape[i + 1 :]),
+            (*self.names[:i], *sizes, *self.names[i + 1 :]),
+            self.ranks,
+            self.device_type,
+        )
+
+    def _ranks_by(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks in the order in which the first of `axes`, all of the mesh, varies slowest."""
+        if list(axes) == sorted(axes):
+            return self.ranks
+        strides = [prod(self.shape[axis + 1 :]) for axis in axes]
+        offsets = [range(0, self.shape[axis] * stride, stride) for axis, stride in zip(axes, strides, strict=True)]
+        return tuple([self.ranks[sum(place)] for place in product(*offsets)])
 
     def __contains__(self, rank: object) -> bool:
         try:

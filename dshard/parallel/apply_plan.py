@@ -289,13 +289,13 @@ def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout], ndim:
 
     The batch is the first dim of the first tensor of at least `ndim` dims, the sequence the second dim of the first
     tensor that has two. Plain tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged,
-    except that those on a mesh that the plan folds take the layout of plain ones. `layouts` are `input_layouts(plan)`.
+    except that those on a mesh that the plan unfolds take the layout of plain ones. `layouts`: `input_layouts(plan)`.
     """
     sizes, compares = sizes_of_batch(nested_tensors(inputs), ndim), comparing()
 
     def distributed(leaf: Tensor) -> Tensor:
         whole = unwrapped(leaf)
-        if isinstance(whole, DTensor) and (whole is not leaf or not _unfolded(leaf, plan)):
+        if isinstance(whole, DTensor) and (whole is not leaf or not _on_other_mesh(leaf, plan)):
             return leaf  # a transform of torch.func that follows a distributed tensor goes on with it
         layout = layouts[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
@@ -308,7 +308,7 @@ def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout], ndim:
     return map_tensors(inputs, distributed)
 
 
-def _unfolded(x: DTensor, plan: Plan) -> bool:
-    """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" folds."""
+def _on_other_mesh(x: DTensor, plan: Plan) -> bool:
+    """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" unfolds."""
     mesh = x.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks

@@ -1,4 +1,4 @@
-"""The cheapest plan for a model: all strategies on all foldings of a mesh, and mixtures, priced by a traced step.
+"""The cheapest plan for a model: all strategies on all unfoldings of a mesh, and mixtures, priced by a traced step.
 
 The cheapest layout of one operator may lead to an expensive one for the next, so layouts of a block are chosen
 together. A model is cut into blocks after each addition to the residual stream; each block may follow a strategy of its
@@ -48,7 +48,7 @@ class Auto:
 def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost]) -> Plan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
-    A mesh of one axis is also folded into two axes in every way; other meshes are not folded.
+    A mesh of one axis is also unfolded into two axes in every way; other meshes are not.
     """
 
     shows = _progress()
@@ -58,9 +58,9 @@ def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: 
         shows(plan.strategy)
         return replace(plan, cost=price(plan))
 
-    plans = [priced(plan) for folded in foldings(mesh) for plan in uniform(roles, folded)]
-    for folded in foldings(mesh):
-        mixed = mixture(roles, [plan for plan in plans if plan.mesh == folded])
+    plans = [priced(plan) for unfolded in unfoldings(mesh) for plan in uniform(roles, unfolded)]
+    for unfolded in unfoldings(mesh):
+        mixed = mixture(roles, [plan for plan in plans if plan.mesh == unfolded])
         if mixed is not None:
             plans.append(priced(mixed))
     shows("")
@@ -94,10 +94,10 @@ def _cost(plan: Plan) -> Cost:
     return plan.cost
 
 
-def foldings(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh itself, and if it has one axis, every mesh that folds that axis into two.
+def unfoldings(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh itself, and if it has one axis, every mesh in which that axis is two.
 
-    >>> [str(mesh) for mesh in foldings(Mesh((4,), ("x",)))]
+    >>> [str(mesh) for mesh in unfoldings(Mesh((4,), ("x",)))]
     ['x=4', 'x0=2 x1=2']
     """
     yield mesh
@@ -105,7 +105,7 @@ def foldings(mesh: Mesh) -> Iterator[Mesh]:
         name, n = mesh.names[0], mesh.size
         for outer in range(2, n):
             if n % outer == 0:
-                yield Mesh((outer, n // outer), (f"{name}0", f"{name}1"), mesh.ranks, mesh.device_type)
+                yield mesh.unfolded(name, {f"{name}0": outer, f"{name}1": n // outer})
 
 
 def names(axes: int, experts: bool = False) -> Iterator[str]:

@@ -143,7 +143,7 @@ def chosen_plan(
     """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
     pure = as_mesh(mesh)
     chosen = _plan_for(model, pure, _checked_argument(model, plan, pure, kwargs), options, args, kwargs)
-    return chosen if chosen.mesh == pure else replace(chosen, mesh=_folded(mesh, chosen.mesh))
+    return chosen if chosen.mesh == pure else replace(chosen, mesh=_on_ranks_of(mesh, chosen.mesh))
 
 
 def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:
@@ -228,15 +228,15 @@ def planned(
     return options.of(lay_out(roles, plan, axes, mesh))
 
 
-def _folded(mesh: DeviceMesh | Mesh, folded: Mesh) -> Mesh:
-    """The mesh `folded` of a plan on the ranks of `mesh`; a device mesh is built where `mesh` is one."""
+def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:
+    """The mesh of a plan, on the ranks of `mesh`; a device mesh is built where `mesh` is one."""
     pure = as_mesh(mesh)
-    if pure.ranks != folded.ranks:
-        raise _other_mesh(folded, pure)
+    if pure.ranks != planned_for.ranks:
+        raise _other_mesh(planned_for, pure)
     if isinstance(mesh, Mesh):
-        return folded
-    ranks = torch.tensor(folded.ranks, device="cpu").view(folded.shape)
-    return as_mesh(DeviceMesh(folded.device_type, ranks, mesh_dim_names=folded.names))
+        return planned_for
+    ranks = torch.tensor(planned_for.ranks, device="cpu").view(planned_for.shape)
+    return as_mesh(DeviceMesh(planned_for.device_type, ranks, mesh_dim_names=planned_for.names))
 
 
 def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:

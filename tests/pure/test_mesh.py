@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dshard.errors import MeshError
 from dshard.mesh import Mesh
 from dshard.testing import meshes
+from dshard.topology import COLLECTIVES, Collective, Topology
 
 
 @given(meshes())
@@ -50,6 +51,45 @@ def test_a_group_follows_the_order_of_its_axes() -> None:
 
     assert mesh.group(["dp", "tp"], (0, 0)) == (0, 1, 2, 3, 4, 5)
     assert mesh.group(["tp", "dp"], (0, 0)) == (0, 3, 1, 4, 2, 5)
+
+
+@given(meshes(), st.data())
+def test_the_axis_that_folds_several_has_their_groups(mesh: Mesh, data: st.DataObject) -> None:
+    axes = data.draw(st.permutations(mesh.names))[: data.draw(st.integers(1, mesh.ndim))]
+
+    folded = mesh.folded(axes, "folded")
+
+    assert folded.shape[folded.axis("folded")] == _size(mesh, axes)
+    for rank in mesh.ranks:
+        assert folded.group(["folded"], folded.coordinate(rank)) == mesh.group(axes, mesh.coordinate(rank))
+        for axis in set(mesh.names) - set(axes):
+            assert folded.group([axis], folded.coordinate(rank)) == mesh.group([axis], mesh.coordinate(rank))
+    again = folded.unfolded("folded", {axis: mesh.shape[mesh.axis(axis)] for axis in axes})
+    for rank in mesh.ranks:
+        places = dict(zip(mesh.names, mesh.coordinate(rank), strict=True))
+        assert dict(zip(again.names, again.coordinate(rank), strict=True)) == places
+
+
+@given(meshes(), st.data())
+def test_neighbours_that_are_folded_and_unfolded_are_the_mesh_again(mesh: Mesh, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, mesh.ndim - 1))
+    axes = mesh.names[first : data.draw(st.integers(first + 1, mesh.ndim))]
+
+    folded = mesh.folded(axes, axes[0])
+
+    assert folded.ranks == mesh.ranks
+    assert folded.unfolded(axes[0], {axis: mesh.shape[mesh.axis(axis)] for axis in axes}) == mesh
+
+
+@given(meshes(max_ranks=16), st.data(), st.sampled_from(COLLECTIVES))
+def test_a_folded_axis_has_the_link_of_the_axes(mesh: Mesh, data: st.DataObject, collective: Collective) -> None:
+    axes = mesh.names[: data.draw(st.integers(1, mesh.ndim))]
+    topology = Topology.preset("dgx-h100", nodes=8, ranks=2)
+    folded = mesh.folded(axes, "folded")
+
+    assert topology.nodes(folded, ["folded"]) == topology.nodes(mesh, axes)
+    if collective != "exchange":  # whose bytes may all pass along the slowest of several axes
+        assert topology.link(folded, ["folded"], collective) == topology.link(mesh, axes, collective)
 
 
 @given(meshes())
@@ -110,3 +150,48 @@ def test_an_unknown_axis_is_refused() -> None:
 def test_a_rank_outside_is_refused() -> None:
     with pytest.raises(MeshError, match=r"rank 2 is not in the mesh \(dp=2\), whose ranks are 0, 1"):
         Mesh((2,), ("dp",)).coordinate(2)
+
+
+GRID = Mesh((2, 4), ("dp", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dp", "x"), r"the axes to fold: 'dp' is no sequence: give names, as in mesh.folded\(\('dp', 'tp'\), 'ep'\)"),
+        (((), "x"), r"cannot fold \(\) of the mesh \(dp=2 tp=4\): give one or more of its axes, each once"),
+        ((("dp", "dp"), "x"), r"cannot fold \('dp', 'dp'\) of the mesh .*: give one or more of its axes, each once"),
+        ((("dp", "pp"), "x"), r"the mesh \(dp=2 tp=4\) has no axis 'pp'; its axes are dp, tp"),
+        (
+            (("dp",), "tp"),
+            r"cannot fold \('dp',\) of the mesh \(dp=2 tp=4\) into 'tp', .* another axis: give another name",
+        ),
+        ((("dp",), "a b"), r"mesh axis names \('a b', 'tp'\): a name is one word"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        GRID.folded(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pp", {"a": 2}), r"the mesh \(dp=2 tp=4\) has no axis 'pp'; its axes are dp, tp"),
+        (("tp", {"a": 2, "b": 3}), r"cannot unfold tp of .*, which has 4 ranks, into \(a=2 b=3\): .* product is 4"),
+        (
+            ("tp", {}),
+            r"cannot unfold tp of the mesh \(dp=2 tp=4\), which has 4 ranks, into \(\): give sizes whose product",
+        ),
+        (("tp", {"a": 2.5}), r"the size of 'a': 2.5 is not a whole number above 0"),
+        (("tp", {"a": -2, "b": -2}), r"the size of 'a': -2 is not a whole number above 0"),
+        (
+            ("tp", ("a", "b")),
+            r"cannot unfold tp into \('a', 'b'\): give sizes whose product is 4, such as {'a': 4, 'b': 1}",
+        ),
+        (("tp", {"dp": 2, "b": 2}), r"cannot unfold tp of the mesh .* into 'dp', .* another axis: give another name"),
+    ],
+)
+def test_what_cannot_be_unfolded_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        GRID.unfolded(*arguments)

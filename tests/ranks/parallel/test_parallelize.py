@@ -66,7 +66,7 @@ def errors(
     parallelize(model, mesh, strategy, **batch_of(family))
     with InDouble():
         logits = model(**batch_of(family)).logits
-        weights = distribute_tensor(weights_for(logits), logits.device_mesh, src_data_rank=None)  # auto folds meshes
+        weights = distribute_tensor(weights_for(logits), logits.device_mesh, src_data_rank=None)  # auto unfolds meshes
         (logits * weights).sum().backward()
     right, grads = expected
     found = {"logits": (whole(logits.detach()) - right).abs().max().item()}

@@ -32,7 +32,7 @@ from dshard import (
 )
 from dshard.comm import planning
 from dshard.parallel import Auto, Cost, Memory, Moves, Plan, parallelize, plan_model
-from dshard.parallel.auto import foldings, mixture, names, uniform
+from dshard.parallel.auto import mixture, names, unfoldings, uniform
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import roles_of
 from dshard.parallel.strategies import STRATEGIES
@@ -60,7 +60,7 @@ def thorough(*names: str) -> list[Any]:
 )
 def test_auto_is_never_worse_than_a_named_strategy(mesh: Mesh) -> None:
     found = demo_plan("auto", mesh)
-    named = [demo_plan(name, folded) for folded in foldings(mesh) for name in STRATEGIES if _fits(name, folded)]
+    named = [demo_plan(name, each) for each in unfoldings(mesh) for name in STRATEGIES if _fits(name, each)]
 
     assert len(named) > 3
     assert all(found.cost.seconds <= plan.cost.seconds for plan in named)
@@ -94,9 +94,9 @@ def test_auto_is_never_worse_than_a_strategy_that_splits_sequences(rows: int) ->
     mesh = Mesh((4,), ("x",))
     found = long_sequence("auto", rows, mesh)
 
-    for folded in foldings(mesh):
-        for name in names(folded.ndim):
-            assert found.cost.seconds <= long_sequence(name, rows, folded).cost.seconds, name
+    for unfolded in unfoldings(mesh):
+        for name in names(unfolded.ndim):
+            assert found.cost.seconds <= long_sequence(name, rows, unfolded).cost.seconds, name
 
 
 def test_sequences_of_rows_that_divide_are_not_split_by_auto() -> None:
