@@ -15,8 +15,9 @@ algorithm runs what:
 
 On a topology that has NCCL's algorithms, as presets of GPUs do, the cheapest of these runs the first three and
 broadcasts, by NCCL's own prices (`algorithm_price`). NCCL gathers and scatters pieces of one size alone: those of
-different sizes are exchanged pairwise (`sends_pieces_in_messages`). A two-level all_reduce is no algorithm here but a
-plan: reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the
+different sizes are exchanged pairwise (`sends_pieces_in_messages`). A collective along several mesh axes takes its
+messages along each of them, one after the other. A two-level all_reduce is no algorithm here but a plan: reduce_scatter
+inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the
 bytes that must pass a cut of the network over its bandwidth.
 """
 
@@ -63,7 +64,7 @@ def collective_seconds(
     reduce_scatter that is not `even` differ in size.
     """
     axes = tuple(axes)
-    n, link, algorithms = terms_of(collective, mesh, axes, topology)
+    n, link, algorithms, latency = terms_of(collective, mesh, axes, topology)
     if n == 1:
         return 0.0
     if not even and topology.backend == "nccl":
@@ -77,15 +78,17 @@ def collective_seconds(
         case "reduce_scatter" if topology.backend == "gloo" and not link.measured:
             return _exchanged_seconds(collective, nbytes, n, mesh, axes, topology)
         case "all_gather" | "reduce_scatter":
-            return messages_seconds(nbytes, n - 1, link)
+            return latency + link.seconds(nbytes)
         case "all_reduce":
-            ring = messages_seconds(nbytes, 2 * (n - 1), link)
+            ring = 2 * latency + link.seconds(nbytes)
             tree = topology.backend == "nccl" and not link.measured
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
         case "exchange" if along:
             messages = n - 1 if peers is None else min(n - 1, peers)
             return messages * link.latency + _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology))
-        case "all_to_all" | "exchange":
+        case "all_to_all":
+            return latency + link.seconds(nbytes)
+        case "exchange":
             return messages_seconds(nbytes, n - 1 if peers is None else min(n - 1, peers), link)
         case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
             return _log2(n) * messages_seconds(nbytes, 1, link)
@@ -109,7 +112,7 @@ def _exchanged_seconds(
     collective: Collective, nbytes: float, n: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
 ) -> float:
     """Seconds of an all_gather or reduce_scatter of `n` ranks by an all_to_all, and the local sum of the latter."""
-    seconds = messages_seconds(nbytes, n - 1, topology.link(mesh, axes, "all_to_all"))
+    seconds = collective_seconds("all_to_all", nbytes, mesh, axes, topology)
     if collective == "reduce_scatter":  # n terms are read, and their sum is written
         seconds += work_seconds(0.0, nbytes * (n + 1) / (n - 1), topology)
     return seconds
@@ -138,12 +141,14 @@ class AlgorithmPrice(NamedTuple):
 class Terms(NamedTuple):
     """The price of a collective along mesh axes: the ranks of a group, their link, and the topology's algorithms.
 
-    There are no algorithms where none runs the collective, or its link was measured.
+    There are no algorithms where none runs the collective, or its link was measured. Else `latency` are the seconds of
+    one message after the other to all ranks of a group, but for one; an all_reduce takes twice as long.
     """
 
     ranks: int
     link: Link
     algorithms: tuple[AlgorithmPrice, ...]
+    latency: float
 
 
 @cached("network", 8192)
@@ -151,17 +156,21 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
     """The terms of a collective along `axes`."""
     n = prod([mesh.shape[mesh.axis(axis)] for axis in axes])
     if n == 1:
-        return Terms(1, Link(0.0, inf), ())
+        return Terms(1, Link(0.0, inf), (), 0.0)
     if collective == "reduce_scatter" and not topology.measured:  # an all_gather the other way
         return terms_of("all_gather", mesh, axes, topology)
     link = topology.link(mesh, axes, collective)
+    terms = Terms(n, link, (), (n - 1) * link.latency)
+    if len(axes) > 1 and not link.measured:  # one collective begins no later than one after the other along each axis
+        along = [terms_of(collective, mesh, (axis,), topology).latency for axis in axes]
+        terms = terms._replace(latency=min(terms.latency, sum(along)))
     if not topology.algorithms or link.measured or collective not in COLLECTIVES_OF["ring"]:
-        return Terms(n, link, ())
+        return terms
     where = topology.nodes(mesh, axes)
     if where is None:
-        return Terms(n, link, ())
+        return terms
     alike: Collective = "all_gather" if collective == "reduce_scatter" else collective
-    return Terms(n, link, _algorithm_prices(topology, alike, n, *where, link.bandwidth))
+    return terms._replace(algorithms=_algorithm_prices(topology, alike, n, *where, link.bandwidth))
 
 
 @cached("network", 1024)

@@ -17,7 +17,7 @@ from dshard.placements import (
     Placement,
     Replicate,
     Shard,
-    chunk,
+    chunk_sizes,
     cotangent,
     format_placements,
     from_torch,
@@ -117,11 +117,8 @@ class Layout(Interned, Drawn):
     def leaves_empty(self, shape: Sequence[int]) -> bool:
         """Whether some rank holds no elements of a tensor of this shape, though it has elements."""
         for dim in self.sharded_dims():
-            sizes = {shape[dim]}
-            for axis in self.axes_of(dim):
-                n = self.mesh.shape[axis]
-                sizes = {len(chunk(size, n, i)) for size in sizes for i in range(n)}
-            if 0 in sizes and 0 not in shape:
+            counts = [self.mesh.shape[axis] for axis in self.axes_of(dim)]
+            if (0,) in chunk_sizes((shape[dim],), counts) and 0 not in shape:
                 return True
         return False
 

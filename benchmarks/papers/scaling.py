@@ -21,7 +21,6 @@ from statistics import correlation
 from typing import Literal, TypeAlias
 
 from dshard.layout import Layout, Shape
-from dshard.redistribute import axes_of
 from dshard.redistribute.price import step_seconds as seconds_of
 from dshard.simulate import Event, Model, Setup, form_of, host_tiles
 from dshard.simulate.block import BlockCosts
@@ -165,7 +164,7 @@ class ByStep(BlockCosts):
                 "network",
                 seconds_of(step, layout, shape, self.itemsize, self.topology),
                 collectives=1,
-                axes=axes_of(step),
+                axes=step.axes,
                 waits=waits,
             )
             for step, layout in steps

@@ -31,7 +31,6 @@ from dshard.redistribute import (
     Slice,
     Step,
     after,
-    axes_of,
     inside,
     messages,
     numel,
@@ -131,11 +130,11 @@ def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype
 def _compile(
     step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate, dtype: torch.dtype, backend: Backend
 ) -> list[ProgramStep]:
-    alone = len(layout.mesh.group(axes_of(step), at)) == 1
+    alone = len(layout.mesh.group(step.axes, at)) == 1
     match step:
-        case MakePartial(axis, op):
-            neutral = {"sum": 0, "product": 1}.get(op)
-            return [] if neutral is None or at[layout.mesh.axis(axis)] == 0 else [Fill(neutral)]
+        case MakePartial(axes, op):
+            neutral, first = {"sum": 0, "product": 1}.get(op), not any(at[layout.mesh.axis(axis)] for axis in axes)
+            return [] if neutral is None or first else [Fill(neutral)]
         case Slice():
             return [] if alone else [_narrow(layout, step.dst, shape, panel, at)]
         case _:
@@ -165,7 +164,7 @@ def moved_in(plan: Plan, at: Coordinate) -> list[Moved] | None:
     """The regions that the rank at `at` sends and receives in each step of a plan; None for local steps."""
     stages = list(plan.stages())
     for step, layout in stages:
-        if kind_of(step) is None or len(layout.mesh.group(axes_of(step), at)) == 1:
+        if kind_of(step) is None or len(layout.mesh.group(step.axes, at)) == 1:
             return None
     return [_transfer(step, layout, plan.shape, None, at) for step, layout in stages]
 
@@ -216,7 +215,7 @@ def kind_of(step: Step) -> Kind | None:
 
 
 def _collective(step: Step, regions: Messages, at: Coordinate, report: CollectiveReport) -> Collective:
-    axes, mesh = axes_of(step), report.mesh
+    axes, mesh = step.axes, report.mesh
     ranks = mesh.group(axes, at)
     kind = kind_of(step)
     assert kind is not None

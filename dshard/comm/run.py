@@ -16,7 +16,7 @@ from dshard.comm.runtime import runtime_of
 from dshard.comm.transport import reduce_number, report
 from dshard.comm.world import Moving, OnProcesses, Planned, world_of
 from dshard.mesh import Coordinate, Mesh
-from dshard.redistribute import AllReduce, Plan, axes_of
+from dshard.redistribute import AllReduce, Plan
 from dshard.redistribute.price import load_of
 
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -52,8 +52,8 @@ def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
     mesh, entries = plan.src.mesh, list[Planned]()
     for step, layout in plan.stages():
         kind = kind_of(step)
-        if kind is not None and len(mesh.peers(axes_of(step), (0,) * mesh.ndim)) > 1:
-            entries.append((kind, axes_of(step), load_of(step, layout, plan.shape).received * itemsize))
+        if kind is not None and len(mesh.peers(step.axes, (0,) * mesh.ndim)) > 1:
+            entries.append((kind, step.axes, load_of(step, layout, plan.shape).received * itemsize))
     return entries
 
 

@@ -36,7 +36,7 @@ from dshard.cost import planned_collective
 from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
-from dshard.redistribute import axes_of, plan
+from dshard.redistribute import plan
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
@@ -94,7 +94,7 @@ class LocalRedistribution:
             for placement, target in zip(source.layout.placements, layout.placements, strict=True)
         )
         sizes = dict(zip(layout.mesh.names, layout.mesh.shape, strict=True))
-        self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in axes_of(step))
+        self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in step.axes)
         several = self.lane is None or len(self.lane.collectives) > 1
         self.has_steps = several or self.spec.dtype not in _IN_ONE
         self.runner: Moving | None = None

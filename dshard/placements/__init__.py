@@ -3,7 +3,7 @@
 Design: docs/design/0001-values-below-processes-above.md
 """
 
-from dshard.placements.chunk import chunk, chunk_of, nested_chunk
+from dshard.placements.chunk import chunk, chunk_of, chunk_sizes, nested_chunk
 from dshard.placements.notation import format_placements, parse_placement, parse_placements
 from dshard.placements.torch_like import from_torch, own_placement
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
@@ -17,6 +17,7 @@ __all__ = [
     "Shard",
     "chunk",
     "chunk_of",
+    "chunk_sizes",
     "cotangent",
     "format_placements",
     "from_torch",

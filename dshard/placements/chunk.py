@@ -29,6 +29,26 @@ def chunk_of(held: range, n: int, i: int) -> range:
     return held[part.start : part.stop]
 
 
+def chunk_sizes(sizes: tuple[int, ...], counts: Iterable[int]) -> set[tuple[int, ...]]:
+    """The sizes of the chunks of several dims that one rank holds, for all ranks along mesh axes of these `counts`.
+
+    The axes split each of the dims, of these `sizes`, from major to minor.
+
+    >>> sorted(chunk_sizes((10,), (2, 2))), sorted(chunk_sizes((3, 2), (4,)))
+    ([(2,), (3,)], [(0, 0), (1, 0), (1, 1)])
+    """
+    chunks = {sizes}
+    for n in counts:
+        chunks = {tuple([len(chunk(size, n, i)) for size in each]) for each in chunks for i in _changes(each, n)}
+    return chunks
+
+
+def _changes(sizes: tuple[int, ...], n: int) -> set[int]:
+    """The first of `n` places, and those at which the chunk of some dim has another size than before."""
+    ends = [size // max(1, -(-size // n)) for size in sizes]
+    return {0, *[min(place, n - 1) for end in ends for place in (end, end + 1)]}
+
+
 def nested_chunk(
     size: int, axes: Iterable[int], sizes: Sequence[int], coordinate: Sequence[int] | Mapping[int, int]
 ) -> range:

@@ -12,20 +12,16 @@ from dshard.topology import Collective, Topology
 
 COLLECTIVES = tuple(collective for collective in dict.fromkeys(RUNS.values()) if collective is not None)
 """The collectives that steps run."""
-ALONG_ONE: tuple[Collective, ...] = ("all_gather", "all_to_all")
-"""Those that steps run along a single mesh axis; but reductions over gloo run an all_to_all, see `dshard.cost`."""
 
 
 @cached("network", 256)
 def step_terms(mesh: Mesh, topology: Topology) -> dict[frozenset[int], dict[Collective, Terms]]:
     """The terms of each collective that steps run along each set of mesh axes; axes of one rank have none."""
     wide = [axis for axis, n in enumerate(mesh.shape) if n > 1]
-    along_many = [each for each in COLLECTIVES if each not in ALONG_ONE or topology.backend == "gloo"]
     terms: dict[frozenset[int], dict[Collective, Terms]] = {}
     for axes in [axes for count in range(1, len(wide) + 1) for axes in combinations(wide, count)]:
         names = tuple([mesh.names[axis] for axis in axes])
-        among = COLLECTIVES if len(axes) == 1 else along_many
-        terms[frozenset(axes)] = {each: terms_of(each, mesh, names, topology) for each in among}
+        terms[frozenset(axes)] = {each: terms_of(each, mesh, names, topology) for each in COLLECTIVES}
     return terms
 
 

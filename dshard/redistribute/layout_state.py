@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from dshard.caches import cached
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
-from dshard.placements import Partial, ReduceOp, chunk, chunk_of
+from dshard.placements import Partial, ReduceOp, chunk, chunk_of, chunk_sizes
 from dshard.redistribute.step import Step
 
 Axes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -72,9 +72,10 @@ class State:
         size = self.local[dim]
         return self.numel // size if size else prod((*self.local[:dim], *self.local[dim + 1 :]))
 
-    def gathered_size(self, dim: int) -> int:
-        """The first rank's size of `dim` before the last mesh axis that shards it."""
-        return -(-self.shape[dim] // prod([self.sizes[axis] for axis in self.axes[dim][:-1]]))
+    def gathered(self, dim: int, last: int) -> tuple[int, list[int]]:
+        """The first rank's size of `dim` without the `last` mesh axes that shard it, and the sizes of these axes."""
+        counts = [self.sizes[axis] for axis in self.axes[dim]]
+        return -(-self.shape[dim] // prod(counts[:-last])), counts[-last:]
 
 
 class LayoutEdge(NamedTuple):
@@ -134,11 +135,13 @@ class Load(NamedTuple):
     even: bool = True
 
 
-def all_gather_load(here: State, dim: int, n: int) -> Load:
-    """The load of an all_gather of `dim` along its last mesh axis, of `n` ranks."""
-    size = here.gathered_size(dim)
-    received = (size - len(chunk(size, n, n - 1))) * here.others(dim)
-    return Load(received, here.numel * n if dim and n > 1 else 0, n - 1, even=not size % n)
+def all_gather_load(here: State, dim: int, last: int = 1) -> Load:
+    """The load of an all_gather of `dim` along the `last` mesh axes that shard it."""
+    size, counts = here.gathered(dim, last)
+    n = prod(counts)
+    even = not size % n
+    least = size // n if even else min(chunk_sizes((size,), counts))[0]
+    return Load((size - least) * here.others(dim), here.numel * n if dim and n > 1 else 0, n - 1, even=even)
 
 
 def reduce_scatter_load(here: State, dim: int, n: int) -> Load:
@@ -154,21 +157,20 @@ def all_reduce_load(here: State, n: int) -> Load:
     return Load(received, 0, 2 * (n - 1))
 
 
-def all_to_all_load(here: State, src: int, dst: int, n: int) -> Load:
-    """The load of an all_to_all from dim `src`, along its last mesh axis of `n` ranks, to dim `dst`.
+def all_to_all_load(here: State, src: int, dst: int, last: int = 1) -> Load:
+    """The load of an all_to_all from dim `src`, along the `last` mesh axes that shard it, to dim `dst`.
 
-    Among the ranks that need a full chunk of `dst`, the last one held least; the next rank needs part of a chunk, and
-    may hold nothing.
+    Where chunks are uneven, a rank that needs a full chunk of `dst` may have held less of `src` than others.
     """
+    size, counts = here.gathered(src, last)
+    n, needed = prod(counts), here.local[dst]
     copied = here.numel * ((src != 0) + (dst != 0)) if n > 1 else 0
-    size, needed = here.gathered_size(src), here.local[dst]
     if not needed:
         return Load(0, copied, n - 1)
-    rest, chunks = here.others(src) // needed, needed // len(chunk(needed, n, 0))
-    received = max(
-        [(size - len(chunk(size, n, i))) * len(chunk(needed, n, i)) for i in {chunks - 1, min(chunks, n - 1)}]
-    )
-    return Load(received * rest, copied, n - 1)
+    even = not size % n and not needed % n
+    chunks = [(size // n, needed // n)] if even else chunk_sizes((size, needed), counts)
+    received = max([(size - held) * kept for held, kept in chunks])
+    return Load(received * (here.others(src) // needed), copied, n - 1)
 
 
 def slice_load(there: State, n: int) -> Load:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dshard.caches import cached
 from dshard.cost import Terms
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.redistribute.axis_roles import ALONG_ONE, step_terms
+from dshard.redistribute.axis_roles import step_terms
 from dshard.redistribute.layout_state import COUNTED, Partials, State, nested_and_apart
 from dshard.topology import Collective, Topology
 
 REDUCTIONS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce")
+MOVES: tuple[Collective, ...] = ("all_gather", "all_to_all", "exchange")
 
 
 class CrossingBound(NamedTuple):
@@ -44,18 +45,29 @@ class LeastTerms(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A collective along some axes: its doublings, the least seconds to begin, the most bytes per second.
+    """A collective along some axes: its ranks, its doublings, the least seconds to begin, the most bytes per second.
 
-    Of `share` bytes that a rank receives in a group at most one is among those that must come along an axis, for each
-    other rank along it. `share` is infinite where the way along that axis alone tells the least seconds of a byte.
+    An exchange is `counted` where what crosses an axis takes as long as along that axis alone.
     """
 
+    kind: Literal["gather", "all_reduce", "all_to_all", "exchange", "counted"]
     axes: frozenset[int]
+    ranks: int
     doublings: int
     begin: float
     rate: float
-    share: float
-    whole: bool
+
+    def received(self, n: int) -> float:
+        """The bytes that a rank receives, at least, for each that must come along an axis of `n` ranks.
+
+        A rank of `ranks` gathers or reduces a part of each other. Those from elsewhere on the axis come to all ranks of
+        the group with one index there, `ranks` / `n` of them, and only one of these need receive them. In an all_to_all
+        each rank receives parts of its own.
+        """
+        if self.kind in ("exchange", "counted"):
+            return 1.0
+        elsewhere = self.ranks - self.ranks // n
+        return (self.ranks - 1) / (elsewhere if self.kind == "all_to_all" else n - 1)
 
 
 class _Ways(NamedTuple):
@@ -77,7 +89,7 @@ def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> Leas
         there = _crossing(moves, axis, n, rate), _crossing(reductions, axis, n, rate)
         if any(each.byte or any(each.begin) for each in there):
             slow.append((axis, *there))
-    move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.whole])
+    move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.kind == "all_reduce"])
     whole = _least(sums, reductions.begin)
     complete = tuple([min(each, some + move) for each, some in zip(whole, reductions.begin, strict=True)])
     return LeastTerms(rate, moves.begin, reductions.begin, complete, tuple(slow))
@@ -88,20 +100,22 @@ def _moves_and_reductions(mesh: Mesh, topology: Topology) -> tuple[_Ways, tuple[
     # gloo reduces by an all_to_all, see `dshard.cost`
     kinds = (*REDUCTIONS, "all_to_all") if topology.backend == "gloo" else REDUCTIONS
     along = step_terms(mesh, topology)
-    moves = [_way(axes, terms, each) for axes, terms in along.items() if len(axes) == 1 for each in ALONG_ONE]
-    moves += [_way(axes, terms, "exchange") for axes, terms in along.items()]
-    return _ways(moves, mesh), tuple([_way(axes, terms, each) for axes, terms in along.items() for each in kinds])
+    moves = [_way(axes, terms, each) for axes, terms in along.items() for each in MOVES]
+    sums = [_way(axes, terms, each) for axes, terms in along.items() for each in kinds]
+    return _ways(moves, mesh), tuple([way._replace(kind="gather") if way.kind == "all_to_all" else way for way in sums])
 
 
 def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Collective) -> _Way:
-    ranks, link, algorithms = terms[collective]
-    share, whole = float(ranks - 1), collective == "all_reduce"
-    if collective == "exchange":  # which takes what crosses an axis as long as along that axis, if that is counted
-        share = inf if len(axes) > 1 and ranks <= COUNTED else 1.0
+    ranks, link, algorithms, _ = terms[collective]
+    kind: Literal["gather", "all_reduce", "all_to_all", "exchange", "counted"] = "gather"
+    if collective == "exchange":
+        kind = "counted" if len(axes) > 1 and ranks <= COUNTED else "exchange"
+    elif collective == "all_reduce" or collective == "all_to_all":
+        kind = collective
     if not algorithms:  # at least a message for each doubling
-        return _Way(axes, 1, link.latency, link.best_bandwidth, share, whole)
+        return _Way(kind, axes, ranks, 1, link.latency, link.best_bandwidth)
     begin, rate = min([price.begin for price in algorithms]), max([price.rate for price in algorithms])
-    return _Way(axes, (ranks - 1).bit_length(), begin, rate, share, whole)
+    return _Way(kind, axes, ranks, (ranks - 1).bit_length(), begin, rate)
 
 
 def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
@@ -129,13 +143,9 @@ def _least(begins: set[tuple[int, float]], seconds: Sequence[float]) -> list[flo
 
 
 def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
-    """The least that collectives with `axis`, of `n` ranks, take beyond the fastest: one byte in some crosses the axis.
-
-    An all_gather of m ranks receives m - 1 parts, of which n - 1 for each m / n ranks come from elsewhere on the axis;
-    so do the terms and results of reductions.
-    """
-    there = [way for way in ways.ways if axis in way.axes and way.share < inf]
-    byte = min([(1 / way.rate - 1 / rate) * max(1.0, way.share / (n - 1)) for way in there], default=0.0)
+    """The least that collectives along `axis`, of `n` ranks, take beyond the fastest, for a byte that crosses it."""
+    there = [way for way in ways.ways if axis in way.axes and way.kind != "counted"]
+    byte = min([(1 / way.rate - 1 / rate) * way.received(n) for way in there], default=0.0)
     return CrossingBound(byte, ways.along[axis])
 
 
@@ -162,11 +172,11 @@ class LowerBound:
         in steps of their own, unless the chunks are nested. As in any plan, `t` terms take `t` - 1 receives to
         meet at one rank that needs the sum, and one more for each other rank that needs it.
         """
-        terms, begins, ends, whole = 1, 0, False, False
+        terms, begins, ends, whole = 1, False, False, False
         if src.partial != dst.partial:
             for axis, (op, target) in enumerate(zip(src.partial, dst.partial, strict=True)):
                 if op != target:
-                    begins += target is not None
+                    begins |= target is not None
                     if op is not None:
                         ends, terms = True, terms * self.sizes[axis]
                         whole |= self.sizes[axis] > 1 and axis not in dst.split

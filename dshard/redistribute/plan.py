@@ -93,8 +93,8 @@ def plan(
 
     A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" plan may hold
     more in between if that is cheaper. A "greedy" plan, made without a search, is mostly the lean one, and never
-    cheaper: of the steps after which more mesh axes are as in `dst`, it takes the one that leaves the fewest elements,
-    so that reductions come before gathers.
+    cheaper: of the steps after which all their mesh axes are as in `dst`, it takes the one that leaves the fewest
+    elements, so that reductions come before gathers.
 
     The plan that moves the fewest bytes is the one on `BYTES`.
 
@@ -229,7 +229,7 @@ class _Queue:
 
 
 def _greedy(space: Space, first: State, last: State) -> ReachedState | None:
-    """The end of a path on which after each step more mesh axes agree with `last`; None if there is no such path.
+    """The end of a path on which after each step its mesh axes agree with `last`; None if there is no such path.
 
     Takes the steps that leave the fewest elements, and of these the fewest seconds for each such axis.
     """
@@ -237,7 +237,7 @@ def _greedy(space: Space, first: State, last: State) -> ReachedState | None:
     while here.state is not last:
         state, straight, away = here.state, space.direct(here.state, last), _off(here.state, last)
         moves = [*space.successors(state, useful_dims(state, last), begins_of(last)), *([straight] if straight else [])]
-        nearer = [move for move in moves if _off(move.there, last) < away]
+        nearer = [move for move in moves if _off(move.there, last) <= away - len(changed_axes(state, move.there))]
         if not nearer:
             return None
         least = min(move.there.numel for move in nearer)

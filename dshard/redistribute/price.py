@@ -32,7 +32,6 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
-    axes_of,
 )
 from dshard.topology import Collective, Topology
 
@@ -53,20 +52,20 @@ RUNS: dict[type[Step], Collective | None] = {
 def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
     """The load of `step` from `layout`, in closed form, for a tensor of global `shape`.
 
-    The received elements are the maximum along the axis of a step, over ranks with index 0 on all other axes; for an
+    The received elements are the maximum along the axes of a step, over ranks with index 0 on all other axes; for an
     exchange, the maximum over the corners of the mesh.
     """
-    here, axes = state_of(layout, shape), [layout.mesh.axis(axis) for axis in axes_of(step)]
+    here, axes = state_of(layout, shape), [layout.mesh.axis(axis) for axis in step.axes]
     n = prod([layout.mesh.shape[axis] for axis in axes])
     match step:
         case AllGather(_, dim):
-            return all_gather_load(here, dim, n)
+            return all_gather_load(here, dim, len(axes))
         case ReduceScatter(_, _, dim):
             return reduce_scatter_load(here, dim, n)
         case AllReduce():
             return all_reduce_load(here, n)
         case AllToAll(_, src, dim):
-            return all_to_all_load(here, src, dim, n)
+            return all_to_all_load(here, src, dim, len(axes))
         case MakePartial():
             return slice_load(here, n)
         case Slice(_, dst):
@@ -81,7 +80,7 @@ def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
 
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
     """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
-    return load_seconds(type(step), load_of(step, layout, tuple(shape)), itemsize, layout.mesh, axes_of(step), topology)
+    return load_seconds(type(step), load_of(step, layout, tuple(shape)), itemsize, layout.mesh, step.axes, topology)
 
 
 def load_seconds(

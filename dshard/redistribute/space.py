@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from math import prod
 
 from dshard.caches import cached
@@ -121,25 +122,31 @@ class Space:
         moved = reordered_axes(here, there) if kind is Exchange else changed_axes(here, there)
         if kind is ReduceExchange:
             moved = tuple([axis for axis in moved if here.partial[axis] != there.partial[axis]])
-        names = tuple([self.mesh.names[axis] for axis in sorted([axes[axis] for axis in moved])])
-        axis, before, after = moved[0], here.partial[moved[0]], there.partial[moved[0]]
-        if kind is AllGather:
-            return AllGather(names[0], here.split[axis])
-        if kind is AllToAll:
-            return AllToAll(names[0], here.split[axis], there.split[axis])
+        src, dst = (state.split.get(moved[0]) for state in (here, there))
+        before, after = (state.partial[moved[0]] for state in (here, there))
+        if kind is AllGather or kind is AllToAll:
+            assert src is not None
+            names = self._names([axes[axis] for axis in here.axes[src][-len(moved) :]])
+            return AllGather(names, src) if dst is None else AllToAll(names, src, dst)
+        if kind is ReduceScatter:
+            assert dst is not None
+            assert before is not None
+            return ReduceScatter(self._names([axes[axis] for axis in there.axes[dst][-len(moved) :]]), before, dst)
+        names = self._names(sorted([axes[axis] for axis in moved]))
         if kind is Slice:
             return Slice(names, self.layout_of(self.with_axes(there, axes)))
         if kind is Exchange:
             return Exchange(names, self.layout_of(self.with_axes(there, axes)))
         if kind is MakePartial:
             assert after is not None
-            return MakePartial(names[0], after)
+            return MakePartial(names, after)
         assert before is not None
         if kind is AllReduce:
             return AllReduce(names, before)
-        if kind is ReduceScatter:
-            return ReduceScatter(names[0], before, there.split[axis])
         return ReduceExchange(names, before, self.layout_of(self.with_axes(there, axes)))
+
+    def _names(self, axes: Sequence[int]) -> tuple[str, ...]:
+        return tuple([self.mesh.names[axis] for axis in axes])
 
     def layout_of(self, state: State) -> Layout:
         """The `Layout` of a state."""
@@ -173,7 +180,7 @@ class Space:
     # -- the steps from a state
 
     def successors(self, state: State, dims: tuple[int, ...], begins: Begins) -> tuple[LayoutEdge, ...]:
-        """The steps on one axis, and all_reduces, that shard only `dims` and leave partial only as `begins` says."""
+        """The steps that shard only `dims` and leave partial only as `begins` says, but those straight to some end."""
         key = (dims, begins)
         moves = state.successors.get(key)
         if moves is None:
@@ -182,49 +189,46 @@ class Space:
 
     def _successors(self, state: State, dims: tuple[int, ...], begins: dict[int, ReduceOp]) -> Iterator[LayoutEdge]:
         ops = list(dict.fromkeys([op for op in state.partial if op is not None]))
-        for axis, op in enumerate(state.partial):
-            if op is not None:
-                for dim in dims:
-                    yield self._reduce_scatter(state, axis, dim)
-            elif axis in state.split:
-                if state.axes[state.split[axis]][-1] == axis:
-                    yield from self._gather(state, axis, dims)
-            else:
-                for dim in dims:
-                    there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.partial)
-                    yield LayoutEdge(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
-                if axis in begins and all(commute(each, begins[axis]) for each in ops):
-                    there = self.state(state.axes, _with(state.partial, axis, begins[axis]))
-                    yield LayoutEdge(
-                        there, MakePartial, self.seconds(MakePartial, (), slice_load(state, self.sizes[axis]))
-                    )
         for op in ops:
-            yield from self._all_reduces(state, op)
+            for axes in _subsets([axis for axis, each in enumerate(state.partial) if each == op]):
+                yield from self._reductions(state, axes, dims)
+        for dim, split in enumerate(state.axes):
+            for last in range(len(split), 0, -1):
+                yield from self._gathers(state, dim, last, dims)
+        free = [axis for axis, op in enumerate(state.partial) if op is None and axis not in state.split]
+        for axis in free:
+            for dim in dims:
+                there = self.state(_with(state.axes, dim, (*state.axes[dim], axis)), state.partial)
+                yield LayoutEdge(there, Slice, self.seconds(Slice, (), slice_load(there, self.sizes[axis])))
+        for axes in _subsets([axis for axis in free if axis in begins]):
+            op = begins[axes[0]]
+            if all(begins[axis] == op for axis in axes) and all(commute(each, op) for each in ops):
+                there = self.state(state.axes, _partial_on(state, axes, op))
+                load = slice_load(state, prod([self.sizes[axis] for axis in axes]))
+                yield LayoutEdge(there, MakePartial, self.seconds(MakePartial, (), load))
 
-    def _gather(self, state: State, axis: int, dims: tuple[int, ...]) -> Iterator[LayoutEdge]:
-        """Shard -> Replicate or Shard of another dim: the steps that undo the last sharding of a dim."""
-        n, dim = self.sizes[axis], state.split[axis]
-        axes = _with(state.axes, dim, state.axes[dim][:-1])
-        seconds = self.seconds(AllGather, (axis,), all_gather_load(state, dim, n))
+    def _gathers(self, state: State, dim: int, last: int, dims: tuple[int, ...]) -> Iterator[LayoutEdge]:
+        """Shard -> Replicate or Shard of another dim: the steps that undo the `last` axes that shard a dim."""
+        kept, moved = state.axes[dim][:-last], state.axes[dim][-last:]
+        axes, along = _with(state.axes, dim, kept), tuple(sorted(moved))
+        seconds = self.seconds(AllGather, along, all_gather_load(state, dim, last))
         yield LayoutEdge(self.state(axes, state.partial), AllGather, seconds)
         for other in dims:
             if other != dim:
-                there = self.state(_with(axes, other, (*axes[other], axis)), state.partial)
-                seconds = self.seconds(AllToAll, (axis,), all_to_all_load(state, dim, other, n))
+                there = self.state(_with(axes, other, (*axes[other], *moved)), state.partial)
+                seconds = self.seconds(AllToAll, along, all_to_all_load(state, dim, other, last))
                 yield LayoutEdge(there, AllToAll, seconds)
 
-    def _reduce_scatter(self, state: State, axis: int, dim: int) -> LayoutEdge:
-        seconds = self.seconds(ReduceScatter, (axis,), reduce_scatter_load(state, dim, self.sizes[axis]))
-        axes = _with(state.axes, dim, (*state.axes[dim], axis))
-        return LayoutEdge(self.state(axes, _with(state.partial, axis, None)), ReduceScatter, seconds)
-
-    def _all_reduces(self, state: State, op: ReduceOp) -> Iterator[LayoutEdge]:
-        held = [axis for axis, each in enumerate(state.partial) if each == op]
-        for subset in range(1, 1 << len(held)):
-            axes = tuple([axis for bit, axis in enumerate(held) if subset >> bit & 1])
-            there = self.state(state.axes, tuple([None if i in axes else p for i, p in enumerate(state.partial)]))
-            load = all_reduce_load(state, prod([self.sizes[axis] for axis in axes]))
-            yield LayoutEdge(there, AllReduce, self.seconds(AllReduce, axes, load))
+    def _reductions(self, state: State, axes: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[LayoutEdge]:
+        """Partial -> Shard or Replicate on all `axes`, which are partial by one reduction."""
+        partial, n = _partial_on(state, axes, None), prod([self.sizes[axis] for axis in axes])
+        for dim in dims:
+            seconds = self.seconds(ReduceScatter, axes, reduce_scatter_load(state, dim, n))
+            for order in permutations(axes):
+                there = self.state(_with(state.axes, dim, (*state.axes[dim], *order)), partial)
+                yield LayoutEdge(there, ReduceScatter, seconds)
+        seconds = self.seconds(AllReduce, axes, all_reduce_load(state, n))
+        yield LayoutEdge(self.state(state.axes, partial), AllReduce, seconds)
 
     def before_partial(self, src: State, dst: State) -> State:
         """`dst`, but replicated on the axes that are partial there and not in `src`."""
@@ -290,6 +294,17 @@ def _axis_keys(state: State) -> list[tuple[int, int, str]]:
         for place, axis in enumerate(split):
             keys[axis] = dim, place, ""
     return keys
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All subsets of some mesh axes but the empty one, in ascending order of their bits."""
+    for bits in range(1, 1 << len(axes)):
+        yield tuple([axis for i, axis in enumerate(axes) if bits >> i & 1])
+
+
+def _partial_on(state: State, axes: Sequence[int], op: ReduceOp | None) -> Partials:
+    """The partial reductions of a state with that of these axes replaced."""
+    return tuple([op if axis in axes else each for axis, each in enumerate(state.partial)])
 
 
 def _with(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]

@@ -1,4 +1,9 @@
-"""The steps of a redistribution as values: most change the placement on one mesh axis, `Exchange` changes any."""
+"""The steps of a redistribution as values: each runs along one mesh axis, or along several at once.
+
+The group of a step along several axes is that of one mesh in which they are folded into one axis, the first of them
+major. So a dim that several axes shard is gathered, or scattered, by one collective: the ranks of the group are in the
+order of its chunks, of which the nested ones may differ in size.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,22 @@ from typing_extensions import assert_never
 
 from dshard.layout import Layout, Region, Shape, overlap
 from dshard.mesh import Coordinate
-from dshard.placements import Partial, ReduceOp, Replicate, Shard, chunk
+from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard, chunk
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Shard(dim) -> Replicate: each rank receives the chunks of its peers."""
+    """Shard(dim) -> Replicate on all `axes`, the last that shard `dim`: each rank receives the chunks of its peers."""
 
-    axis: str
+    axes: tuple[str, ...]
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Partial(op) -> Shard(dim): the terms are reduced, each rank keeps one chunk."""
+    """Partial(op) -> Shard(dim) on all `axes`, from major to minor: each rank keeps one chunk of the reduction."""
 
-    axis: str
+    axes: tuple[str, ...]
     op: ReduceOp
     dim: int
 
@@ -41,9 +46,9 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Shard(src) -> Shard(dst): each rank gives each peer a block."""
+    """Shard(src) -> Shard(dst) on all `axes`, the last that shard either dim: each rank gives each peer a block."""
 
-    axis: str
+    axes: tuple[str, ...]
     src: int
     dst: int
 
@@ -58,9 +63,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class MakePartial:
-    """Replicate -> Partial(op): each rank keeps a term of its local tensor; nothing is sent."""
+    """Replicate -> Partial(op) on all `axes`: each rank keeps a term of its local tensor; nothing is sent."""
 
-    axis: str
+    axes: tuple[str, ...]
     op: ReduceOp
 
 
@@ -103,11 +108,6 @@ class Messages:
     recv: tuple[Region, ...]
 
 
-def axes_of(step: Step) -> tuple[str, ...]:
-    """The names of the mesh axes along which a step's groups lie."""
-    return step.axes if isinstance(step, AllReduce | Slice | Exchange | ReduceExchange) else (step.axis,)
-
-
 _COLLECTIVES: dict[type[Step], str] = {
     AllGather: "all_gather",
     ReduceScatter: "reduce_scatter",
@@ -123,31 +123,31 @@ _COLLECTIVES: dict[type[Step], str] = {
 def describe(step: Step, layout: Layout) -> tuple[str, str, str]:
     """A step from `layout` in words: the collective, the mesh axes, and how the placement on them changes."""
     there = after(step, layout)
-    if isinstance(step, Exchange | ReduceExchange) or len(axes_of(step)) > 1:
+    if isinstance(step, Exchange | ReduceExchange) or len(step.axes) > 1:
         change = f"[{layout}] -> [{there}]"
     else:
-        axis = layout.mesh.axis(axes_of(step)[0])
+        axis = layout.mesh.axis(step.axes[0])
         change = f"{layout.placements[axis]} -> {there.placements[axis]}"
-    return _COLLECTIVES[type(step)], ",".join(axes_of(step)), change
+    return _COLLECTIVES[type(step)], ",".join(step.axes), change
 
 
 def after(step: Step, layout: Layout) -> Layout:
     """The layout that `step` leads to."""
+    placement: Placement
     match step:
-        case AllGather(axis, _):
-            return layout.replace(layout.mesh.axis(axis), Replicate())
-        case AllReduce(axes, _):
-            for axis in axes:
-                layout = layout.replace(layout.mesh.axis(axis), Replicate())
-            return layout
-        case ReduceScatter(axis, _, dim) | AllToAll(axis, _, dim):
-            return layout.replace(layout.mesh.axis(axis), Shard(dim))
-        case MakePartial(axis, op):
-            return layout.replace(layout.mesh.axis(axis), Partial(op))
+        case AllGather() | AllReduce():
+            placement = Replicate()
+        case ReduceScatter(_, _, dim) | AllToAll(_, _, dim):
+            placement = Shard(dim)
+        case MakePartial(_, op):
+            placement = Partial(op)
         case Slice(_, dst) | Exchange(_, dst) | ReduceExchange(_, _, dst):
             return dst
         case _:
             assert_never(step)
+    for axis in step.axes:
+        layout = layout.replace(layout.mesh.axis(axis), placement)
+    return layout
 
 
 def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coordinate) -> Messages | None:
@@ -158,7 +158,7 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
     if isinstance(step, AllReduce):
         return Messages((local,), (local,))
     there = after(step, layout)
-    peers = layout.mesh.peers(axes_of(step), coordinate)
+    peers = layout.mesh.peers(step.axes, coordinate)
     match step:
         case AllGather(_, dim):
             sizes = [layout.local_shape(shape, peer)[dim] for peer in peers]
@@ -194,7 +194,7 @@ def sizes_received(
     moved = messages(step, layout, shape, coordinate) if moved is None else moved
     if moved is None:
         return []
-    sizes, ranks = list(map(numel, moved.recv)), layout.mesh.group(axes_of(step), coordinate)
+    sizes, ranks = list(map(numel, moved.recv)), layout.mesh.group(step.axes, coordinate)
     if isinstance(step, ReduceScatter | ReduceExchange):
         return (len(ranks) - 1) * sizes
     if isinstance(step, AllReduce):

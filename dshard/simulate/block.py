@@ -17,7 +17,7 @@ from dshard.cost import work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, axes_of, plan
+from dshard.redistribute import Plan, plan
 from dshard.simulate.block_program import operators_of_phases
 from dshard.simulate.setup import Setup
 from dshard.simulate.tensor_forms import Placements
@@ -74,7 +74,7 @@ class BlockCosts:
 
 def move_event(name: str, phase: Phase, plan: Plan, itemsize: int, *, waits: bool = True) -> Event:
     """The event of a redistribution's plan."""
-    axes = tuple(dict.fromkeys(axis for step in plan.steps for axis in axes_of(step)))
+    axes = tuple(dict.fromkeys(axis for step in plan.steps for axis in step.axes))
     nbytes = plan.busiest() * itemsize
     return Event(name, phase, "network", plan.seconds, 0.0, nbytes, len(plan.steps), axes, waits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 from math import prod
 
 from dshard.layout import Layout, Shape
@@ -17,7 +18,6 @@ from dshard.redistribute import (
     ReduceScatter,
     Slice,
     Step,
-    axes_of,
 )
 from dshard.redistribute.space import commute
 
@@ -26,33 +26,36 @@ def steps_from(layout: Layout, dims: Sequence[int], partial: dict[int, ReduceOp]
     """The steps from `layout` that shard only `dims` and make partial only the axes, with the ops, of `partial`."""
     names = layout.mesh.names
     ops = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
-    steps: list[Step] = []
-    for i, placement in enumerate(layout.placements):
-        axis = names[i]
-        match placement:
-            case Shard(dim):
-                if layout.axes_of(dim)[-1] == i:
-                    steps.append(AllGather(axis, dim))
-                    steps += [AllToAll(axis, dim, other) for other in dims if other != dim]
-            case Partial(op):
-                steps += [ReduceScatter(axis, op, dim) for dim in dims]
-            case Replicate():
-                steps += [Slice((axis,), layout.replace(i, Shard(dim))) for dim in dims]
-                if i in partial and all(commute(op, partial[i]) for op in ops):
-                    steps.append(MakePartial(axis, partial[i]))
-    return steps + _all_reduces(layout)
+    steps = _reductions(layout, dims)
+    for dim in layout.sharded_dims():
+        axes = layout.names_of(dim)
+        for first in range(len(axes)):
+            steps.append(AllGather(axes[first:], dim))
+            steps += [AllToAll(axes[first:], dim, other) for other in dims if other != dim]
+    replicated = [i for i, placement in enumerate(layout.placements) if placement == Replicate()]
+    steps += [Slice((names[i],), layout.replace(i, Shard(dim))) for i in replicated for dim in dims]
+    for axes in _subsets([names[i] for i in replicated if i in partial]):
+        (op, *others) = {partial[names.index(axis)] for axis in axes}
+        if not others and all(commute(each, op) for each in ops):
+            steps.append(MakePartial(axes, op))
+    return steps
 
 
-def _all_reduces(layout: Layout) -> list[Step]:
+def _reductions(layout: Layout, dims: Sequence[int]) -> list[Step]:
     by_op: dict[ReduceOp, list[str]] = {}
     for i, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             by_op.setdefault(placement.reduce_op, []).append(layout.mesh.names[i])
-    return [
-        AllReduce(tuple(name for bit, name in enumerate(names) if subset >> bit & 1), op)
-        for op, names in by_op.items()
-        for subset in range(1, 1 << len(names))
-    ]
+    steps: list[Step] = []
+    for op, names in by_op.items():
+        for axes in _subsets(names):
+            steps += [ReduceScatter(order, op, dim) for dim in dims for order in permutations(axes)]
+            steps.append(AllReduce(axes, op))
+    return steps
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(name for bit, name in enumerate(names) if subset >> bit & 1) for subset in range(1, 1 << len(names))]
 
 
 def steps_straight(layout: Layout, target: Layout) -> list[Step]:
@@ -113,7 +116,7 @@ def useful_dims(src: Layout, dst: Layout, shape: Shape) -> tuple[int, ...]:
 
 def copied(step: Step, layout: Layout, shape: Shape) -> int:
     """Elements that the busiest rank copies in its own memory because regions are not contiguous."""
-    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in axes_of(step))
+    n = prod(layout.mesh.shape[layout.mesh.axis(axis)] for axis in step.axes)
     own = layout.local_numel(shape)
     match step:
         case ReduceExchange(_, _, dst):

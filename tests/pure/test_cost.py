@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil, inf, prod
 
 import pytest
 from helpers.layout_steps import copied, steps_from, steps_straight
@@ -28,7 +28,7 @@ from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, sizes_received
 from dshard.redistribute.layout_state import exchange_load, state_of
 from dshard.redistribute.price import load_of, step_seconds
-from dshard.redistribute.step import axes_of, messages, numel
+from dshard.redistribute.step import messages, numel
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology
 
@@ -173,7 +173,7 @@ def test_no_exchange_is_priced_below_what_enters_a_host(case: Redistribution, da
     topology = replace(BYTES, layers=layers)
     src, dst = (in_order(layout) for layout in (src, dst))
     for step in steps_straight(src, dst):
-        outer = [axis for axis in axes_of(step) if src.mesh.axis(axis) < cut]
+        outer = [axis for axis in step.axes if src.mesh.axis(axis) < cut]
         if not isinstance(step, Exchange) or not outer:
             continue
         entering = Counter[Coordinate]()
@@ -245,9 +245,28 @@ def test_gloo_sums_what_it_exchanged() -> None:
 
     seconds = collective_seconds("reduce_scatter", 7e6, mesh, mesh.names, HOSTS)
 
-    moved = messages_seconds(7e6, 7, HOSTS.link(mesh, mesh.names, "all_to_all"))
+    moved = collective_seconds("all_to_all", 7e6, mesh, mesh.names, HOSTS)
     assert seconds == pytest.approx(moved + work_seconds(0, everything + piece, HOSTS))
     assert seconds > collective_seconds("reduce_scatter", 7e6, mesh, mesh.names, replace(HOSTS, backend="nccl"))
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
+def test_a_collective_along_several_axes_begins_as_soon_as_one_after_the_other(collective: Collective) -> None:
+    """Bytes take as long as the link of all its ranks lets them; what was measured there is taken as it is."""
+    mesh, rounds = Mesh((2, 4), ("host", "rank")), 2 if collective == "all_reduce" else 1
+    outer, inner = (HOSTS.link(mesh, [axis]).latency for axis in mesh.names)
+    bare = replace(HOSTS, device=replace(HOSTS.device, memory_bandwidth=inf, launch=0.0))
+
+    def seconds(axes: Sequence[str], nbytes: float, topology: Topology = bare) -> float:
+        return collective_seconds(collective, nbytes, mesh, axes, topology)
+
+    assert seconds(mesh.names, 0) == pytest.approx(rounds * (1 * outer + 3 * inner))
+    assert seconds(mesh.names, 0) == pytest.approx(seconds(["host"], 0) + seconds(["rank"], 0))
+    ran = "all_to_all" if collective == "reduce_scatter" else collective  # over gloo
+    joined = HOSTS.link(mesh, mesh.names, ran)
+    assert seconds(mesh.names, 1e6) - seconds(mesh.names, 0) == pytest.approx(joined.seconds(1e6))
+    measured = bare.with_measured([Measured(mesh, ("host", "rank"), 1e-3, 1e9, collective)])
+    assert seconds(mesh.names, 0, measured) == pytest.approx(rounds * 7 * 1e-3)
 
 
 def test_nccl_takes_a_tree_for_a_small_all_reduce_and_a_ring_for_a_large_one() -> None:
@@ -270,7 +289,7 @@ def test_a_two_level_all_reduce_is_a_plan() -> None:
 
     found = plan(src, dst, (1024, 1024), 4, topology)
 
-    assert found.steps == (ReduceScatter("rank", "sum", 0), AllReduce(("host",), "sum"), AllGather("rank", 0))
+    assert found.steps == (ReduceScatter(("rank",), "sum", 0), AllReduce(("host",), "sum"), AllGather(("rank",), 0))
     inner, outer = 8e9, 1e9 / 4  # four groups share the host's link
     assert found.seconds == pytest.approx(2 * 3 / 4 * nbytes / inner + 2 * 1 / 2 * nbytes / 4 / outer)
 
@@ -334,8 +353,8 @@ def test_a_gather_that_interleaves_pays_for_its_copies() -> None:
     shape = (1024, 1024)
     rows, columns = parse_layout("x:S(0)", mesh), parse_layout("x:S(1)", mesh)
 
-    plain = step_seconds(AllGather("x", 0), rows, shape, 4, FLAT_CPU)
-    strided = step_seconds(AllGather("x", 1), columns, shape, 4, FLAT_CPU)
+    plain = step_seconds(AllGather(("x",), 0), rows, shape, 4, FLAT_CPU)
+    strided = step_seconds(AllGather(("x",), 1), columns, shape, 4, FLAT_CPU)
 
     assert strided - plain == pytest.approx(2 * 4 * prod(shape) / FLAT_CPU.memory_bandwidth)
 
@@ -343,8 +362,8 @@ def test_a_gather_that_interleaves_pays_for_its_copies() -> None:
 def test_an_outer_axis_is_not_priced_at_inner_speed() -> None:
     mesh = Mesh((2, 4), ("host", "rank"))
 
-    inner = step_seconds(AllGather("rank", 0), parse_layout("host:R rank:S(0)", mesh), (1 << 20,), 4, HOSTS)
-    outer = step_seconds(AllGather("host", 0), parse_layout("host:S(0) rank:R", mesh), (1 << 20,), 4, HOSTS)
+    inner = step_seconds(AllGather(("rank",), 0), parse_layout("host:R rank:S(0)", mesh), (1 << 20,), 4, HOSTS)
+    outer = step_seconds(AllGather(("host",), 0), parse_layout("host:S(0) rank:R", mesh), (1 << 20,), 4, HOSTS)
 
     assert outer == pytest.approx(5e-6 + 100e-6 + (1 << 21) / (1e9 / 4))  # all four groups share the host's link
     assert inner == pytest.approx(5e-6 + 3 * 10e-6 + 3 * (1 << 20) / 8e9)

@@ -103,9 +103,9 @@ def test_no_all_reduce_in_a_switch_is_faster_than_the_link_brings_the_result() -
 
 
 def test_only_bytes_count_without_algorithms() -> None:
-    topology = Topology.preset("dgx-h100", nodes=2)
-    mesh = Mesh((2, 8), ("node", "gpu"))
-    src, dst = parse_layout("node:R gpu:P(sum)", mesh), parse_layout("node:R gpu:R", mesh)
+    topology = Topology.preset("dgx-h100")
+    mesh = Mesh((8,), ("gpu",))
+    src, dst = parse_layout("gpu:P(sum)", mesh), parse_layout("gpu:R", mesh)
 
     assert topology.bytes_only().algorithms == ()
     assert plan(src, dst, (1 << 20,), 4, topology.bytes_only()).seconds == pytest.approx(2 * 7 / 8 * (4 << 20) / 450e9)

@@ -20,19 +20,19 @@ from dshard.redistribute import (
     AllReduce,
     AllToAll,
     Exchange,
+    MakePartial,
     Plan,
     ReduceExchange,
     ReduceScatter,
     Step,
     after,
-    axes_of,
     messages,
     plan,
     sizes_received,
 )
 from dshard.redistribute.price import step_seconds
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
-from dshard.topology import FLAT_CPU, FLAT_CUDA, Topology
+from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology
 
 MESH = Mesh((2, 4), ("dp", "tp"))
 SMALL = redistributions(meshes(max_axes=2), shapes(max_dims=2))
@@ -154,7 +154,7 @@ def test_what_a_rank_sends_its_peer_receives(case: Redistribution) -> None:
             moved = messages(step, layout, shape, at)
             if moved is None:
                 continue
-            peers = layout.mesh.peers(axes_of(step), at)
+            peers = layout.mesh.peers(step.axes, at)
             for i, peer in enumerate(peers):
                 theirs = messages(step, layout, shape, peer)
                 assert theirs is not None
@@ -186,13 +186,14 @@ def test_what_a_rank_receives_is_counted(case: Redistribution) -> None:
 
 def count_received(step: Step, layout: Layout, shape: Shape, at: Coordinate) -> int:
     """The elements that the rank at `at` gets from others, element by element."""
-    n = len(layout.mesh.group(axes_of(step), at))
+    n = len(layout.mesh.group(step.axes, at))
     held = set(product(*layout.region(shape, at)))
     needed = set(product(*after(step, layout).region(shape, at)))
     if isinstance(step, ReduceScatter | ReduceExchange):
         return (n - 1) * len(needed)
     if isinstance(step, AllReduce):
-        own = len(chunk(len(held), n, layout.mesh.peers(axes_of(step), at).index(at)))
+        slots = sorted(layout.mesh.group(step.axes, at))  # a process group deals out the chunks
+        own = len(chunk(len(held), n, slots.index(layout.mesh.rank(at))))
         return (n - 1) * own + len(held) - own
     return len(needed - held)
 
@@ -218,10 +219,9 @@ def test_a_plan_reads_like_a_list() -> None:
 
     assert str(found) == (
         f"dp:P(sum) tp:S(1)  ->  dp:R tp:R   ({found.seconds * 1e6:.1f} us)\n"
-        "  1. reduce_scatter  dp   P(sum) -> S(0)\n"
-        "  2. all_to_all      tp   S(1) -> S(0)\n"
-        "  3. all_gather      tp   S(0) -> R\n"
-        "  4. all_gather      dp   S(0) -> R"
+        "  1. reduce_scatter  dp      P(sum) -> S(0)\n"
+        "  2. all_to_all      tp      S(1) -> S(0)\n"
+        "  3. all_gather      dp,tp   [dp:S(0) tp:S(0)] -> [dp:R tp:R]"
     )
 
 
@@ -236,16 +236,55 @@ def test_nothing_to_do_is_no_step() -> None:
     assert str(planned("dp:R tp:R", "dp:R tp:R")) == "dp:R tp:R  ->  dp:R tp:R   (0.0 us)"
 
 
-def test_partial_sums_of_several_axes_are_reduced_at_once_where_messages_cost_nothing() -> None:
-    topology = Topology.flat(bandwidth=1e9)
-    src, dst = (parse_layout(text, MESH) for text in ("dp:P(sum) tp:P(sum)", "dp:R tp:R"))
+BOTH = ("dp", "tp")
+JOINED = [
+    ("dp:P(sum) tp:P(sum)", "dp:R tp:R", AllReduce(BOTH, "sum")),
+    ("dp:S(0) tp:S(0)", "dp:R tp:R", AllGather(BOTH, 0)),
+    ("dp:S(0) tp:S(0); 0:tp,dp", "dp:R tp:R", AllGather(("tp", "dp"), 0)),
+    ("dp:P(sum) tp:P(sum)", "dp:S(0) tp:S(0)", ReduceScatter(BOTH, "sum", 0)),
+    ("dp:P(sum) tp:P(sum)", "dp:S(0) tp:S(0); 0:tp,dp", ReduceScatter(("tp", "dp"), "sum", 0)),
+    ("dp:S(0) tp:S(0)", "dp:S(1) tp:S(1)", AllToAll(BOTH, 0, 1)),
+]
 
-    assert plan(src, dst, (64, 64), 4, topology).steps == (AllReduce(("dp", "tp"), "sum"),)
+
+@pytest.mark.parametrize(("src", "dst", "step"), JOINED)
+@pytest.mark.parametrize("shape", [(64, 64), (2048, 2048)])
+@pytest.mark.parametrize("topology", [FLAT_CPU, FLAT_CUDA, Topology.flat(bandwidth=1e9)], ids=str)
+def test_several_axes_are_one_collective(src: str, dst: str, step: Step, shape: Shape, topology: Topology) -> None:
+    assert plan(parse_layout(src, MESH), parse_layout(dst, MESH), shape, 4, topology).steps == (step,)
+
+
+def test_partial_placements_of_several_axes_are_one_step() -> None:
+    assert planned("dp:R tp:R", "dp:P(sum) tp:P(sum)").steps == (MakePartial(BOTH, "sum"),)
+
+
+def test_the_pieces_of_one_collective_are_the_nested_chunks() -> None:
+    """Seven rows on two times two ranks are 2, 2, 2, 1 of them; five are 2, 1, 1, 1, and not 2, 2, 1, 0."""
+    mesh = Mesh((2, 2), ("x", "y"))
+    rows, moved = parse_layout("x:S(0) y:S(0)", mesh), AllGather(("x", "y"), 0)
+    for size, expected in ((7, [2, 2, 2, 1]), (5, [2, 1, 1, 1])):
+        found = messages(moved, rows, (size, 3), (0, 0))
+
+        assert found is not None
+        assert [len(region[0]) for region in found.recv] == expected
+
+
+def test_a_slow_axis_is_passed_first_where_its_bytes_count() -> None:
+    """Each chunk of a fast axis is split over hosts: little of it crosses, and the rest is gathered on each host."""
+    mesh, topology = Mesh((2, 4), ("host", "rank")), Topology("hosts", (Layer("host", 2, 1e9), Layer("rank", 4, 1e12)))
+    src, dst = parse_layout("host:S(0) rank:S(0); 0:rank,host", mesh), parse_layout("host:R rank:R", mesh)
+
+    found = plan(src, dst, (1 << 20,), 4, topology)
+    in_two = (AllGather(("host",), 0), AllGather(("rank",), 0))
+    at_once = step_seconds(AllGather(("rank", "host"), 0), src, (1 << 20,), 4, topology)
+
+    assert found.steps == in_two
+    assert found.seconds < at_once
 
 
 def test_a_small_gather_is_one_step_and_a_large_one_spares_its_copy() -> None:
-    assert planned("dp:R tp:S(1)", "dp:R tp:R", (64, 64)).steps == (AllGather("tp", 1),)
-    assert planned("dp:R tp:S(1)", "dp:R tp:R", (2048, 2048)).steps == (AllToAll("tp", 1, 0), AllGather("tp", 0))
+    assert planned("dp:R tp:S(1)", "dp:R tp:R", (64, 64)).steps == (AllGather(("tp",), 1),)
+    assert planned("dp:R tp:S(1)", "dp:R tp:R", (2048, 2048)).steps == (AllToAll(("tp",), 1, 0), AllGather(("tp",), 0))
 
 
 def test_what_is_received_adds_up() -> None:

@@ -59,6 +59,7 @@ NETS: dict[str, Any] = {"plain": {}, "tied": {"tied": True}, "twice": {"times": 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "fsdp": ((4,), ("d",)),
     "data x fsdp": ((2, 2), ("r", "d")),
+    "fsdp x fsdp": ((2, 2), ("c", "d")),
     "fsdp x megatron": ((2, 2), ("d", "t")),
 }
 
@@ -116,11 +117,11 @@ def test_training_is_that_of_one_device(ranks: RankPool, strategy: str, net: str
     ranks.run(trained, strategy, NETS[net])
 
 
-def few_collectives(depth: int) -> tuple[int, int]:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("d",))
+def few_collectives(depth: int, shape: tuple[int, ...] = (4,)) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("c", "d")[-len(shape) :])
     model = Net(depth, width=8)
     ids = torch.zeros(8, 3, dtype=torch.long)
-    parallelize(model, mesh, "fsdp", ids)
+    parallelize(model, mesh, " x ".join(len(shape) * ["fsdp"]), ids)
     for _ in range(3):
         with trace() as found:
             model(ids).square().sum().backward()
@@ -132,6 +133,11 @@ def test_three_collectives_for_each_block(ranks: RankPool):
     assert more - some == 3 * 3, "two gathers and a reduction"
     numel = sum(p.numel() for p in Block(8).parameters())
     assert received_by_more - received == 3 * 3 * 8 * numel * 3 // 4, "3 (n - 1) / n of the weights"
+
+
+def test_a_finer_mesh_has_no_more_collectives(ranks: RankPool):
+    """Both axes of a mesh together shard what one axis of a coarser one does."""
+    assert ranks.run(few_collectives, 3, (2, 2)) == ranks.run(few_collectives, 3)
 
 
 class Operators(TorchDispatchMode):

@@ -8,17 +8,20 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from helpers.layout_steps import steps_from
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from dshard.autograd.crossing import redistribute
-from dshard.comm import CommEvent, DeviceMesh, bind, listen
+from dshard.comm import CommEvent, DeviceMesh, bind, listen, run
 from dshard.core.context import planning_context
+from dshard.core.wrapper import wrap
 from dshard.layout import Shape, parse_layout
 from dshard.placements import REDUCE_OPS
-from dshard.redistribute import Plan, axes_of, plan, sizes_received
+from dshard.redistribute import Plan, after, plan, sizes_received
+from dshard.redistribute.price import load_of
 from dshard.testing import (
     RankPool,
     Redistribution,
@@ -123,9 +126,32 @@ def test_the_busiest_ranks_bytes_are_told(case: Redistribution) -> None:
     expected = [
         max(sum(sizes_received(step, layout, shape, at)) for at in src.mesh.coordinates()) * 8
         for step, layout in found.stages()
-        if len(src.mesh.group(axes_of(step), (0,) * src.mesh.ndim)) > 1
+        if len(src.mesh.group(step.axes, (0,) * src.mesh.ndim)) > 1
     ]
     assert sum(event.nbytes for event in events) == sum(expected)
+
+
+@given(redistributions(partial=REDUCE_OPS), st.data())  # type: ignore[arg-type]
+def test_every_step_along_any_axes_keeps_the_tensor(case: Redistribution, data: st.DataObject) -> None:
+    """Also the steps that no plan has, such as a reduction to chunks whose order of axes nobody asks for."""
+    src, dst, shape = case
+    begun = {i: p.reduce_op for i, p in enumerate(dst.placements) if isinstance(p, Partial)}
+    steps = steps_from(src, range(len(shape)), begun)  # type: ignore[arg-type]
+    if not steps:
+        return
+    step, value, events = data.draw(st.sampled_from(steps)), whole_numbers(shape), list[CommEvent]()
+    alone = Plan(src, after(step, src), shape, (step,), 0.0)
+    with simulated(src.mesh), listen(events.append):
+        x = distribute(value, src)
+
+        moved = wrap(run(alone, x._local_tensor), x._spec.with_layout(alone.dst))
+
+        assert_value(whole(moved), value)
+    received = {at: sum(sizes_received(step, src, shape, at)) for at in src.mesh.coordinates()}
+    assert sum(event.nbytes for event in events) == max(received.values()) * value.itemsize
+    others = [i for i, axis in enumerate(src.mesh.names) if axis not in step.axes]
+    first = [elements for at, elements in received.items() if not any(at[i] for i in others)]
+    assert load_of(step, src, shape).received == max(first)
 
 
 @given(redistributions())
