@@ -381,8 +381,8 @@ def accumulated() -> None:
 def table_alone() -> list[tuple[list[str], list[str]]]:
     """The collectives of a table's gradient in each pass, in all and up to the next node of the graph."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "t"))
-    table = distribute_tensor(torch.randn(512, 256), mesh, [Replicate(), Replicate()]).requires_grad_()
-    x = distribute_tensor(torch.randn(64, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
+    table = distribute_tensor(torch.randn(512, 256), mesh, [Replicate(), Shard(1)]).requires_grad_()
+    x = distribute_tensor(torch.randn(512, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
     passes = []
     for _ in range(3):
         events, h = list[CommEvent](), x * 2
