@@ -30,7 +30,7 @@ from dshard.redistribute import (
     plan,
     sizes_received,
 )
-from dshard.redistribute.price import step_seconds
+from dshard.redistribute.price import load_of, step_seconds
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology
 
@@ -267,6 +267,7 @@ def test_the_pieces_of_one_collective_are_the_nested_chunks() -> None:
 
         assert found is not None
         assert [len(region[0]) for region in found.recv] == expected
+        assert load_of(moved, rows, (size, 3)).received == 3 * (size - expected[-1])
 
 
 def test_a_slow_axis_is_passed_first_where_its_bytes_count() -> None:

@@ -33,7 +33,7 @@ from dshard.autograd.joined_gradients import bucket_bytes
 from dshard.comm import Lane
 from dshard.comm.events import CommEvent, listen
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.topology import Topology
+from dshard.topology import Layer, Topology
 from dshard.torch_private import no_torch_function
 from dshard.trace import Trace
 
@@ -378,17 +378,23 @@ def accumulated() -> None:
     compare(model, reference)
 
 
+HOSTS = Topology("hosts", (Layer("host", 2, 1e8), Layer("rank", 2, 1e10)))
+"""Between hosts an all_reduce sends what was reduced on each."""
+
+
 def table_alone() -> list[tuple[list[str], list[str]]]:
     """The collectives of a table's gradient in each pass, in all and up to the next node of the graph."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "t"))
-    table = distribute_tensor(torch.randn(512, 256), mesh, [Replicate(), Shard(1)]).requires_grad_()
-    x = distribute_tensor(torch.randn(512, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
+    table = distribute_tensor(torch.randn(512, 256), mesh, [Replicate(), Replicate()]).requires_grad_()
+    x = distribute_tensor(torch.randn(64, 256), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
     passes = []
     for _ in range(3):
         events, h = list[CommEvent](), x * 2
         h.register_hook(lambda grad, events=events: passes.append([event.collective for event in events]))
         with listen(events.append):
-            (h @ table.T).sum().backward()
+            total = (h @ table.T).sum()
+            with use_topology(HOSTS):
+                total.backward()
         passes[-1] = passes[-1], [event.collective for event in events]
         table.grad = x.grad = None
     return passes

@@ -176,6 +176,18 @@ def test_nested_shards_on_one_dim_can_be_turned_around() -> None:
     }  # fmt: skip
 
 
+def test_one_rank_keeps_the_value_that_becomes_partial_on_several_axes() -> None:
+    mesh = Mesh((2, 3), ("dp", "tp"))
+    with simulated(mesh):
+        moved = redistribute(
+            distribute(torch.ones(2), Layout(mesh, (Replicate(),) * 2)), Layout(mesh, (Partial(),) * 2)
+        )
+
+    assert {rank: part.tolist() for rank, part in parts(moved).items()} == {0: [1, 1]} | {
+        i: [0, 0] for i in range(1, 6)
+    }
+
+
 def test_nothing_moves_where_nothing_changes() -> None:
     mesh = Mesh((2,), ("tp",))
     with simulated(mesh):
