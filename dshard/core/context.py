@@ -75,6 +75,22 @@ def declare_setting(setting: Scoped[Any, Any]) -> None:
 declare_setting(_SETTINGS)
 
 
+_STATIC: Scoped[bool, bool] = Scoped("static sizes", bool)
+declare_setting(_STATIC)
+
+
+@contextmanager
+def static_sizes() -> Iterator[None]:
+    """Within the block no operator asks the host for numbers of rows: its steps are recorded once, for all values."""
+    with _STATIC.entered(True):
+        yield
+
+
+def are_sizes_static() -> bool:
+    """Whether this thread is within `static_sizes`."""
+    return bool(_STATIC.anywhere) and _STATIC.value()
+
+
 def settings_in_force() -> list[object]:
     """The settings on which choices depend in this thread and asynchronous task, beside the operands."""
     for setting in _ALL_SETTINGS:  # the guards of compiled graphs call this for each tensor

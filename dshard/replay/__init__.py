@@ -25,6 +25,7 @@ from dshard.comm import (
 )
 from dshard.comm.events import LISTENERS
 from dshard.core.comparisons import nothing_compared
+from dshard.core.context import static_sizes
 from dshard.core.observe import OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.rehearsal.local_recorder import StepRecorder
@@ -170,7 +171,7 @@ class Replay(Generic[P, R]):
         if simulated_ranks() is not None or is_transforming() or torch.compiler.is_compiling():
             self.why_not = "the ranks are simulated, or the call is within a transform or a compiled region of torch"
             return self.step(*args, **kwargs)
-        with nothing_compared():
+        with nothing_compared(), static_sizes():
             out = self._step(StepCall(args, kwargs), looks := _why_looked_at())
         if self.calls >= _PATIENCE and not (looks or self._has_warned or self.replays or self._programs):
             self._has_warned = True

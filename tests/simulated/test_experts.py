@@ -46,13 +46,13 @@ def check(seed: int, large: bool = False) -> int:
 
 
 def test_experts_equal_one_device_by_every_loop() -> None:
-    assert sum(map(check, (2, 3, 6, 7))) > 20
+    assert sum(map(check, (2, 3, 6, 7))) > 15
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 3000, 100))
+@pytest.mark.parametrize("first", range(0, 3000, 50))
 def test_generated_experts_equal_one_device_by_every_loop(first: int) -> None:
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 50):
         check(seed, large=True)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import has_only_shape, publish_failure, traced
+from dshard.comm import has_only_shape, is_captured, publish_failure, traced
 from dshard.core.call_key import call_key
-from dshard.core.context import planning_context
+from dshard.core.context import are_sizes_static, planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.torch_function import autocast
@@ -73,9 +73,10 @@ def _total(rule: Rule, tensors: Sequence[Tensor]) -> int:
 
 
 def _run(body: Body, rule: Rule, requested: RequestedLoops, may_ask: bool, tensors: Sequence[Tensor]) -> Any:
+    mesh = common_mesh("experts", list(tensors))
+    may_ask = may_ask and not (are_sizes_static() or is_captured(mesh))
     may_ask = may_ask and not any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors)
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    mesh = common_mesh("experts", list(tensors))
     choices, key = planning_context().choices, call_key(("experts", rule, requested, needed, may_ask), tensors)
     choice: ExpertsChoice | None = choices.get(key)
     if choice is None:

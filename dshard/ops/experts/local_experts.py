@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import has_only_shape, numbers_of, sum_dtype, traced
+from dshard.core.context import are_sizes_static
 from dshard.core.signature import Context
 from dshard.core.wrapper import is_recorded
 from dshard.errors import ShapeError
@@ -86,20 +87,25 @@ class Pairs(NamedTuple):
 def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
     """The pairs of flat indices; their number is known without the values where this rank has all experts.
 
-    Else they are padded in a graph, and where the host would wait for a device to learn their number.
+    Else they are padded where sizes are static.
 
     Raises:
         IndexError: an index is none of an expert.
     """
-    n, device = len(experts.held), index.device
+    n = len(experts.held)
     local = _local_numbers(index, experts.held, experts.total)
     local, order = torch.sort(local, stable=True)
     ends = ends_of(local, n)
     is_whole = n == experts.total
-    is_padded = not is_whole and n > 0 and (traced(index) or device.type != "cpu")
+    is_padded = not is_whole and n > 0 and _is_static(index)
     if not (is_whole or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
     return Pairs(order, ends, is_padded)
+
+
+def _is_static(x: Tensor) -> bool:
+    """Whether sizes may not depend on values: in a graph, a recording, or where the host would wait for a device."""
+    return traced(x) or x.device.type != "cpu" or are_sizes_static()
 
 
 def ends_of(expert: Tensor, n: int) -> Tensor:
@@ -159,7 +165,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     is_wide = all(n * rows.itemsize % 16 == 0 for n in weight.shape[1:])  # for the products of gradients, too
     if has_kernel and is_wide and is_aligned(rows) and is_aligned(weight):
         return F.grouped_mm(rows, weight, offs=ends)
-    if traced(rows) or rows.device.type != "cpu":
+    if _is_static(rows):
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
         parts = [torch.where((expert == i).unsqueeze(1), rows @ each, 0) for i, each in enumerate(weight.unbind(0))]
         return torch.stack(parts).sum(0) if parts else rows.new_zeros(len(rows), weight.shape[2])

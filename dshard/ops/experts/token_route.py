@@ -226,7 +226,7 @@ def _counts_or_error(rows: Tensor, pairs: Tensor, expert: Tensor, wrong: Tensor)
     counts = torch.stack([rows, pairs], 1)
     if not len(wrong):
         return counts
-    at = wrong.to(torch.uint8).argmax()
+    at = wrong.to(torch.uint8).argmax(0, keepdim=True)  # an index without dims would be read by the host
     error = torch.stack([torch.full_like(rows, -1), expert[at].expand_as(rows)], 1)
     return torch.where(wrong[at], error, counts)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import dshard
-from dshard import ExpertBody, Layout, Shard, init_device_mesh, trace
+from dshard import ExpertBody, Layout, Shard, StrategyError, init_device_mesh, trace
 from dshard.comm import bind
-from dshard.testing import RankPool, distribute, whole
+from dshard.core.context import static_sizes
+from dshard.ops.experts import token_route
+from dshard.replay import Replay
+from dshard.testing import RankPool, distribute, no_host_sync, whole
 from dshard.testing.counter import count_traffic
 from tests.helpers.expert_cases import BIASED, body_of, drawn, one_by_one
 
@@ -147,6 +151,66 @@ def one_expert() -> list[float | None]:
 
 def test_a_body_may_leave_out_experts_without_tokens(ranks: RankPool) -> None:
     assert ranks.run(one_expert) == [[0.0] * 12] * 4
+
+
+def waits() -> list[object]:
+    """How often the ragged form reads numbers on the host, and whether static forms do."""
+    reads, found = [0], list[object]()
+
+    def read(x: Tensor) -> object:
+        reads[0] += 1
+        return x.numpy().tolist()  # which is no operator
+
+    def there_and_back(loops: str) -> None:
+        given = [t.detach().requires_grad_(t.is_floating_point()) for t in laid_out(torch.float32, 16)]
+        with no_host_sync():
+            dshard.experts(BODY, *given, loops=loops).sum().backward()
+
+    with patch.object(token_route, "numbers_of", read):
+        there_and_back("ragged")
+    with static_sizes():
+        there_and_back("expert")
+        there_and_back("tokens")
+        try:
+            there_and_back("ragged")
+        except StrategyError as error:
+            found.append("asks the host" in str(error))
+    return [*reads, *found]
+
+
+def test_the_ragged_form_asks_once_and_static_forms_never(ranks: RankPool) -> None:
+    assert ranks.run(waits) == [[1, True]] * 4
+
+
+def replayed() -> list[object]:
+    """Of a replayed training step: how often it was replayed, and how far parameters are from a step by Python."""
+    runs = []
+    for by_replay in (True, False):
+        x, index, _, *parameters = laid_out()
+        leaves = [p.detach().requires_grad_() for p in parameters]
+
+        def step(x: Tensor, index: Tensor, leaves: list[Tensor] = leaves) -> Tensor:
+            loss: Tensor = dshard.experts(BODY, x, index, x[:, :2], *leaves).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for leaf in leaves:
+                    assert leaf.grad is not None
+                    leaf -= 0.01 * leaf.grad
+                    leaf.grad = None
+            return loss.detach()
+
+        run = dshard.replay(step) if by_replay else step
+        for i in range(8):
+            run(x / (4 + i), (index + i) % 5)
+        runs.append((leaves, run))
+    (mine, run), (right, _) = runs
+    assert isinstance(run, Replay)
+    far = max((whole(a.detach()) - whole(b.detach())).abs().max().item() for a, b in zip(mine, right, strict=True))
+    return [run.replays, run.why_not, far < 1e-12]
+
+
+def test_a_replayed_step_takes_static_forms(ranks: RankPool) -> None:
+    assert ranks.run(replayed) == [[5, "", True]] * 4
 
 
 def asked() -> list[int]:
