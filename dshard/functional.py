@@ -142,7 +142,7 @@ def experts(
     rule: str = "e f d, e d f",
     loops: str | ExpertLoops | None = None,
 ) -> Any:
-    """Sum over a token's experts of what each makes of it: y[t] = sum over j of weight[t, j] f[index[t, j]](x[t]).
+    """Sum over the experts of each token, weighted, what they make of it: the layer of a mixture of experts.
 
     `x` are tokens (..., d), `index` the experts of each (..., k) as whole numbers, `weight` their weights (..., k). The
     result is (..., d). All may be plain tensors, or distributed in any layout.
