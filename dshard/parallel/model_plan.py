@@ -90,9 +90,9 @@ def parallelize(
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
     `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data",
-    "expert", "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`, or
-    the `Path` of a file that `dshard plan model --out` wrote. `args` and `kwargs` are an example batch, by which the model
-    is traced; a model with `dummy_inputs`, and placements by name, need none.
+    "expert", "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`,
+    or the `Path` of a file that `dshard plan model --out` wrote. `args` and `kwargs` are an example batch, by which the
+    model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
     Inputs are DTensors, or plain tensors: with `inputs="global"` whole batches, equal on all ranks, which compare them
     at the first call; with "per-data-rank" each data rank (`data_ranks`) gives its own rows, as many as it has. Inputs
