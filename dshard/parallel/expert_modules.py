@@ -88,7 +88,7 @@ class ExpertsModule(_Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The sum over the experts of each token, as one operator."""
         own, form = type(self).__mro__[2], self.__dict__["_experts_form"]
-        x, index, weight = _arguments(own).bind(self, *args, **kwargs).args[1:]
+        x, index, weight = args if len(args) == OPERANDS else _arguments(own).bind(self, *args, **kwargs).args[1:]
         parameters = [self._parameters[name] for name in form.parameters]
         return experts(partial(_body, self, own, form), x, index, weight, *parameters, rule=form.rule)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
@@ -116,3 +117,45 @@ def mesh_of(strategy: str, ranks: int = 4) -> Mesh:
 def _whole(x: Any) -> Any:
     """A tensor as one plain tensor, if it is one."""
     return whole(x.detach()) if isinstance(x, DTensor) else None if x is None else x.detach().clone()
+
+
+class OwnExperts(nn.Module):
+    """Experts as torchtitan has them: three weights, without biases."""
+
+    def __init__(self, experts: int = 4, width: int = 8, inner: int = 12) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(experts, inner, width) / 3)
+        self.w2 = nn.Parameter(torch.randn(experts, width, inner) / 3)
+        self.w3 = nn.Parameter(torch.randn(experts, inner, width) / 3)
+        self.count = experts
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.count):
+            token, slot = torch.where(index == e)
+            if len(token):
+                hidden = F.silu(x[token] @ self.w1[e].T) * (x[token] @ self.w3[e].T)
+                out = out.index_add(0, token, hidden @ self.w2[e].T * weight[token, slot, None])
+        return out
+
+
+class OwnModel(nn.Module):
+    """A residual stream of two layers, of which one has experts, the last of them without a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.router, self.experts, self.last = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+            OwnExperts(),
+            nn.Linear(8, 8),
+        )
+        with torch.no_grad():
+            self.router.bias[3] -= 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        weight, index = self.router(x).softmax(-1).topk(2)
+        x = x + self.experts(x, index, weight)
+        return (x + self.last(x)).square().mean()

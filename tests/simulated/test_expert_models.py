@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.expert_models import batch, expert_model, mesh_of, parallelized, trained
+from helpers.expert_models import OwnExperts, OwnModel, batch, expert_model, mesh_of, parallelized, trained
 from torch import Tensor, nn
 
 import dshard
@@ -105,48 +104,6 @@ def test_a_model_without_experts_is_refused() -> None:
         match=r"has none that are known: use fsdp; or teach its modules .* by dshard.parallel.register_experts",
     ):
         dshard.plan_model(net, MESH, "expert", torch.ones(4, 4))
-
-
-class OwnExperts(nn.Module):
-    """Experts as torchtitan has them: three weights, without biases."""
-
-    def __init__(self, experts: int = 4, width: int = 8, inner: int = 12) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(experts, inner, width) / 3)
-        self.w2 = nn.Parameter(torch.randn(experts, width, inner) / 3)
-        self.w3 = nn.Parameter(torch.randn(experts, inner, width) / 3)
-        self.count = experts
-
-    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e in range(self.count):
-            token, slot = torch.where(index == e)
-            if len(token):
-                hidden = F.silu(x[token] @ self.w1[e].T) * (x[token] @ self.w3[e].T)
-                out = out.index_add(0, token, hidden @ self.w2[e].T * weight[token, slot, None])
-        return out
-
-
-class OwnModel(nn.Module):
-    """A residual stream of two layers, of which one has experts, the last of them without a token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.router, self.experts, self.last = (
-            nn.Linear(8, 8),
-            nn.Linear(8, 4),
-            OwnExperts(),
-            nn.Linear(8, 8),
-        )
-        with torch.no_grad():
-            self.router.bias[3] -= 100
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        weight, index = self.router(x).softmax(-1).topk(2)
-        x = x + self.experts(x, index, weight)
-        return (x + self.last(x)).square().mean()
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""Unmodified models with experts train on real ranks as on one device, and go from one layout to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.expert_models import FAMILIES, OwnExperts, OwnModel, Steps, batch, expert_model, parallelized, trained
+
+import dshard
+from dshard.checkpoint import load, save
+from dshard.parallel import register_experts
+from dshard.testing import RankPool
+from dshard.topology import BYTES
+
+STRATEGIES = ("data", "fsdp", "megatron", "expert", "fsdp x expert", "data x expert", "expert x megatron", "auto")
+LOOPS = (None, "eager", "batched_mm", "grouped_mm")
+
+
+def mesh_of(strategy: str) -> Any:
+    shape = (4,) if " x " not in strategy else (2, 2)
+    return dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def wrong(family: str, implementations: tuple[str | None, ...], strategies: tuple[str, ...], steps: int) -> list[str]:
+    """What differs from one device."""
+    torch.set_num_threads(1)
+    found = []
+    for implementation in implementations:
+        expected: Steps = trained(expert_model(family, implementation), steps)
+        for strategy in strategies:
+            for topology in (BYTES, None) if strategy != "auto" else (None,):
+                with dshard.use_topology(topology) if topology else torch.enable_grad():
+                    model = parallelized(expert_model(family, implementation), mesh_of(strategy), strategy)
+                    error = trained(model, steps).differs(expected)
+                if not error < 1e-4:
+                    found.append(f"{implementation} {strategy} {topology is BYTES}: {error}")
+    return found
+
+
+def own_gradients() -> None:
+    torch.set_num_threads(1)
+    register_experts(OwnExperts, "e f d, e d f, e f d", counts=["count"])
+    alone, x = OwnModel(), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    alone(x).backward()
+    with dshard.use_topology(BYTES):
+        for strategy in ("expert", "fsdp x expert", "expert x megatron"):
+            model = dshard.parallelize(OwnModel(), mesh_of(strategy), strategy, x)
+            for _ in range(3):  # recorded, and answered from the record
+                model.zero_grad()
+                model(x).backward()
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=f"{strategy} {name}")
+
+
+@pytest.mark.ranks
+def test_gradients_are_those_of_one_device(ranks: RankPool) -> None:
+    ranks.run(own_gradients)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_models_train_as_on_one_device(ranks: RankPool, family: str) -> None:
+    assert ranks.run(wrong, family, LOOPS, STRATEGIES, 10, timeout=1200) == [[]] * 4
+
+
+def saved_and_loaded(folder: str, family: str, strategies: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    expected = {name: x.clone() for name, x in expert_model(family).state_dict().items()}
+    for source in strategies:
+        save(parallelized(expert_model(family), mesh_of(source), source).state_dict(), f"{folder}/{source}")
+        for target in strategies:
+            model = parallelized(expert_model(family, seed=1), mesh_of(target), target)
+            load(model.state_dict(), f"{folder}/{source}")
+            for name, x in model.state_dict().items():
+                assert torch.equal(x.full_tensor(), expected[name]), (source, target, name)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_a_checkpoint_goes_from_each_strategy_to_each(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(saved_and_loaded, str(tmp_path), "gpt-oss", ("expert", "fsdp x expert", "expert x megatron"), timeout=300)
+
+
+def generated(strategies: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    tokens = batch()["input_ids"]
+    expected = expert_model("qwen3-moe").eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    for strategy in strategies:
+        model = parallelized(expert_model("qwen3-moe"), mesh_of(strategy), strategy).eval()
+        found = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, expected), strategy
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_a_model_with_experts_generates_as_on_one_device(ranks: RankPool) -> None:
+    ranks.run(generated, ("expert", "expert x megatron"), timeout=300)
