@@ -41,13 +41,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput",
     },
     "Products and operators": {
-<<<<<<< HEAD
         "dshard": "matmul linear flex_attention experts mlp_experts ExpertBody "
         "use_strategy strategies Schedule Stream register_rule rules",
-=======
-        "dshard": "matmul linear flex_attention experts mlp_experts ExpertBody use_strategy strategies Schedule "
-        "Stream register_rule rules",
->>>>>>> 0e836e6 (Train models with experts on real ranks in tests)
         "dshard.experimental": "local_map register_sharding TensorLike",
     },
     "Plans and explanations": {
