@@ -52,7 +52,8 @@ def distribute_tensor(
     mesh, the mesh of the `with mesh:` block around the call is used.
 
     Raises:
-        LayoutError: a dim out of range, or not one placement for each mesh axis; a tensor that autograd has recorded.
+        LayoutError: a dim out of range, or not one placement for each mesh axis; blocks that do not divide a dim; a
+            tensor that autograd has recorded.
         MeshError: no process group, or a mesh larger than the world.
     """
     mesh = comm.as_mesh(device_mesh)
@@ -67,6 +68,8 @@ def distribute_tensor(
             f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
             f"use redistribute to lay it out [{layout}]"
         )
+    if layout.blocks:
+        layout.check(tuple(tensor.shape))
     refuse_wrapped(tensor, "distribute_tensor")
     if not tensor.is_leaf:
         raise LayoutError(
@@ -113,7 +116,7 @@ def cut(tensor: Tensor, layout: Layout) -> DTensor:
     known: tuple[Region, Spec] | None = runtime.runners.get(key)
     if known is None:
         out = distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=None)
-        if not out._spec.has_partial:
+        if not out._spec.has_partial and not layout.blocks:
             runtime.runners.add(key, (layout.region(tensor.shape, runtime.coordinate), out._spec))
         return out
     runtime.runners.hits += 1

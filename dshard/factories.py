@@ -116,7 +116,7 @@ def randperm(n: int, **options: Unpack[FactoryOptions]) -> DTensor:
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
 
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
-        return comm.local_shard(order, layout.region(shape, coordinate)).to(device)
+        return comm.local_part(order, layout, coordinate).to(device)
 
     return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
 
@@ -158,7 +158,7 @@ def _spaced(
         numbers = make(first, last, *shape, dtype=options.get("dtype"))
 
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
-        return comm.local_shard(numbers, layout.region(shape, coordinate)).to(device)
+        return comm.local_part(numbers, layout, coordinate).to(device)
 
     return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
 

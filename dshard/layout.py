@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -39,13 +40,16 @@ class Layout(Interned, Drawn):
 
     Where several axes shard one tensor dim, the first of them splits it, the next splits each chunk, and so on: left to
     right as in torch, unless `order` says otherwise with pairs (tensor dim, axis indices from major to minor). Orders
-    that are the default are dropped, so equal layouts are equal values.
+    that are the default are dropped, so equal layouts are equal values. All axes of a dim split the same blocks of it.
 
     >>> layout = Layout(Mesh((2, 2), ("dp", "tp")), (Shard(0), Shard(0)))
     >>> str(layout), layout.local_shape((5, 3), (0, 1))
     ('dp:S(0) tp:S(0)', (1, 3))
     >>> layout.region((5, 3), (0, 1))
     (range(2, 3), range(0, 3))
+    >>> packed = Layout(Mesh((2,), ("tp",)), (Shard(0, blocks=2),))
+    >>> packed.local_shape((8, 3), (1,)), packed.block_range(0, 8, (1,))
+    ((4, 3), range(2, 4))
 
     Raises:
         LayoutError: not one placement for each mesh axis, or an order that is no permutation.
@@ -56,6 +60,8 @@ class Layout(Interned, Drawn):
     order: tuple[DimOrder, ...] = ()
     _axes: dict[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _partial: tuple[int, ...] = field(default=(), init=False, repr=False)
+    blocks: Mapping[int, int] = field(default_factory=dict, init=False, repr=False)
+    """The tensor dims that are sharded in several blocks, with the number of these."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -68,17 +74,23 @@ class Layout(Interned, Drawn):
             order = order or strided
         _check_placements(self.mesh, placements)
         axes: dict[int, tuple[int, ...]] = {}
+        blocks: dict[int, int] = {}
         partial = tuple([i for i, placement in enumerate(placements) if isinstance(placement, Partial)])
         for i, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 dim = placement.dim
                 if dim < 0:
                     raise LayoutError(f"{placement} in a layout, which is of tensors of any shape: count dims from 0")
+                if placement.blocks != blocks.get(dim, 1):
+                    if dim in axes:
+                        raise LayoutError(f"[{format_of(placements)}] shards dim {dim} in other blocks on each axis")
+                    blocks[dim] = placement.blocks
                 axes[dim] = (*axes[dim], i) if dim in axes else (i,)
         order = _canonical_order(axes, _pairs(order)) if order else ()
         axes.update(order)
         for name, value in (("placements", placements), ("order", order), ("_axes", axes), ("_partial", partial)):
             _set(self, name, value)
+        _set(self, "blocks", blocks)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The indices of the mesh axes that shard tensor dim `dim`, from major to minor."""
@@ -99,15 +111,89 @@ class Layout(Interned, Drawn):
         return self._partial
 
     def dim_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
-        """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds."""
+        """The indices of tensor dim `dim`, of global size `size`, that the rank at `coordinate` holds.
+
+        Raises:
+            LayoutError: the dim is sharded in several blocks, so that the indices are no range.
+        """
+        if dim in self.blocks:
+            raise LayoutError(
+                f"dim {dim} of [{self}] is sharded in blocks: redistribute it to [{self.unblocked()}] first"
+            )
         return nested_chunk(size, self.axes_of(dim), self.mesh.shape, coordinate)
 
+    def block_range(self, dim: int, size: int, coordinate: Coordinate) -> range:
+        """The indices within each block of tensor dim `dim`, of global size `size`, that a rank holds.
+
+        Raises:
+            LayoutError: the blocks do not divide the size.
+        """
+        blocks = self.blocks.get(dim, 1)
+        if size % blocks:
+            raise LayoutError(_no_blocks(dim, size, blocks))
+        return nested_chunk(size // blocks, self.axes_of(dim), self.mesh.shape, coordinate)
+
     def region(self, shape: Sequence[int], coordinate: Coordinate) -> Region:
-        """The region of a tensor of global shape `shape` that the rank at `coordinate` holds."""
+        """The region of a tensor of global shape `shape` that the rank at `coordinate` holds.
+
+        Raises:
+            LayoutError: a dim is sharded in several blocks: `regions` has the region of each.
+        """
         return tuple([self.dim_range(dim, size, coordinate) for dim, size in enumerate(shape)])
+
+    def regions(self, shape: Sequence[int], coordinate: Coordinate) -> tuple[Region, ...]:
+        """The regions that the rank at `coordinate` holds: one for each block, major dims first."""
+        if not self.blocks:
+            return (self.region(shape, coordinate),)
+        return tuple(product(*[self._ranges(dim, size, coordinate) for dim, size in enumerate(shape)]))
+
+    def local_regions(self, shape: Sequence[int], coordinate: Coordinate) -> tuple[Region, ...]:
+        """The regions of the rank's local tensor in which it holds those of `regions`, in the same order."""
+        if not self.blocks:
+            return (tuple(map(range, self.local_shape(shape, coordinate))),)
+        ranges = []
+        for dim, size in enumerate(shape):
+            n = len(self.block_range(dim, size, coordinate))
+            ranges.append([range(i * n, (i + 1) * n) for i in range(self.blocks.get(dim, 1))])
+        return tuple(product(*ranges))
+
+    def _ranges(self, dim: int, size: int, coordinate: Coordinate) -> list[range]:
+        """The indices of a dim that a rank holds, block by block."""
+        held, blocks = self.block_range(dim, size, coordinate), self.blocks.get(dim, 1)
+        starts = [i * (size // blocks) for i in range(blocks)]
+        return [range(start + held.start, start + held.stop) for start in starts]
+
+    def unblocked(self) -> Layout:
+        """This layout with each dim sharded in one block."""
+        if not self.blocks:
+            return self
+        placements = [Shard(p.dim) if isinstance(p, Shard) else p for p in self.placements]
+        return Layout(self.mesh, tuple(placements), self.order)
+
+    def unflattened(self, cuts: Mapping[int, int]) -> Layout:
+        """The layout of the tensor with each dim of `cuts` unflattened into so many blocks and the rest.
+
+        Each of these dims is sharded in that many blocks, or by no axis. Then the blocks are not sharded: this is how
+        redistributions take blocks.
+
+        >>> print(Layout(Mesh((2,), ("tp",)), (Shard(0, blocks=2),)).unflattened({0: 2}))
+        tp:S(1)
+        """
+
+        def moved(dim: int) -> int:
+            return dim + sum(cut < dim for cut in cuts) + (dim in cuts)
+
+        blocks = {dim: n for dim, n in self.blocks.items() if dim not in cuts}
+        placements = [
+            Shard(moved(p.dim), blocks=blocks.get(p.dim, 1)) if isinstance(p, Shard) else p for p in self.placements
+        ]
+        return Layout(self.mesh, tuple(placements), tuple([(moved(dim), axes) for dim, axes in self.order]))
 
     def local_shape(self, shape: Sequence[int], coordinate: Coordinate) -> Shape:
         """The local shape, on the rank at `coordinate`, of a tensor of global shape `shape`."""
+        if self.blocks:
+            of_block = [len(self.block_range(dim, size, coordinate)) for dim, size in enumerate(shape)]
+            return tuple([n * self.blocks.get(dim, 1) for dim, n in enumerate(of_block)])
         return tuple([len(self.dim_range(dim, size, coordinate)) for dim, size in enumerate(shape)])
 
     def local_numel(self, shape: Sequence[int]) -> int:
@@ -118,7 +204,7 @@ class Layout(Interned, Drawn):
         """Whether some rank holds no elements of a tensor of this shape, though it has elements."""
         for dim in self.sharded_dims():
             counts = [self.mesh.shape[axis] for axis in self.axes_of(dim)]
-            if (0,) in chunk_sizes((shape[dim],), counts) and 0 not in shape:
+            if (0,) in chunk_sizes((shape[dim] // self.blocks.get(dim, 1),), counts) and 0 not in shape:
                 return True
         return False
 
@@ -128,7 +214,8 @@ class Layout(Interned, Drawn):
         sizes, local = self.mesh.shape, list(shape)
         for dim, axes in self._axes.items():
             if dim < len(local):
-                local[dim] = -(-local[dim] // prod(map(sizes.__getitem__, axes)))
+                blocks = self.blocks.get(dim, 1)
+                local[dim] = blocks * -(-local[dim] // (blocks * prod(map(sizes.__getitem__, axes))))
         return tuple(local)
 
     def names_of(self, dim: int) -> tuple[str, ...]:
@@ -138,13 +225,18 @@ class Layout(Interned, Drawn):
     def replace(self, axis: int, placement: Placement) -> Layout:
         """This layout with another placement on the mesh axis of index `axis`, which comes last in its tensor dim.
 
+        Where others shard that dim, it splits their blocks.
+
         Raises:
             LayoutError: no such axis.
         """
         _check_axis(self.mesh, axis)
-        placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
         assert self._axes is not None
         axes, before = dict(self._axes), self.placements[axis]
+        if isinstance(placement, Shard) and placement.blocks != (blocks := self.blocks.get(placement.dim, 1)):
+            shared = any(other != axis for other in self.axes_of(placement.dim))
+            placement = Shard(placement.dim, blocks=blocks) if shared else placement
+        placements = (*self.placements[:axis], placement, *self.placements[axis + 1 :])
         if isinstance(before, Shard):
             axes[before.dim] = tuple([a for a in axes[before.dim] if a != axis])
         if isinstance(placement, Shard):
@@ -162,7 +254,7 @@ class Layout(Interned, Drawn):
             _check_axis(self.mesh, axis)
             if isinstance(placements[axis], Shard):
                 raise LayoutError(f"mesh axis {axis} of [{self}] shards a dim: give axes that shard none, each once")
-            placements[axis] = Shard(dim)
+            placements[axis] = Shard(dim, blocks=self.blocks[dim]) if dim in self.blocks else Shard(dim)
         order = {dim: self.axes_of(dim) for dim in self.sharded_dims()}
         order[dim] = (*order.get(dim, ()), *axes)
         return Layout(self.mesh, tuple(placements), _orders(order))
@@ -177,11 +269,14 @@ class Layout(Interned, Drawn):
         """Refuse a tensor that has fewer dims than this layout shards.
 
         Raises:
-            LayoutError: a Shard of a dim that the tensor does not have.
+            LayoutError: a Shard of a dim that the tensor does not have, or of blocks that do not divide its size.
         """
         for placement in self.placements:
             if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
                 raise LayoutError(_no_dim(placement.dim, shape))
+        for dim, blocks in self.blocks.items():
+            if shape[dim] % blocks:
+                raise LayoutError(_no_blocks(dim, shape[dim], blocks))
 
     def __str__(self) -> str:
         text = format_placements(self.placements, self.mesh.names)
@@ -337,7 +432,14 @@ def _resolve(placement: Placement, ndim: int) -> Placement:
     dim = placement.dim + ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < ndim:
         raise LayoutError(f"{placement} is out of range: the tensor has {ndim} dims; use {_legal_dims(ndim)}")
-    return Shard(dim)
+    return Shard(dim) if placement.blocks == 1 else Shard(dim, blocks=placement.blocks)
+
+
+def _no_blocks(dim: int, size: int, blocks: int) -> str:
+    return (
+        f"Shard({dim}, blocks={blocks}) of a dim of size {size}: blocks are of one size, so their number must divide "
+        f"that of the dim; use Shard({dim})"
+    )
 
 
 def _no_dim(dim: int, shape: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ from dshard.core.plain_tensors import is_part
 from dshard.core.saved_files import check_part, plain_in_file, torch_save_caller, warn_of_part
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
+from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
@@ -200,11 +201,13 @@ class DTensor(Wrapper):
 
         Raises:
             MeshError: there are no processes.
+            LayoutError: uneven parts of blocks, which torch counts otherwise.
         """
         mesh = self.device_mesh
         if isinstance(mesh, Mesh):
             raise MeshError(f"to_torch on the mesh ({mesh}), which has no processes: make it by init_device_mesh")
         placements: Any = self._spec.placements
+        check_blocks_of_torch(self._spec.layout, self._spec.shape)
         return TorchDTensor.from_local(self.to_local(), mesh, placements, shape=self.shape, stride=self.stride())
 
     def redistribute(  # it takes a pure mesh, too
@@ -357,7 +360,7 @@ class DTensor(Wrapper):
         return stored_chunks.chunks(self._spec.layout, self._spec.shape)
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
-        return stored_chunks.part(self._local_tensor, self._spec.layout, self._spec.shape)
+        return stored_chunks.part(self._local_tensor, self._spec.layout, self._spec.shape, index)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec

@@ -103,20 +103,20 @@ def _problem(files: Mapping[str, Any], name: str, value: Tensor) -> Iterator[str
     yield from misfits(name, files[name].get_slice(name).get_shape(), value, "file")
 
 
-def _held(value: Tensor) -> list[Region]:
-    """The regions that this rank holds."""
+def _held(value: Tensor) -> list[tuple[Region, Region]]:
+    """The regions that this rank holds, each with its region of the local tensor."""
     shape = tuple(value.shape)
-    return boxes(value.layout, shape) if isinstance(value, DTensor) else [tuple(map(range, shape))]
+    return boxes(value.layout, shape) if isinstance(value, DTensor) else [(tuple(map(range, shape)),) * 2]
 
 
 def _fill(file: Any, name: str, value: Tensor) -> int:
     """Fill a tensor's local values from the file; read only the regions that this rank holds."""
     nbytes, target = 0, value._local_tensor if isinstance(value, DTensor) else value.detach()
-    for box in _held(value) if target.numel() else ():
+    for box, within in _held(value) if target.numel() else ():
         part = file.get_slice(name)[tuple(slice(r.start, r.stop) for r in box)] if box else file.get_tensor(name)
         nbytes += part.nbytes
         with torch.no_grad():
-            target.copy_(part)
+            target[tuple(slice(r.start, r.stop) for r in within)].copy_(part)
     return nbytes
 
 
@@ -187,9 +187,10 @@ def _write(file: int, offset: int, value: Tensor, group: dist.ProcessGroup | Non
     """Write the local values of this rank if it is the first that holds them."""
     if not (_is_first_holder(value) if isinstance(value, DTensor) else comm.group_rank(group) == 0):
         return
-    local = (value._local_tensor if isinstance(value, DTensor) else value.detach()).contiguous().cpu()
-    data, at = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b""), 0
-    for box in _held(value):
+    whole = (value._local_tensor if isinstance(value, DTensor) else value.detach()).cpu()
+    for box, within in _held(value):
+        local = whole[tuple(slice(r.start, r.stop) for r in within)].contiguous()
+        data, at = memoryview((c_ubyte * local.nbytes).from_address(local.data_ptr()) if local.nbytes else b""), 0
         for begin, length in runs(tuple(value.shape), box):
             nbytes = length * value.dtype.itemsize
             _write_all(file, data[at : at + nbytes], offset + begin * value.dtype.itemsize)

@@ -115,7 +115,15 @@ from dshard.comm.runtime import (
     simulated_ranks,
     taking_part,
 )
-from dshard.comm.scatter_shards import device_of, device_of_result, local_of, local_shard, scatter_shards, scatters
+from dshard.comm.scatter_shards import (
+    device_of,
+    device_of_result,
+    local_of,
+    local_part,
+    local_shard,
+    scatter_shards,
+    scatters,
+)
 from dshard.comm.scoped import Changes, Scoped, ScopedState
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured

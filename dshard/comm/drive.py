@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dshard.comm.collectives import Factor, Wait
 from dshard.comm.pieces import view_of
-from dshard.comm.program_steps import Narrow, ProgramStep, Transfer
+from dshard.comm.program_steps import Narrow, ProgramStep, Reshape, Transfer
 from dshard.comm.workspace import Session
 from dshard.mesh import Coordinate
 
@@ -115,6 +115,8 @@ def redistributed(steps: Sequence[ProgramStep], x: Any, space: Session) -> Progr
             x = view_of(x, step.region)
             if is_ours and not space.lends:
                 x = x.clone(memory_format=torch.contiguous_format)
+        elif isinstance(step, Reshape):
+            x = x.reshape(step.shape)  # a view, but of what is flattened across gaps: a copy, which another may follow
         else:
             x, is_ours = x.fill_(step.value) if is_ours and not space.lends else torch.full_like(x, step.value), True
     if is_ours or space.lends:

@@ -5,6 +5,7 @@ Design: docs/design/0014-one-communication-engine.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -33,8 +34,8 @@ from dshard.redistribute import (
     after,
     inside,
     messages,
-    numel,
     sizes_received,
+    unflattened_shape,
 )
 from dshard.redistribute.price import load_of
 
@@ -51,6 +52,13 @@ class Fill:
     """Replace the local tensor by a term that leaves those of other ranks as they are: zeros of a sum."""
 
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The same elements as a tensor of another shape: blocked dims unflattened or flattened."""
+
+    shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Transfer:
         return 0 if self.collective.report is None else self.collective.report.elements
 
 
-ProgramStep: TypeAlias = Transfer | Narrow | Fill
+ProgramStep: TypeAlias = Transfer | Narrow | Fill | Reshape
 Steps: TypeAlias = tuple[ProgramStep, ...]
 
 
@@ -116,14 +124,21 @@ def steps_of(plan: Plan, panel: Panel | None, at: Coordinate, dtype: torch.dtype
 
     Axes of one rank have none. `backend` is that of the process groups, or `SIMULATED`.
     """
-    steps = list(plan.stages())
+    if plan.parts:
+        assert panel is None, "panels are of a dim that is sharded in ranges"
+        steps_of_parts: list[ProgramStep] = []
+        for part in plan.parts:
+            steps_of_parts.append(Reshape(part.src.local_shape(part.shape, at)))
+            steps_of_parts += steps_of(part, None, at, dtype, backend)
+        return (*steps_of_parts, Reshape(plan.dst.local_shape(plan.shape, at)))
+    steps = list(plan.shaped_stages())
     for i, (first, second) in enumerate(zip(plan.steps, plan.steps[1:], strict=False)):
         # slice before the terms of a partial are made: terms are as large as the tensor they are made of
         if isinstance(first, MakePartial) and isinstance(second, Slice):
             steps[i : i + 2] = reversed(steps[i : i + 2])
     compiled: list[ProgramStep] = []
-    for step, layout in steps:
-        compiled += _compile(step, layout, plan.shape, panel, at, dtype, backend)
+    for step, layout, shape in steps:
+        compiled += _compile(step, layout, shape, panel, at, dtype, backend)
     return tuple(compiled)
 
 
@@ -161,12 +176,48 @@ class Moved(NamedTuple):
 
 
 def moved_in(plan: Plan, at: Coordinate) -> list[Moved] | None:
-    """The regions that the rank at `at` sends and receives in each step of a plan; None for local steps."""
-    stages = list(plan.stages())
-    for step, layout in stages:
+    """The regions that the rank at `at` sends and receives in each step of a plan; None for local steps.
+
+    They are regions of the local tensors themselves, with no dim unflattened: None if a step cuts a blocked dim.
+    """
+    stages = list(plan.shaped_stages())
+    for step, layout, _ in stages:
         if kind_of(step) is None or len(layout.mesh.group(step.axes, at)) == 1:
             return None
-    return [_transfer(step, layout, plan.shape, None, at) for step, layout in stages]
+    moved = [_transfer(step, layout, shape, None, at) for step, layout, shape in stages]
+    cuts = {**plan.src.blocks, **plan.dst.blocks}
+    if not cuts:
+        return moved
+    alone = len(plan.parts) == 1 and plan.parts[0].shape == unflattened_shape(plan.shape, cuts)
+    return _flattened(moved, cuts) if alone else None
+
+
+def _flattened(moved: Sequence[Moved], cuts: Iterable[int]) -> list[Moved] | None:
+    """What is moved of tensors whose dims `cuts` were unflattened, as regions of these; None if one cuts such a dim."""
+    dims = [dim + i for i, dim in enumerate(sorted(cuts))]
+
+    def whole(shape: Shape, regions: tuple[Region, ...]) -> bool:
+        return all(region[i] == range(shape[i]) for region in regions for dim in dims for i in (dim, dim + 1))
+
+    def joined(region: Region) -> Region:
+        for dim in reversed(dims):
+            region = (*region[:dim], range(len(region[dim]) * len(region[dim + 1])), *region[dim + 2 :])
+        return region
+
+    def joined_shape(shape: Shape) -> Shape:
+        return tuple(map(len, joined(tuple(map(range, shape)))))
+
+    if not all(whole(each.before, each.sent) and whole(each.after, each.received) for each in moved):
+        return None
+    return [
+        each._replace(
+            sent=tuple(map(joined, each.sent)),
+            received=tuple(map(joined, each.received)),
+            before=joined_shape(each.before),
+            after=joined_shape(each.after),
+        )
+        for each in moved
+    ]
 
 
 def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Moved:
@@ -219,7 +270,7 @@ def _collective(step: Step, regions: Messages, at: Coordinate, report: Collectiv
     ranks = mesh.group(axes, at)
     kind = kind_of(step)
     assert kind is not None
-    send, recv = (tuple(map(numel, pieces)) for pieces in (regions.send, regions.recv))
+    send, recv = regions.sizes(regions.send), regions.sizes(regions.recv)
     op = step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
     return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, op, report=report)
 

@@ -50,10 +50,10 @@ def run(plan: Plan, x: Tensor) -> Tensor:
 def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
     """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
     mesh, entries = plan.src.mesh, list[Planned]()
-    for step, layout in plan.stages():
-        kind = kind_of(step)
+    for stage in plan.shaped_stages():
+        step, kind = stage[0], kind_of(stage[0])
         if kind is not None and len(mesh.peers(step.axes, (0,) * mesh.ndim)) > 1:
-            entries.append((kind, step.axes, load_of(step, layout, plan.shape).received * itemsize))
+            entries.append((kind, step.axes, load_of(*stage).received * itemsize))
     return entries
 
 

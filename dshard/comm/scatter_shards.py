@@ -16,12 +16,26 @@ from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
+from dshard.redistribute import unflattened_shape
 from dshard.torch_private import TracingContext
 
 
 def local_shard(x: Tensor, region: Region, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """A dense copy of the elements of `x` within `region`."""
     return view_of(x, region).clone(memory_format=memory_format)
+
+
+def local_part(
+    x: Tensor, layout: Layout, at: Coordinate, memory_format: torch.memory_format = torch.contiguous_format
+) -> Tensor:
+    """A dense copy of the elements of the global tensor `x` that the rank at `at` holds under `layout`."""
+    shape, cuts = tuple(x.shape), layout.blocks
+    if not cuts:
+        return local_shard(x, layout.region(shape, at), memory_format)
+    layout.check(shape)
+    whole = unflattened_shape(shape, cuts)
+    part = local_shard(x.reshape(whole), layout.unflattened(cuts).region(whole, at))
+    return part.view(layout.local_shape(shape, at))
 
 
 def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
@@ -42,9 +56,9 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         if device.type == "meta":
             return x.new_empty(layout.local_shape(x.shape, at), device=device)
         if not is_simulated:
-            return local_shard(x, layout.region(tuple(x.shape), at), memory_format)
+            return local_part(x, layout, at, memory_format)
         tensor = of_rank(mesh.rank(at) if source is None else mesh.ranks[source], x)
-        return local_shard(tensor, layout.region(tuple(tensor.shape), at), memory_format)
+        return local_part(tensor, layout, at, memory_format)
 
     is_simulated = are_simulated([x])
     memory_format = torch.preserve_format if source is None else torch.contiguous_format
@@ -78,7 +92,7 @@ def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]
     flat = x.new_empty(0)
     if group.index == source:
-        flat = torch.cat([local_shard(x, layout.region(x.shape, peer)).reshape(-1) for peer in mesh.coordinates()])
+        flat = torch.cat([local_part(x, layout, peer).reshape(-1) for peer in mesh.coordinates()])
     return transport.scatter(flat, [prod(shape) for shape in shapes], source, group, mesh).view(shapes[group.index])
 
 

@@ -1,8 +1,9 @@
 """Chunks of a distributed tensor in a checkpoint, by the protocol of torch.distributed.checkpoint.
 
 Each rank's local tensor is a box of the global tensor, whatever the layout: nested and uneven shards, any order of mesh
-axes. A box that several ranks hold has one name, and torch's planner writes it once. Empty boxes are left out, but a
-tensor without elements has one empty box, so that its name is in the checkpoint.
+axes; of dims that are sharded in blocks it is a box of each block. A box that several ranks hold has one name, and
+torch's planner writes it once. Empty boxes are left out, but a tensor without elements has one empty box, so that its
+name is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm.pieces import view_of
 from dshard.comm.runtime import runtime_of
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Region, Shape
@@ -24,8 +26,8 @@ def _torch() -> tuple[Any, Any]:
     return planner, metadata
 
 
-def boxes(layout: Layout, shape: Shape) -> list[Region]:
-    """The boxes that this rank holds: one or none."""
+def boxes(layout: Layout, shape: Shape) -> list[tuple[Region, Region]]:
+    """The boxes that this rank holds, each with its region of the local tensor: one, one of each block, or none."""
     _check_values(layout)
     runtime = runtime_of(layout.mesh)
     if runtime is None:
@@ -33,9 +35,9 @@ def boxes(layout: Layout, shape: Shape) -> list[Region]:
     if runtime.coordinate is None:
         return []
     if 0 in shape:
-        return [tuple(map(range, shape))]
-    region = layout.region(shape, runtime.coordinate)
-    return [region] if all(region) else []
+        return [(tuple(map(range, shape)),) * 2]
+    held, within = (of(shape, runtime.coordinate) for of in (layout.regions, layout.local_regions))
+    return [pair for pair in zip(held, within, strict=True) if all(pair[0])]
 
 
 def _check_values(layout: Layout) -> None:
@@ -68,11 +70,17 @@ def chunks(layout: Layout, shape: Shape) -> list[Any]:
         metadata.ChunkStorageMetadata(
             offsets=torch.Size(indices.start for indices in box), sizes=torch.Size(len(indices) for indices in box)
         )
-        for box in boxes(layout, shape)
+        for box, _ in boxes(layout, shape)
     ]
 
 
-def part(local: Tensor, layout: Layout, shape: Shape) -> Tensor:
-    """The elements of this rank's one box: its local tensor, or an empty tensor of the global shape."""
+def part(local: Tensor, layout: Layout, shape: Shape, index: Any) -> Tensor:
+    """The elements of this rank's box at `index`, in its local tensor; of no elements one of the global shape."""
     _check_values(layout)
-    return local.new_empty(shape) if 0 in shape else local.detach()
+    if 0 in shape:
+        return local.new_empty(shape)
+    if not layout.blocks:
+        return local.detach()
+    offset = tuple(index.offset)
+    (within,) = [within for box, within in boxes(layout, shape) if tuple(r.start for r in box) == offset]
+    return view_of(local.detach(), within)

@@ -30,6 +30,7 @@ from dshard.callers import asked_by, callers
 from dshard.comm import (
     LocalTensor,
     are_simulated,
+    as_mesh,
     checksum,
     compare_calls,
     comparing,
@@ -48,10 +49,11 @@ from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
+from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
-from dshard.layout import Layout, replicated
+from dshard.layout import Layout, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.torch_dtensor import (
     TorchDTensor,
@@ -151,10 +153,11 @@ def from_torch(x: TorchDTensor) -> Any:
     """torch's distributed tensor `x` as a dshard tensor of the same memory. Differentiable.
 
     Raises:
-        LayoutError: strided placements that no order of the mesh axes makes.
+        LayoutError: strided placements that no order of the mesh axes makes, or uneven parts of blocks.
     """
     x = with_placements_of_dshard(x)
     placements = strided_placements(x)
+    check_blocks_of_torch(layout_of(as_mesh(x.device_mesh), placements, x.ndim), tuple(x.shape))
     return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
 
 

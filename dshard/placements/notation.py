@@ -9,13 +9,13 @@ from dshard.errors import NotationError
 from dshard.placements.types import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from dshard.validate import check_type
 
-_SHARD = re.compile(r"S\((-?\d+)\)")
+_SHARD = re.compile(r"S\((-?\d+)(?:,blocks=(\d+))?\)")
 _PARTIAL = re.compile(r"P(?:\((\w+)\))?")
-_LEGAL = f"R, S(dim) or P(op) with op one of {', '.join(REDUCE_OPS)}"
+_LEGAL = f"R, S(dim) or P(op) with op one of {', '.join(REDUCE_OPS)}; S(dim,blocks=n) is of n blocks"
 
 
 def parse_placement(text: str) -> Placement:
-    """The placement that `text` writes: `R`, `S(0)`, `P(sum)` or `P`.
+    """The placement that `text` writes: `R`, `S(0)`, `S(0,blocks=2)`, `P(sum)` or `P`.
 
     >>> parse_placement("S(1)"), parse_placement("P(max)")
     (Shard(dim=1), Partial(reduce_op='max'))
@@ -25,7 +25,7 @@ def parse_placement(text: str) -> Placement:
     if text == "R":
         return Replicate()
     if match := _SHARD.fullmatch(text):
-        return Shard(int(match[1]))
+        return Shard(int(match[1])) if match[2] is None else Shard(int(match[1]), blocks=int(match[2]))
     match = _PARTIAL.fullmatch(text)
     if match and (match[1] or "sum") in REDUCE_OPS:
         return Partial(match[1] or "sum")  # type: ignore[arg-type]  # membership was just checked

@@ -65,25 +65,41 @@ def _is_torchs(placement: object, name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Shard(_Placement):
-    """Each rank holds one chunk of tensor dimension `dim`.
+    """Each rank holds one chunk of tensor dimension `dim`, or one of each of `blocks` equal blocks of it.
 
-    >>> str(Shard(0))
-    'S(0)'
+    Blocks are for tensors of which parts are packed along a dim: gate and up are 2, query, key and value are 3. A rank
+    holds its chunk of each part, one after the other, so that it takes the parts apart by itself. It is what
+    `Shard(dim + 1)` is of the tensor with the dim unflattened to (blocks, size / blocks).
+
+    >>> str(Shard(0)), str(Shard(0, blocks=2))
+    ('S(0)', 'S(0,blocks=2)')
+
+    Raises:
+        LayoutError: a dim or a number of blocks that is no int, or less than one block.
     """
 
     dim: int
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dim", checked_dim(self.dim))
+        object.__setattr__(self, "blocks", checked_blocks(self.blocks))
 
     def __eq__(self, other: object) -> bool:
-        return (isinstance(other, Shard) or _is_torchs(other, "Shard")) and self.dim == other.dim  # type: ignore[attr-defined]
+        if isinstance(other, Shard):
+            return self.dim == other.dim and self.blocks == other.blocks
+        if _is_torchs(other, "Shard"):
+            return self.blocks == 1 and self.dim == other.dim  # type: ignore[attr-defined]
+        return _is_torchs(other, "_StridedShard") and (self.dim, self.blocks) == (other.dim, other.split_factor)  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash(self.dim)
+        return hash(self.dim) if self.blocks == 1 else hash((self.dim, self.blocks))
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})" if self.blocks == 1 else f"Shard(dim={self.dim}, blocks={self.blocks})"
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},blocks={self.blocks})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +154,18 @@ def checked_dim(dim: Any) -> int:
         return as_int(dim, "dim", LayoutError)
     except LayoutError:
         raise of_wrong_type(LayoutError)(f"Shard({dim!r}): the tensor dim must be an int, such as Shard(0)") from None
+
+
+def checked_blocks(blocks: Any) -> int:
+    """The number of blocks of a Shard."""
+    try:
+        number = as_int(blocks, "blocks", LayoutError)
+    except LayoutError:
+        kind = of_wrong_type(LayoutError)
+        raise kind(f"Shard(dim, blocks={blocks!r}): the number of equal blocks must be an int, such as 2") from None
+    if number < 1:
+        raise LayoutError(f"Shard(dim, blocks={number}): a dim has at least one block; leave blocks out for one")
+    return number
 
 
 def checked_reduce_op(reduce_op: Any) -> ReduceOp:

@@ -8,8 +8,10 @@ lower_bound.py     the least seconds of any plan between two layouts
 space.py           the layouts of a tensor as a graph, whose edges are steps
 plan.py            plans: searched, priced, printed
 panel.py           steps panel by panel
+blocks.py          dims that are sharded in blocks: those of the unflattened tensor
 """
 
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, summa_panels
 from dshard.redistribute.plan import Plan, plan, plan_price
 from dshard.redistribute.step import (
@@ -59,4 +61,5 @@ __all__ = [
     "sizes_received",
     "slices",
     "summa_panels",
+    "unflattened_shape",
 ]

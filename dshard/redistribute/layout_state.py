@@ -13,6 +13,7 @@ from dshard.caches import cached
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.placements import Partial, ReduceOp, chunk, chunk_of, chunk_sizes
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.step import Step
 
 Axes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -27,11 +28,13 @@ class State:
     `local` is the first rank's local shape, which begins at the origin and is the largest. `share` is the fraction of
     all elements that a rank holds on average, and that each holds if the layout is `even`. `exact` says for each dim
     whether it has elements and is sharded evenly. `split` is the dim that each mesh axis shards; `wide` are the axes of
-    more than one rank that shard each dim. `successors` and `direct` cache steps, `rest` lower bounds.
+    more than one rank that shard each dim. `successors` and `direct` cache steps, `rest` lower bounds. A layout with
+    blocks is in `blocked`; its numbers are those of the unflattened tensor.
     """
 
     __slots__ = (
         "axes",
+        "blocked",
         "direct",
         "even",
         "exact",
@@ -47,8 +50,10 @@ class State:
         "wide",
     )
 
-    def __init__(self, axes: Axes, partial: Partials, shape: Shape, sizes: tuple[int, ...]) -> None:
-        self.axes, self.partial, self.shape, self.sizes = axes, partial, shape, sizes
+    def __init__(
+        self, axes: Axes, partial: Partials, shape: Shape, sizes: tuple[int, ...], blocked: Layout | None = None
+    ) -> None:
+        self.axes, self.partial, self.shape, self.sizes, self.blocked = axes, partial, shape, sizes, blocked
         self.split: dict[int, int] = {}
         local, self.exact, parts = list[int](), list[bool](), 1
         for dim, split in enumerate(axes):
@@ -111,7 +116,17 @@ def axes_and_partial(layout: Layout, ndim: int) -> tuple[Axes, Partials]:
 @cached("plan spaces", 16384)
 def state_of(layout: Layout, shape: Shape) -> State:
     """The state of a layout of a tensor of global `shape`, outside of any search."""
+    if layout.blocks:
+        return blocked_state(layout, shape)
     return State(*axes_and_partial(layout, len(shape)), shape, layout.mesh.shape)
+
+
+def blocked_state(layout: Layout, shape: Shape) -> State:
+    """The state of a layout with blocks: its numbers are those of the tensor with the blocked dims unflattened."""
+    layout.check(shape)
+    whole = unflattened_shape(shape, layout.blocks)
+    ends = axes_and_partial(layout.unflattened(layout.blocks), len(whole))
+    return State(*ends, whole, layout.mesh.shape, layout)
 
 
 # -- the load of a step

@@ -14,10 +14,11 @@ from dshard.errors import LayoutError, MeshError
 from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
+from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
 from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, changed_axes
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
-from dshard.redistribute.step import Step, after, describe, sizes_received
+from dshard.redistribute.step import Exchange, Step, after, describe, sizes_received
 from dshard.topology import Topology
 
 Search: TypeAlias = Literal["lean", "free", "greedy"]
@@ -29,16 +30,27 @@ MAX_STATES = 4000
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Plan(Interned, Tabled):
-    """The steps that redistribute a tensor of global `shape` from `src` to `dst`: a value, priced, printed and run."""
+    """The steps that redistribute a tensor of global `shape` from `src` to `dst`: a value, priced, printed and run.
+
+    Where a layout has blocks, the steps are those of `parts`: plans, one after the other, of the tensor with its
+    blocked dims unflattened, or an exchange of blocks alone.
+    """
 
     src: Layout
     dst: Layout
     shape: Shape
     steps: tuple[Step, ...]
     seconds: float
+    parts: tuple[Plan, ...] = ()
+
+    def unblocked(self) -> tuple[Plan, ...]:
+        """The plans without blocks that are run one after the other: `parts`, or this one."""
+        return self.parts or (self,)
 
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
+        if self.parts:
+            return tuple([layout for part in self.parts for layout in part.layouts()])
         before = [self.src]
         for step in self.steps[:-1]:
             before.append(after(step, before[-1]))
@@ -48,9 +60,15 @@ class Plan(Interned, Tabled):
         """Each step with the layout before it."""
         return tuple(zip(self.steps, self.layouts(), strict=True))
 
+    def shaped_stages(self) -> tuple[tuple[Step, Layout, Shape], ...]:
+        """Each step with the layout before it, and the shape of the tensor, which may have dims unflattened."""
+        if self.parts:
+            return tuple([stage for part in self.parts for stage in part.shaped_stages()])
+        return tuple(zip(self.steps, self.layouts(), (self.shape,) * len(self.steps), strict=True))
+
     def sizes_received(self, coordinate: tuple[int, ...]) -> list[int]:
         """The elements of each message that the rank at `coordinate` receives, in all steps."""
-        return [size for step, layout in self.stages() for size in sizes_received(step, layout, self.shape, coordinate)]
+        return [size for stage in self.shaped_stages() for size in sizes_received(*stage, coordinate)]
 
     def received(self, coordinate: tuple[int, ...]) -> int:
         """Elements that the rank at `coordinate` receives in all steps."""
@@ -58,7 +76,7 @@ class Plan(Interned, Tabled):
 
     def loads(self) -> tuple[Load, ...]:
         """The load of each step on its busiest rank."""
-        return tuple(load_of(step, layout, self.shape) for step, layout in self.stages())
+        return tuple(load_of(*stage) for stage in self.shaped_stages())
 
     def busiest(self) -> int:
         """Elements received by the busiest rank of each step, summed over the steps."""
@@ -70,8 +88,8 @@ class Plan(Interned, Tabled):
 
     def seconds_on(self, topology: Topology, itemsize: int, shape: Shape | None = None) -> float:
         """Seconds of these steps on a topology, for elements of `itemsize` bytes, or a tensor of another shape."""
-        shape = self.shape if shape is None else shape
-        return sum(step_seconds(step, layout, shape, itemsize, topology) for step, layout in self.stages())
+        assert shape is None or not self.parts, "tensors of several shapes have blocked dims unflattened"
+        return sum(step_seconds(step, at, shape or own, itemsize, topology) for step, at, own in self.shaped_stages())
 
     def words(self) -> tuple[tuple[str, str, str], ...]:
         """Each step in words: the collective, the mesh axes, and how the placement on them changes."""
@@ -81,6 +99,8 @@ class Plan(Interned, Tabled):
         rows = self.words()
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{self.src}  ->  {self.dst}   ({self.seconds * 1e6:.1f} us)"]
+        if self.parts:  # whose dims the steps name
+            lines[0] += "   of " + ", then ".join(f"{part.shape}" for part in self.parts)
         for i, (name, axes, change) in enumerate(rows, 1):
             lines.append(f"  {i}. {name:{widths[0]}}  {axes:{widths[1]}}   {change}")
         return "\n".join(lines)
@@ -128,12 +148,18 @@ def plan_price(src: State, dst: State, space: Space) -> PricedPlan:
     """
     if src is dst:
         return PricedPlan(0.0, 0)
+    if src.blocked or dst.blocked:
+        found = plan(space.layout_of(src), space.layout_of(dst), space.shape, space.itemsize, space.topology)
+        return PricedPlan(found.seconds, len(found.steps))
     end = _cheapest(space, *space.canonical(src, dst), "lean")
     return PricedPlan(end.seconds, len(end.path()))
 
 
 def plan_price_within(first: State, last: State, space: Space, most: float) -> PricedPlan | None:
     """The price of the cheapest plan between two canonical states; None, found faster, if it takes more than `most`."""
+    if first.blocked or last.blocked:
+        priced = plan_price(first, last, space)
+        return priced if priced.seconds <= most else None
     end = _search(space, first, last, max(first.numel, last.numel), most)
     return None if end is None else PricedPlan(end.seconds, len(end.path()))
 
@@ -146,6 +172,8 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     if src is dst:
         return Plan(src, dst, shape, (), 0.0)
     dst.check(shape)
+    if src.blocks or dst.blocks:
+        return _plan_of_blocks(src, dst, shape, itemsize, topology, search)
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
     if search == "greedy":
@@ -159,6 +187,25 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         end = _cheapest(space, *space.canonical(first, last), search)
     steps = tuple(space.step(here, there, kind, axes) for here, there, kind in end.path())
     return Plan(src, dst, shape, steps, end.seconds)
+
+
+def _plan_of_blocks(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, search: Search) -> Plan:
+    """The plan of the tensor with its blocked dims unflattened; before or after it an exchange to other blocks."""
+    ends = unflattened_ends(src, dst, shape)
+    if ends is not None:
+        part = plan(*ends, itemsize, topology, search=search)
+        return Plan(src, dst, shape, part.steps, part.seconds, (part,))
+    axes = exchanged_axes(src, dst)
+    if axes is not None:
+        exchange = Exchange(axes, dst)
+        return Plan(src, dst, shape, (exchange,), step_seconds(exchange, src, shape, itemsize, topology))
+    ways = []
+    for between in layouts_between(src, dst):
+        halves = [plan(*pair, shape, itemsize, topology, search=search) for pair in ((src, between), (between, dst))]
+        parts = tuple([part for half in halves for part in half.unblocked()])
+        steps = tuple([step for part in parts for step in part.steps])
+        ways.append(Plan(src, dst, shape, steps, sum(half.seconds for half in halves), parts))
+    return min(ways, key=lambda way: way.seconds)
 
 
 def _cheapest(space: Space, first: State, last: State, search: Search) -> ReachedState:

@@ -32,6 +32,7 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
+    sizes_received,
 )
 from dshard.topology import Collective, Topology
 
@@ -55,6 +56,8 @@ def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
     The received elements are the maximum along the axes of a step, over ranks with index 0 on all other axes; for an
     exchange, the maximum over the corners of the mesh.
     """
+    if isinstance(step, Exchange) and (layout.blocks or step.dst.blocks):
+        return _block_exchange_load(step, layout, shape)
     here, axes = state_of(layout, shape), [layout.mesh.axis(axis) for axis in step.axes]
     n = prod([layout.mesh.shape[axis] for axis in axes])
     match step:
@@ -76,6 +79,15 @@ def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
             return reduce_exchange_load(state_of(dst, shape), n)
         case _:
             assert_never(step)
+
+
+def _block_exchange_load(step: Exchange, layout: Layout, shape: Shape) -> Load:
+    """The load of an exchange of blocks, counted on each rank of the first group."""
+    first = (0,) * layout.mesh.ndim
+    received = [sizes_received(step, layout, shape, at) for at in layout.mesh.peers(step.axes, first)]
+    totals, messages = list(map(sum, received)), max(sum(map(bool, sizes)) for sizes in received)
+    average = -(-sum(totals) // len(totals))
+    return Load(max(totals), 2 * step.dst.local_numel(shape), messages, average)
 
 
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:

@@ -24,6 +24,7 @@ from dshard.redistribute.layout_state import (
     all_reduce_load,
     all_to_all_load,
     axes_and_partial,
+    blocked_state,
     changed_axes,
     exchange_load,
     nests,
@@ -55,7 +56,12 @@ class _StatesOf(dict[Layout, "State"]):
         self.space = space
 
     def __missing__(self, layout: Layout) -> State:
-        state = self[layout] = self.space.state(*axes_and_partial(layout, len(self.space.shape)))
+        space = self.space
+        if layout.blocks:
+            state = blocked_state(layout, space.shape)
+        else:
+            state = space.state(*axes_and_partial(layout, len(space.shape)))
+        self[layout] = state
         return state
 
 
@@ -99,8 +105,8 @@ class Space:
         return tuple(axes)
 
     def canonical(self, src: State, dst: State) -> tuple[State, State]:
-        """Source and destination of the canonical redistribution."""
-        if not self.roles:
+        """Source and destination of the canonical redistribution; where one has blocks, they themselves."""
+        if not self.roles or src.blocked or dst.blocked:
             return src, dst
         axes = self.canonical_axes(src, dst)
         return self.with_axes(src, axes), self.with_axes(dst, axes)
@@ -150,6 +156,8 @@ class Space:
 
     def layout_of(self, state: State) -> Layout:
         """The `Layout` of a state."""
+        if state.blocked is not None:
+            return state.blocked
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in state.partial]
         order: list[DimOrder] = []
         for dim, split in enumerate(state.axes):
@@ -162,7 +170,9 @@ class Space:
     # -- seconds
 
     def least(self, src: State, dst: State) -> float:
-        """A lower bound on the seconds of any plan from `src` to `dst`, cached."""
+        """A lower bound on the seconds of any plan from `src` to `dst`, cached; 0 where one has blocks."""
+        if src.blocked or dst.blocked:
+            return 0.0
         seconds = dst.rest.get(src)
         if seconds is None:
             seconds = dst.rest[src] = self.bound.seconds(src, dst) if src is not dst else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from math import prod
 from typing import TypeAlias
 
@@ -101,11 +102,18 @@ class Messages:
     """The regions that one rank sends to and receives from each peer of a step's group.
 
     `send` are regions of its local tensor before the step, one for each peer, or one for all. `recv` are regions of its
-    local tensor after the step, one from each peer, or a single one, reduced, from all.
+    local tensor after the step, one from each peer, or a single one, reduced, from all. Where blocks are exchanged they
+    are `each` for a peer, one after the other.
     """
 
     send: tuple[Region, ...]
     recv: tuple[Region, ...]
+    each: int = 1
+
+    def sizes(self, regions: tuple[Region, ...]) -> tuple[int, ...]:
+        """The elements of each message of these regions."""
+        sizes = tuple(map(numel, regions))
+        return tuple([sum(sizes[i : i + self.each]) for i in range(0, len(sizes), self.each)])
 
 
 _COLLECTIVES: dict[type[Step], str] = {
@@ -171,10 +179,9 @@ def messages(step: Step, layout: Layout, shape: Sequence[int], coordinate: Coord
             take = [layout.local_shape(shape, peer)[src] for peer in peers]
             return Messages(_pieces(_sizes(local), dst, give), _pieces(there.local_shape(shape, coordinate), src, take))
         case Exchange():
-            held, needed = layout.region(shape, coordinate), there.region(shape, coordinate)
-            send = tuple(_part(layout, held, coordinate, peer, there.region(shape, peer), held) for peer in peers)
-            recv = tuple(_part(layout, layout.region(shape, peer), coordinate, peer, needed, needed) for peer in peers)
-            return Messages(send, recv)
+            sent = [_pairs(layout, there, shape, coordinate, peer, 0) for peer in peers]
+            received = [_pairs(layout, there, shape, peer, coordinate, 1) for peer in peers]
+            return Messages(tuple(chain(*sent)), tuple(chain(*received)), len(sent[0]))
         case ReduceExchange():
             held = layout.region(shape, coordinate)
             send = tuple(inside(there.region(shape, peer), held) for peer in peers)
@@ -194,7 +201,7 @@ def sizes_received(
     moved = messages(step, layout, shape, coordinate) if moved is None else moved
     if moved is None:
         return []
-    sizes, ranks = list(map(numel, moved.recv)), layout.mesh.group(step.axes, coordinate)
+    sizes, ranks = list(moved.sizes(moved.recv)), layout.mesh.group(step.axes, coordinate)
     if isinstance(step, ReduceScatter | ReduceExchange):
         return (len(ranks) - 1) * sizes
     if isinstance(step, AllReduce):
@@ -238,11 +245,30 @@ def _pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-def _part(layout: Layout, held: Region, mine: Coordinate, peer: Coordinate, needed: Region, outer: Region) -> Region:
-    """The intersection of `needed` and `held`, counted within `outer`; empty if another replica serves this pair."""
+def _pairs(
+    layout: Layout, there: Layout, shape: Sequence[int], source: Coordinate, target: Coordinate, side: int
+) -> list[Region]:
+    """What `source` sends `target` in an exchange: regions of the local tensor of `source`, or on side 1 of `target`.
+
+    There is a region for each pair of regions that they hold, before and after; all are empty if another replica serves
+    this pair of ranks.
+    """
     replicas = (i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate))
-    both = None if any(mine[i] != peer[i] for i in replicas) else overlap(held, needed)
-    return (range(0),) * len(outer) if both is None else inside(both, outer)
+    serves = all(source[i] == target[i] for i in replicas)
+    held, needed = layout.regions(shape, source), there.regions(shape, target)
+    outer, within = (
+        (held, layout.local_regions(shape, source)) if side == 0 else (needed, there.local_regions(shape, target))
+    )
+    regions: list[Region] = []
+    for i, j in product(range(len(held)), range(len(needed))):
+        both, at = overlap(held[i], needed[j]) if serves else None, (i, j)[side]
+        regions.append((range(0),) * len(shape) if both is None else _moved(inside(both, outer[at]), within[at]))
+    return regions
+
+
+def _moved(region: Region, origin: Region) -> Region:
+    """`region`, counted from where `origin` is counted from."""
+    return tuple([range(a.start + b.start, a.stop + b.start) for a, b in zip(region, origin, strict=True)])
 
 
 def inside(region: Sequence[range], outer: Region) -> Region:

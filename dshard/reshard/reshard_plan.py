@@ -192,12 +192,15 @@ def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:
 
 
 def _first_plans(src: Layout, shape: Shape, itemsize: int, topology: Topology) -> Iterator[Plan | None]:
-    """Plans to reduce partial sums on the source mesh first; None leaves them to the chains."""
+    """Plans to reduce partial sums on the source mesh first; None leaves them to the chains.
+
+    Chains are of ranges: dims that are sharded in blocks are redistributed first.
+    """
     if not reduced_axes(src):
-        yield None
+        yield plan(src, src.unblocked(), shape, itemsize, topology) if src.blocks else None
         return
     ops = {p.reduce_op for p in src.placements if isinstance(p, Partial)}
-    if ops == {"sum"} and itemsize >= WIDE:
+    if ops == {"sum"} and itemsize >= WIDE and not src.blocks:
         yield None
     choices: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(shape) if size > 1)]
     for target in dict.fromkeys(_completed(src, choice) for choice in choices):
@@ -205,7 +208,8 @@ def _first_plans(src: Layout, shape: Shape, itemsize: int, topology: Topology) -
 
 
 def _completed(layout: Layout, placement: Placement) -> Layout:
-    """The layout with `placement` in place of each Partial."""
+    """The layout in ranges with `placement` in place of each Partial."""
+    layout = layout.unblocked()
     for axis in layout.partial_axes():
         layout = layout.replace(axis, placement)
     return layout

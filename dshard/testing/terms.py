@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import local_shard
+from dshard.comm import local_part
 from dshard.errors import LayoutError
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate
@@ -22,7 +22,7 @@ def local_tensor_of(x: Tensor, layout: Layout, seed: int) -> Callable[[Coordinat
     """Return a function from a coordinate to its local tensor of `x`, a copy; the terms of partials are random."""
     ops, sizes = _partial_ops(layout)
     terms = split(x.detach(), ops, sizes, seed)
-    return lambda at: local_shard(terms[_term_index(layout, at)], layout.region(tuple(x.shape), at))
+    return lambda at: local_part(terms[_term_index(layout, at)], layout, at)
 
 
 def join_local_tensors(parts: Mapping[Coordinate, Tensor], layout: Layout, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -32,7 +32,7 @@ def join_local_tensors(parts: Mapping[Coordinate, Tensor], layout: Layout, shape
         AssertionError: a local tensor has another shape or dtype than the layout gives it, or replicas differ.
     """
     terms: dict[int, Tensor] = {}
-    replicas: dict[tuple[int, Region], tuple[Coordinate, Tensor]] = {}
+    replicas: dict[tuple[int, tuple[Region, ...]], tuple[Coordinate, Tensor]] = {}
     for at, part in parts.items():
         expected_shape = layout.local_shape(shape, at)
         if tuple(part.shape) != expected_shape or part.dtype != dtype:
@@ -40,14 +40,19 @@ def join_local_tensors(parts: Mapping[Coordinate, Tensor], layout: Layout, shape
                 f"[{layout}] of shape {shape}: the rank at {at} holds {tuple(part.shape)} of {part.dtype}, "
                 f"not {expected_shape} of {dtype}"
             )
-        index, region = _term_index(layout, at), layout.region(shape, at)
-        first, replica = replicas.setdefault((index, region), (at, part))
+        index, regions = _term_index(layout, at), layout.regions(shape, at)
+        first, replica = replicas.setdefault((index, regions), (at, part))
         if not _same(part, replica):
             raise AssertionError(f"[{layout}]: the ranks at {first} and {at} hold different values:\n{replica}\n{part}")
         term = terms.setdefault(index, part.new_empty(shape))
-        term[tuple(slice(indices.start, indices.stop) for indices in region)] = part
+        for region, within in zip(regions, layout.local_regions(shape, at), strict=True):
+            term[_slices(region)] = part[_slices(within)]
     ops, sizes = _partial_ops(layout)
     return reduce([terms[i] for i in range(prod(sizes))], ops, sizes)
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(indices.start, indices.stop) for indices in region)
 
 
 def _partial_ops(layout: Layout) -> tuple[list[ReduceOp], list[int]]:

@@ -182,8 +182,8 @@ def _more_bytes(moved: Plan, itemsize: int, topology: Topology) -> list[Text]:
 def plan_rows(moved: Plan, itemsize: int, topology: Topology) -> list[dict[str, Any]]:
     """The steps of a redistribution as JSON values."""
     rows = []
-    for (step, layout), (name, axes, change), load in zip(moved.stages(), moved.words(), moved.loads(), strict=True):
-        seconds, nbytes = step_seconds(step, layout, moved.shape, itemsize, topology), load.received * itemsize
+    for stage, (name, axes, change), load in zip(moved.shaped_stages(), moved.words(), moved.loads(), strict=True):
+        seconds, nbytes = step_seconds(*stage, itemsize, topology), load.received * itemsize
         rows.append({"step": name, "axes": axes, "change": change, "nbytes": nbytes, "seconds": seconds})
     return rows
 

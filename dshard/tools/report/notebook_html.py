@@ -41,9 +41,9 @@ def html(value: Drawn | DTensor) -> str:
 
 
 def _least(layout: Layout) -> Shape:
-    """Return the smallest shape of which each rank holds a chunk of its own along every sharded dim."""
+    """Return the smallest shape of which each rank holds a chunk, of each block, along every sharded dim."""
     dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard)]
     sizes = zip(layout.placements, layout.mesh.shape, strict=True)
     split = [(placement.dim, size) for placement, size in sizes if isinstance(placement, Shard)]
     ndim = max([1, *dims]) + 1
-    return tuple(prod(size for dim, size in split if dim == i) for i in range(ndim))
+    return tuple(layout.blocks.get(i, 1) * prod(size for dim, size in split if dim == i) for i in range(ndim))

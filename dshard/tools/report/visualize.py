@@ -150,11 +150,11 @@ def parts_of(layout: Layout, shape: Shape) -> tuple[dict[Region, list[int]], lis
     held: defaultdict[Region, list[int]] = defaultdict(list)
     idle = []
     for at in layout.mesh.coordinates():
-        region = layout.region(shape, at)
+        regions = [region for region in layout.regions(shape, at) if all(region)]
         rank = layout.mesh.rank(at)
-        if all(region):
+        for region in regions:
             held[(range(1),) * (2 - len(region)) + region].append(rank)
-        else:
+        if not regions:
             idle.append(rank)
     return dict(held), idle
 
