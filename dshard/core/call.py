@@ -196,7 +196,8 @@ class Operator:
     to run it, candidates beside the rule's. `composed`: by overload, the calls that no rule describes. `check`: refuses
     arguments that torch's kernels refuse and its meta functions do not; `refuses_empty`: the kernel itself refuses some
     calls whose first operand has no elements. Values of scalar arguments are part of the cache key unless `values` is
-    False: then the rule does not depend on them.
+    False: then the rule does not depend on them. `blocks`: the kernel depends on sizes alone, not on which indices a
+    rank has, so operands may be sharded in blocks, as they may without a kernel.
     """
 
     rule: Callable[[Call], Rule]
@@ -206,6 +207,7 @@ class Operator:
     check: Check | None = None
     refuses_empty: bool = False
     values: bool = True
+    blocks: bool = False
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:

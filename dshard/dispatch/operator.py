@@ -58,6 +58,7 @@ from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
+from dshard.rules.blocked_factors import with_blocks
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import ANY, Constraints, Question, Strategy
 from dshard.rules.strategy_choice import alternative_strategy, cheapest
@@ -183,6 +184,11 @@ def operator_executable(
     keeps = writes_first(call.func) or call.func in _KEEP_LAYOUT
     constraints = Constraints(keep=call.specs[0].layout) if keeps else ANY
     rule = op.rule(call)
+    if op.kernel is None or op.blocks:
+        for spec in call.specs:
+            if spec.layout.blocks:
+                rule = with_blocks(rule, list(map(operand_of, call.specs)))
+                break
     decision, choice = decide(str(call.func), rule, call.specs, call.outs, constraints)
     alternatives = alternatives_of(op, rule, call)
     strategy = cheapest(choice.strategy, [*alternatives])
@@ -288,8 +294,11 @@ def _finish_view(call: Call, result: object, strategy: Strategy, specs: Sequence
 
 
 def alternatives_of(op: Operator, rule: Rule, call: Call) -> dict[Strategy, AlternativePlan]:
-    """The alternatives to the rule that apply to a call, priced, each with its plan; none for in-place operators."""
-    if not op.alternatives or writes_first(call.func):
+    """The alternatives to the rule that apply to a call, priced, each with its plan.
+
+    There are none for in-place operators, nor for operands that are sharded in blocks, as alternatives are of ranges.
+    """
+    if not op.alternatives or writes_first(call.func) or any(spec.layout.blocks for spec in call.specs):
         return {}
     candidates = {}
     for alternative in op.alternatives:

@@ -8,6 +8,7 @@ attention/           attention: loops b, h, q and k, merged partial results
 experts/             experts: loops t, e and f, and the ragged exchange of tokens
 composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
+packed_gradients     gradients of equal parts, joined in blocks
 foreach decompositions custom   lists of tensors, `out=`, operators composed of others
 optimiser_steps optimiser_states   how optimisers of distributed parameters step, and what they load
 """

@@ -9,6 +9,7 @@ from dshard.core.checks import check_cat
 from dshard.core.spec import dense_stride
 from dshard.ops import exchange
 from dshard.ops.exchange import index_exchange
+from dshard.ops.packed_gradients import EQUAL_PARTS
 from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, MOVES, PassThrough, Rule, together
@@ -97,10 +98,13 @@ def strided_kernel(call: RankCall) -> LocalOp:
     return lambda x, _size, _stride, **options: call.func(x, size, stride, **options)
 
 
-_NEW = Operator(creation, with_local_size("size"))
+_LIKE = Operator(creation, like_kernel, blocks=True)
+_NEW = Operator(creation, with_local_size("size"), blocks=True)
 
 RULES: dict[str, Operator] = {
-    "aten::cat": Operator(cat, alternatives=(index_exchange(exchange.concatenate),), check=check_cat),
+    "aten::cat": Operator(
+        cat, alternatives=(index_exchange(exchange.concatenate),), composed=EQUAL_PARTS, check=check_cat
+    ),
     "aten::stack": Operator(stack),
     "aten::flip": Operator(flip, alternatives=(index_exchange(exchange.flip),)),
     "aten::roll": Operator(roll, alternatives=(index_exchange(exchange.roll),)),
@@ -108,7 +112,7 @@ RULES: dict[str, Operator] = {
     "aten::constant_pad_nd": Operator(pad, alternatives=(index_exchange(exchange.pad),)),
     "aten::tril": Operator(triangle, triangle_kernel),
     "aten::triu": Operator(triangle, triangle_kernel),
-    **{f"aten::{name}_like": Operator(creation, like_kernel) for name in ("zeros", "ones", "full", "empty")},
+    **{f"aten::{name}_like": _LIKE for name in ("zeros", "ones", "full", "empty")},
     **{f"aten::new_{name}": _NEW for name in ("zeros", "ones", "full", "empty")},
-    "aten::new_empty_strided": Operator(creation, strided_kernel),
+    "aten::new_empty_strided": Operator(creation, strided_kernel, blocks=True),
 }

@@ -88,4 +88,4 @@ def is_aligned(x: Tensor) -> bool:
     return any(dense == 1 and step >= max(1, n) and step * x.itemsize % 16 == 0 for dense, step, n in ways)
 
 
-RULES: dict[str, Operator] = {"aten::_grouped_mm": Operator(grouped, kernel)}
+RULES: dict[str, Operator] = {"aten::_grouped_mm": Operator(grouped, kernel, blocks=True)}

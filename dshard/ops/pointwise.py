@@ -92,7 +92,7 @@ _POINTWISE = Operator(pointwise, values=False)
 
 RULES: dict[str, Operator] = {
     **{f"aten::{name}": _POINTWISE for name in COPIES},
-    "aten::detach": Operator(pointwise, lambda call: lambda x: x, values=False),
+    "aten::detach": Operator(pointwise, lambda call: lambda x: x, values=False, blocks=True),
     "aten::fill": _POINTWISE,
     "aten::zero": _POINTWISE,
     "aten::masked_fill": _POINTWISE,

@@ -6,7 +6,7 @@ A dim along which elements are selected is not sharded, as it has no factor, unl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.core.call import AlternativePlan, Call, LocalOp, Operator
+from dshard.core.call import AlternativePlan, Call, LocalOp, Operator, RankCall
 from dshard.core.checks import check_dim
 from dshard.core.moves import run_on_ranks
 from dshard.core.spec import specs_of
@@ -147,8 +147,23 @@ def replaced(of: Selection) -> Callable[[Call], Rule]:
 
 
 def split(call: Call) -> Rule:
-    """Any dim may be sharded except the one that is cut into pieces."""
-    return call.rule("... [] ... -> *... [] ...", at="dim", passes=MOVES)
+    """Any dim may be sharded except the one that is cut into pieces; that one in blocks, if each piece is one."""
+    dim = call.dim()
+    blocks = call.specs[0].layout.blocks.get(dim)
+    if len(call.outs) != blocks or len({out.shape[dim] for out in call.outs}) > 1:
+        return call.rule("... [] ... -> *... [] ...", at="dim", passes=MOVES)
+    rule = call.rule("... (piece m) ... -> *... m ...", at="dim", passes=MOVES)
+    pieces = frozenset({"piece"})
+    return replace(rule, unsharded=pieces, sizes=(("piece", blocks), ("m", call.outs[0].shape[dim])), blocks=pieces)
+
+
+def split_kernel(call: RankCall) -> LocalOp:
+    """The operator, or a kernel that splits the blocks of the local tensor."""
+    dim = call.dim()
+    if dim not in call.strategy.inputs[0].blocks:
+        return call.func
+    sizes = [call.out_local_shape(i)[dim] for i in range(len(call.outs))]
+    return lambda x, *_, **__: x.split_with_sizes(sizes, dim)
 
 
 def unbind(call: Call) -> Rule:
@@ -171,9 +186,9 @@ RULES: dict[str, Operator] = {
     "aten::select_scatter": Operator(replaced(SELECT), check=check_dim),
     "aten::slice_scatter": Operator(replaced(SLICE), alternatives=(index_exchange(cut_scatter),), check=check_dim),
     "aten::diagonal_scatter": Operator(replaced(DIAGONAL)),
-    "aten::split": Operator(split, alternatives=(PIECES,)),
-    "aten::split_with_sizes": Operator(split, alternatives=(PIECES,)),
-    "aten::unsafe_split": Operator(split),
-    "aten::unsafe_split_with_sizes": Operator(split),
+    "aten::split": Operator(split, split_kernel, alternatives=(PIECES,), blocks=True),
+    "aten::split_with_sizes": Operator(split, split_kernel, alternatives=(PIECES,), blocks=True),
+    "aten::unsafe_split": Operator(split, split_kernel, blocks=True),
+    "aten::unsafe_split_with_sizes": Operator(split, split_kernel, blocks=True),
     "aten::unbind": Operator(unbind),
 }

@@ -203,7 +203,7 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 _OF_VIEW = {_ATEN.as_strided.default: Composed(strided_of_base, lambda args: args[0]._is_view())}
 """Operators of a view that reach memory beyond it."""
 
-_RESHAPE = Operator(reshape, reshape_kernel)
+_RESHAPE = Operator(reshape, reshape_kernel, blocks=True)
 
 RULES: dict[str, Operator] = {
     **{f"aten::{name}": _RESHAPE for name in ("view", "reshape", "_unsafe_view", "_reshape_alias")},
@@ -211,8 +211,8 @@ RULES: dict[str, Operator] = {
     "aten::transpose": Operator(transpose),
     "aten::t": Operator(t),
     "aten::unsqueeze": Operator(unsqueeze),
-    "aten::squeeze": Operator(squeeze, squeeze_kernel),
-    "aten::expand": Operator(expand, with_local_size("size")),
+    "aten::squeeze": Operator(squeeze, squeeze_kernel, blocks=True),
+    "aten::expand": Operator(expand, with_local_size("size"), blocks=True),
     "aten::view_as_real": Operator(as_real),
     "aten::view_as_complex": Operator(as_complex),
     "aten::_conj": Operator(conjugate, done_now(torch.conj_physical)),

@@ -140,11 +140,13 @@ def expand(
     mesh, terms, n = operands[0].layout.mesh, (*rule.inputs, *rule.outputs), len(rule.inputs)
     for term in terms:
         for dim in term:
-            if len(dim) > 1 and not merges(dim, order, sizes, mesh):
+            if len(dim) > 1 and not merges(_without_blocks(dim, rule) if rule.blocks else dim, order, sizes, mesh):
                 return None
     try:
         layouts = [
-            operands[i].layout if i in rule.unread else _layout(mesh, term, order, rest)
+            operands[i].layout
+            if i in rule.unread
+            else _layout(mesh, term, order, rest, blocks_of(rule, term, sizes) if rule.blocks else None)
             for i, (term, rest) in enumerate(zip((*terms, *rule.inputs), _rests(rule, assignment), strict=True))
         ]
     except LayoutError:  # one tensor would be partial by two reductions
@@ -209,15 +211,27 @@ def _rests(rule: Rule, assignment: tuple[Row, ...]) -> list[Rest]:
     return list(zip(*columns, strict=True))
 
 
-def _layout(mesh: Mesh, term: Term, order: Order, rest: Rest) -> Layout:
-    """The layout of a tensor of this term."""
+def blocks_of(rule: Rule, term: Term, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The number of blocks in which each dim of a term is sharded, if it is."""
+    return tuple([prod([sizes[name] for name in dim[: len(dim) - len(_without_blocks(dim, rule))]]) for dim in term])
+
+
+def _without_blocks(dim: Dim, rule: Rule) -> Dim:
+    """The factors of a dim behind those that are blocks of them."""
+    while len(dim) > 1 and dim[0] in rule.blocks:
+        dim = dim[1:]
+    return dim
+
+
+def _layout(mesh: Mesh, term: Term, order: Order, rest: Rest, blocks: tuple[int, ...] | None = None) -> Layout:
+    """The layout of a tensor of this term, whose sharded dims are in so many blocks."""
     split, partial = [], list(rest)
     for dim in term:
         axes = order.get(dim[0], ()) if len(dim) == 1 else _axes_of(dim, order)
         split.append(axes)
         for axis in axes:
             partial[axis] = None
-    return _expanded_layout(mesh, tuple(split), tuple(partial))
+    return _expanded_layout(mesh, tuple(split), tuple(partial), blocks)
 
 
 def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
@@ -225,7 +239,12 @@ def _axes_of(factors: Dim, order: Order) -> tuple[int, ...]:
 
 
 @cached("layouts", 16384)
-def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple[ReduceOp | None, ...]) -> Layout:
+def _expanded_layout(
+    mesh: Mesh,
+    split: tuple[tuple[int, ...], ...],
+    rest: tuple[ReduceOp | None, ...],
+    blocks: tuple[int, ...] | None,
+) -> Layout:
     """The cached layout, one object for all expansions that have it; `split` are the mesh axes that shard each dim."""
     placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in rest]
     orders = []
@@ -233,7 +252,7 @@ def _expanded_layout(mesh: Mesh, split: tuple[tuple[int, ...], ...], rest: tuple
         if len(axes) > 1:
             orders.append((dim, axes))
         for axis in axes:
-            placements[axis] = Shard(dim)
+            placements[axis] = Shard(dim) if blocks is None else Shard(dim, blocks=blocks[dim])
     return Layout(mesh, tuple(placements), tuple(orders))
 
 

@@ -14,8 +14,11 @@ from dshard.rules.rule import Rule, Term
 def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str, int]) -> str | None:
     """The factor to cut into panels: among the allowed loops, the most communicated; None if nothing is communicated.
 
-    Among equals, one that is not contracted, as its panels need not be summed, and the largest.
+    Nor are there panels of tensors that are sharded in blocks. Among equals, one that is not contracted, as its panels
+    need not be summed, and the largest.
     """
+    if have_blocks(plans):
+        return None
     terms = (*rule.inputs, *rule.outputs)
     moved = [plan.busiest() for plan in plans]
     best: tuple[int, bool, int] = (0, False, 0)
@@ -27,6 +30,11 @@ def factor_of(rule: Rule, stream: Stream, plans: Sequence[Plan], sizes: dict[str
             if volume and key > best and stream.axis in (None, loop):
                 best, best_factor = key, factor
     return best_factor
+
+
+def have_blocks(plans: Sequence[Plan]) -> bool:
+    """Whether one of the plans is of a tensor that is sharded in blocks."""
+    return any(plan.src.blocks or plan.dst.blocks for plan in plans)
 
 
 def panels_of(

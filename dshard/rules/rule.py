@@ -45,7 +45,8 @@ class Rule:
     factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count only pairs in which
     the index of the second is at most that of the first. If `held` is not 0, a tensor of all factors but those `apart`,
     with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole. With
-    `chosen` each row works with some parts of operands alone.
+    `chosen` each row works with some parts of operands alone. `blocks` are factors that are not sharded, and major in a
+    dim: where another factor of the dim is sharded, it is so in blocks.
     """
 
     inputs: tuple[Term, ...]
@@ -61,6 +62,7 @@ class Rule:
     triangle: tuple[str, str] | None = None
     held: int = 0
     chosen: Chosen | None = None
+    blocks: frozenset[str] = frozenset()
 
     def reductions(self) -> tuple[ReduceOp, ...]:
         """For each output the reduction with which a sharded factor that it lacks leaves it partial."""

@@ -36,7 +36,7 @@ def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContracti
     """
     (a, b), (out,) = rule.inputs[:2], rule.outputs
     shared = [dim for dim in a if dim and dim in b and dim not in out]
-    if len(shared) != 1:
+    if len(shared) != 1 or rule.blocks:
         return None
     dims = a.index(shared[0]), b.index(shared[0])
     layouts, mesh = [operand.layout for operand in operands[:2]], operands[0].layout.mesh

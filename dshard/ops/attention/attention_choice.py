@@ -124,7 +124,7 @@ class Candidates:
             self.out: Tensor = whole(options)(*meta_tensors(specs))
         self.topology = planning_context().topology_of(layouts[0].mesh)
         operands, outputs = tuple(map(operand_of, specs)), ((tuple(self.out.shape), self.out.itemsize),)
-        constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0])
+        constraints = Constraints(gradients=needed, kept=(True,) * len(specs), returned=layouts[0].unblocked())
         self.question = Question(self.rules["whole"], operands, outputs, self.topology, constraints)
         self.how = self._all()
         if not self.how:

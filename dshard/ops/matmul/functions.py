@@ -24,6 +24,7 @@ from dshard.ops.matmul.matmul_autograd import multiply
 from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice
 from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options, options_of
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
+from dshard.rules.blocked_factors import with_blocks
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
 from dshard.rules.split_contraction import split_contraction
@@ -86,7 +87,10 @@ def _choose_matmul(
         constraints = options.constraints(rule, mesh, needs, leaf)
         return choose(Question(rule, operands, ((shape, out.itemsize),), topology, constraints))
 
-    choice = chosen(function.rule(specs[0].shape, specs[1].shape), operands)
+    rule = function.rule(specs[0].shape, specs[1].shape)
+    if specs[0].layout.blocks or specs[1].layout.blocks:
+        rule = with_blocks(rule, operands)
+    choice = chosen(rule, operands)
     cut = split_contraction(choice.question.rule, operands)
     if cut is not None:
         by_blocks = chosen(cut.rule, cut.operands)

@@ -162,7 +162,7 @@ def _streamed(planned: PlannedMatmul, panels: Panels, stream: Stream | AutoPanel
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:
     """The expansion of the matmul with a bias along the last dim of the result, added to the local result."""
     last = (rule.outputs[0][-1],)
-    rule = Rule((*rule.inputs, last), rule.outputs, passes=rule.passes)
+    rule = replace(rule, inputs=(*rule.inputs, last), loops=False)
     operands = list(map(operand_of, specs))
     expansion = expand(
         rule, operands, strategy.rows, strategy.order, sizes_of(rule, operands, [(out.shape, out.itemsize)])
@@ -188,7 +188,7 @@ def _gradient_matmul(matmul: Matmul, i: int, grad: Spec, other: Spec) -> Matmul:
     rule, strategy, like, stream = matmul.planned.rule, matmul.choice.strategy, matmul.specs[i], matmul.stream
     (a, b), (out,) = rule.inputs, rule.outputs
     terms, specs = ((out, b), (grad, other)) if i == 0 else ((a, out), (other, grad))
-    rule = Rule(terms, (rule.inputs[i],), passes=rule.passes, loops=True)
+    rule = replace(rule, inputs=terms, outputs=(rule.inputs[i],), loops=True)
     rows, order = tuple(_gradient_row(row, i) for row in strategy.rows), strategy.order
     operands, outputs = tuple(map(operand_of, specs)), ((like.shape, like.itemsize),)
     expansion = expand(rule, operands, rows, order, sizes_of(rule, operands, outputs))

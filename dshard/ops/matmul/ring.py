@@ -35,6 +35,7 @@ from dshard.ops.matmul.symmetric import SymmetricExecutor, changed_axis, check_s
 from dshard.placements import Shard
 from dshard.redistribute import Panel, Plan, Ranges, owned
 from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.panel_cut import have_blocks
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule
 
@@ -75,6 +76,8 @@ def ring_axes(matmul: PlannedMatmul, stream: Stream) -> dict[int, int]:
     Both operands, if the same factor of both is gathered along two axes of one size; else the most communicated one.
     """
     rule, plans, dtype, *_ = matmul
+    if have_blocks(plans):
+        return {}
     allowed = {f for loop, names in factors_of(rule).items() if stream.axis in (None, loop) for f in names}
     axes = {i: axis for i, plan in enumerate(plans) if (axis := changed_axis(plan, reduces=i == 2)) is not None}
     if dtype in HALF:

@@ -94,7 +94,7 @@ def plus(a: str, b: str, out: str) -> Operator:
         bias = " ".join(dims[len(dims) - len(call.shapes[0]) :])
         return call.rule(f"{bias}, {a}, {b} -> {out}", passes=(*together(0, 1), *together(0, 2)))
 
-    return Operator(rule, once)
+    return Operator(rule, once, blocks=True)
 
 
 def once(call: RankCall) -> LocalOp:
