@@ -16,6 +16,7 @@ from dshard.redistribute import Plan, plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.communication_bounds import attention_bytes_bound, matmul_lower_bound
 from dshard.rules.expand import Operand, Row
+from dshard.rules.expert_bound import experts_bytes_bound
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
 from dshard.rules.strategy import Question, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import strategies
@@ -107,7 +108,9 @@ def candidate(question: Question, strategy: Strategy) -> Candidate:
         str(strategy),
         moves,
         (strategy.gather, strategy.compute, strategy.reduce, strategy.backward),
-        matmul_bytes_bound(rule, operands) or attention_bytes_bound(rule, operands, outputs),
+        matmul_bytes_bound(rule, operands)
+        or attention_bytes_bound(rule, operands, outputs)
+        or experts_bytes_bound(rule, operands),
         stored_once((*(o.layout for o in operands), *strategy.ends)),
     )
     return replace(priced, peak_bytes=priced.peak_bytes + strategy.held) if strategy.held else priced

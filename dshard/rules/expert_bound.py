@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from dshard.placements import Shard
 from dshard.routing import Held, Routing
+from dshard.rules.expand import Operand
+from dshard.rules.rule import Rule
+
+LARGEST = 64
+"""The most ranks for which a bound is computed: its time grows with their square."""
 
 
 def experts_lower_bound(
@@ -27,6 +34,38 @@ def experts_lower_bound(
     remote = routing.remote_shares(held, choices)
     at_token = [own * share for of_rank, own in zip(remote, tokens, strict=True) for share in of_rank]
     return pass_lower_bound(at_expert, at_token, row, weights)
+
+
+def experts_bytes_bound(rule: Rule, operands: Sequence[Operand]) -> float | None:
+    """Bytes that some rank must receive in a layer of experts, forward, whose tokens and experts are stored once.
+
+    None for another operator, for tokens or experts that are not split over all ranks, and for many ranks.
+    """
+    if rule.chosen is None:
+        return None
+    mesh, token = operands[0].layout.mesh, operands[0]
+    of_parts = [
+        (o, term.index((rule.chosen.parts,)))
+        for o, term in zip(operands, rule.inputs, strict=True)
+        if (rule.chosen.parts,) in term
+    ]
+    first, dim = of_parts[0]
+    axes = {axis for axis, n in enumerate(mesh.shape) if n > 1}
+    are_split = all(axes == {*o.layout.axes_of(at)} for o, at in of_parts)
+    placements = [token.layout.placements[axis] for axis in axes]
+    rows = all(isinstance(p, Shard) and p.dim < len(token.shape) - 1 for p in placements)
+    if not (axes and are_split and rows) or mesh.size > LARGEST:
+        return None
+    places = sorted(map(mesh.coordinate, mesh.ranks), key=lambda at: [at[axis] for axis in first.layout.axes_of(dim)])
+    held = tuple([first.layout.dim_range(dim, first.shape[dim], at) for at in places])
+    tokens = [prod(token.layout.local_shape(token.shape, at)[:-1]) for at in places]
+    total, choices = (
+        first.shape[dim],
+        next(o.shape[-1] for o, term in zip(operands, rule.inputs, strict=True) if (rule.chosen.each,) in term),
+    )
+    weights = sum([prod(o.shape) for o, _ in of_parts]) / max(1, total)
+    bound = experts_lower_bound(rule.chosen.routing, held, min(choices, total), tokens, token.shape[-1], weights)
+    return bound / mesh.size * token.itemsize
 
 
 def routed_lower_bound(chosen: Sequence[Sequence[Sequence[int]]], held: Held, row: float, weights: float) -> float:

@@ -123,8 +123,8 @@ def test_many_tokens_move_experts_and_few_move_themselves() -> None:
     assert loops_of(4 * 262144) == "x:t"
 
 
-def explained(routing: Routing, tokens: int = 4096) -> Explanation:
-    x, w = torch.empty(tokens, 64, device="meta"), torch.empty(8, 512, 64, device="meta")
+def explained(routing: Routing, tokens: int = 4096, width: int = 64) -> Explanation:
+    x, w = torch.empty(tokens, width, device="meta"), torch.empty(8, 512, width, device="meta")
     index, weight = torch.empty(tokens, 2, dtype=torch.long, device="meta"), torch.empty(tokens, 2, device="meta")
     given = [x, index, weight, w, w.transpose(1, 2).contiguous()]
     laid = [DTensor.from_local(t.tensor_split(4)[0], MESH, [Shard(0)], shape=t.shape) for t in given]
@@ -140,6 +140,20 @@ def test_a_routing_prices_the_busiest_rank() -> None:
     assert found[skewed]["x:ragged"].bytes_moved > 1.3 * found[even]["x:ragged"].bytes_moved
     assert found[skewed]["x:ragged"].compute_seconds > 1.5 * found[even]["x:ragged"].compute_seconds
     assert found[skewed]["x:t"].compute_seconds == pytest.approx(found[even]["x:t"].compute_seconds)
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(1024, "x:ragged"), (262144, "x:t")])
+@pytest.mark.parametrize("routing", [Routing.uniform(), Routing.zipf(0.5)], ids=str)
+def test_what_is_chosen_is_the_cheapest_and_near_the_bound(tokens: int, name: str, routing: Routing) -> None:
+    call = explained(routing, tokens, width=1024)
+    seconds = {each.name: each.gather_seconds + each.compute_seconds + each.reduce_seconds for each in call.candidates}
+    fewest = min(call.candidates, key=lambda each: each.bytes_moved)
+
+    assert call.chosen.name == name == fewest.name
+    assert seconds[name] == min(seconds.values())
+    assert call.chosen.bound_ratio is not None
+    skew = {"uniform": 1.0, "zipf(0.5)": 1.3}[str(routing)]  # the busiest rank over the mean, of which the bound is
+    assert 1.0 <= call.chosen.bound_ratio <= (1.05 * skew if name == "x:ragged" else 1.05)
 
 
 def test_a_routing_of_other_experts_is_refused() -> None:
