@@ -15,6 +15,7 @@ from dshard.compile.graph_functions import as_graph_function, call_in_graph, tra
 from dshard.errors import ArgumentError, CompileError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.attention.flex import flex_attention as flex_attention  # public beside matmul
+from dshard.ops.experts.capacity import Beyond
 from dshard.ops.experts.experts_call import run_experts
 from dshard.ops.experts.local_experts import Body, mlp
 from dshard.ops.matmul import functions
@@ -141,6 +142,8 @@ def experts(
     *parameters: Tensor,
     rule: str = "e f d, e d f",
     loops: str | ExpertLoops | None = None,
+    capacity: int | None = None,
+    beyond: Beyond = "drop",
 ) -> Any:
     """Sum over the experts of each token, weighted, what they make of it: the layer of a mixture of experts.
 
@@ -158,10 +161,15 @@ def experts(
     sends each token only to the ranks that have its experts. In a compiled graph there is no "ragged", which asks the
     host for numbers of tokens.
 
+    With a `capacity` an expert takes at most so many tokens, the first in order, on every mesh the same ones, and in a
+    graph its rows are no more. Those `beyond` are dropped: they do not count. With "raise" they are an error, for which
+    the host reads the numbers of tokens.
+
     Each parameter gets a gradient, zeros for experts without tokens.
 
     Raises:
-        ShapeError: shapes of index, weight and parameters that do not fit, or a body that returns others than rows.
+        ShapeError: shapes of index, weight and parameters that do not fit; a body that returns others than rows; more
+            tokens than the capacity of an expert, with `beyond="raise"`.
         NotationError: a rule that has no term for a parameter, or one without e.
         StrategyError: requested loops that are impossible.
         IndexError: an index of no expert.
@@ -174,17 +182,18 @@ def experts(
                 "experts in a compiled region, of a body that is a plain function: make it an ExpertBody outside, "
                 "body = dshard.ExpertBody(function)"
             )
-        return call_in_graph(body.graph_name, x, index, weight, *parameters, rule=rule, loops=loops)
-    return _experts(body, x, index, weight, *parameters, rule=rule, loops=loops)
+        options = {"rule": rule, "loops": loops, "capacity": capacity, "beyond": beyond}
+        return call_in_graph(body.graph_name, x, index, weight, *parameters, **options)
+    return _experts(body, x, index, weight, *parameters, rule=rule, loops=loops, capacity=capacity, beyond=beyond)
 
 
 @own_call
-def _experts(body: Body, *tensors: Tensor, rule: str, loops: str | ExpertLoops | None) -> Any:
-    return run_experts(body, tensors, rule, loops)
+def _experts(body: Body, *tensors: Tensor, **options: Any) -> Any:
+    return run_experts(body, tensors, **options)
 
 
-def _experts_in_graph(body: Body, *tensors: Tensor, rule: str, loops: str | ExpertLoops | None) -> Any:
-    return run_experts(body, tensors, rule, loops)
+def _experts_in_graph(body: Body, *tensors: Tensor, **options: Any) -> Any:
+    return run_experts(body, tensors, **options)
 
 
 _SILU = ExpertBody(partial(mlp, F.silu))

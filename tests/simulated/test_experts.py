@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import dshard
 from dshard import (
+    ArgumentError,
     DTensor,
     Layout,
     Mesh,
@@ -25,6 +27,7 @@ from dshard import (
     trace,
     use_strategy,
 )
+from dshard.core.context import static_sizes
 from dshard.explain.report_values import Explanation
 from dshard.testing import distribute, simulated, whole
 from tests.helpers.expert_cases import drawn, far_from_one_device, forced
@@ -121,6 +124,47 @@ def test_many_tokens_move_experts_and_few_move_themselves() -> None:
 
     assert loops_of(4 * 256) == "x:ragged"
     assert loops_of(4 * 262144) == "x:t"
+
+
+def kept_in_order(index: Tensor, weight: Tensor, capacity: int) -> Tensor:
+    """The weights, zero where an expert has as many tokens before."""
+    taken, kept = dict[int, int](), weight.clone()
+    for token, row in enumerate(index.tolist()):
+        for slot, expert in enumerate(row):
+            taken[expert] = taken.get(expert, 0) + 1
+            if taken[expert] > capacity:
+                kept[token, slot] = 0
+    return kept
+
+
+@pytest.mark.parametrize("loops", [None, "tokens", "expert", "ragged", "split experts"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_capacity_keeps_the_first_tokens_on_every_mesh(loops: str | None, static: bool) -> None:
+    if static and loops == "ragged":
+        pytest.skip("the ragged form asks the host")
+    for capacity in (1, 3, 20):
+        tensors = operands(13)
+        x, index, weight, *parameters = (t.requires_grad_(t.is_floating_point()) for t in tensors)
+        kept = kept_in_order(index, weight.detach(), capacity)
+        right = dshard.experts(dshard.mlp_experts(), x, index, weight * (kept != 0), *parameters)
+        right.square().sum().backward()
+        with simulated(MESH), static_sizes() if static else nullcontext():
+            laid = laid_out([t.detach() for t in tensors], [SPLIT] * 5)
+            out = dshard.experts(dshard.mlp_experts(), *laid, loops=loops, capacity=capacity)
+            out.square().sum().backward()
+            torch.testing.assert_close(whole(out.detach()), right.detach())
+            for mine, theirs in zip(laid, tensors, strict=True):
+                if mine.requires_grad:
+                    torch.testing.assert_close(whole(mine.grad), theirs.grad)
+
+
+def test_sizes_that_are_static_change_nothing() -> None:
+    for seed in range(6):
+        case = drawn(seed)
+        with simulated(case.mesh), static_sizes():
+            far = far_from_one_device(case, None)
+        assert far is not None
+        assert far < 1e-11, f"seed {seed}: {far:.1e} from one device: {case}"
 
 
 def explained(routing: Routing, tokens: int = 4096, width: int = 64) -> Explanation:
@@ -248,6 +292,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i + 3, w, u, d, loops="ragged"),
         IndexError,
         "there are 4, from 0 to 3",
+    ),
+    "no capacity": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, capacity=0),
+        ArgumentError,
+        "capacity of an expert, in tokens: 0",
+    ),
+    "another way beyond": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w, u, d, capacity=4, beyond="skip"),
+        ArgumentError,
+        "beyond",
+    ),
+    "more tokens than the capacity": (
+        lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i * 0, w, u, d, capacity=15, beyond="raise"),
+        ShapeError,
+        "expert 0 gets 16 tokens, 1 more than its capacity of 15",
     ),
     "a negative index": (
         lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i - 4, w, u, d, loops="tokens"),

@@ -22,6 +22,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.errors import ShapeError
 from dshard.mesh import Coordinate
 from dshard.ops.composite import run_executable
+from dshard.ops.experts.capacity import Beyond, check_capacity, within_capacity
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.experts.local_experts import Body, LocalExperts
@@ -34,27 +35,43 @@ from dshard.validate import shown
 
 
 def run_experts(
-    body: Body, tensors: Sequence[Tensor], rule: str = "e f d, e d f", loops: str | ExpertLoops | None = None
+    body: Body,
+    tensors: Sequence[Tensor],
+    rule: str = "e f d, e d f",
+    loops: str | ExpertLoops | None = None,
+    capacity: int | None = None,
+    beyond: Beyond = "drop",
 ) -> Any:
     """A layer of experts of tokens, indices, weights and parameters: see `dshard.experts`."""
     options = current_options()
     requested = options.experts if loops is None else check_experts(loops)
     _check_tensors(tensors)
+    check_capacity(capacity, beyond)
     shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule, options.routing or UNIFORM)
     distributed = [t for t in tensors if isinstance(t, Wrapper)]
     if not distributed:
         total = _total(shape_rule, tensors)
         if has_only_shape(tensors[0]):
             return experts_without_data(tensors, held=total, pairs=tensors[1].numel(), rule=rule)
-        return LocalExperts(body, range(total), total)(*tensors)
+        x, index, *rest = tensors
+        index = _within(index, total, capacity, beyond)
+        return LocalExperts(body, range(total), total, capacity)(x, index, *rest)
     x, index, weight, *parameters = tensors
     try:
+        index = _within(index, _total(shape_rule, tensors), capacity, beyond)
         with no_torch_function():
             x, weight, *parameters = autocast((x, weight, *parameters))
-            return _run(body, shape_rule, requested, True, (x, index, weight, *parameters))
+            return _run(body, shape_rule, (requested, True, capacity), (x, index, weight, *parameters))
     except Exception as error:
         publish_failure(error, distributed[0]._spec.layout.mesh.ranks)
         raise
+
+
+def _within(index: Tensor, total: int, capacity: int | None, beyond: Beyond) -> Tensor:
+    """The indices, of which those beyond the capacity are of no expert."""
+    if capacity is None or not index.numel():
+        return index
+    return within_capacity(index.reshape(-1, index.shape[-1]), total, capacity, beyond).view(index.shape)
 
 
 def _check_tensors(tensors: Sequence[Any]) -> None:
@@ -72,7 +89,9 @@ def _total(rule: Rule, tensors: Sequence[Tensor]) -> int:
     return int(tensors[OPERANDS].shape[rule.inputs[OPERANDS].index(("e",))])
 
 
-def _run(body: Body, rule: Rule, requested: RequestedLoops, may_ask: bool, tensors: Sequence[Tensor]) -> Any:
+def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None], tensors: Sequence[Tensor]) -> Any:
+    """Run a call; `asked` are the loops requested, whether the host may be asked, and the capacity."""
+    requested, may_ask, capacity = asked
     mesh = common_mesh("experts", list(tensors))
     may_ask = may_ask and not (are_sizes_static() or is_captured(mesh))
     may_ask = may_ask and not any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors)
@@ -84,23 +103,23 @@ def _run(body: Body, rule: Rule, requested: RequestedLoops, may_ask: bool, tenso
         choice = choices.add(key, ExpertsCandidates(rule, specs, requested, needed, may_ask).choice())
     else:
         choices.hits += 1
-    return run_executable(_executable(choice, body, rule, tensors), tensors)
+    return run_executable(_executable(choice, body, rule, capacity, tensors), tensors)
 
 
 def _executable(
-    choice: ExpertsChoice, body: Body, rule: Rule, tensors: Sequence[Tensor]
+    choice: ExpertsChoice, body: Body, rule: Rule, capacity: int | None, tensors: Sequence[Tensor]
 ) -> Executable | ComposedExecutable:
     """The executable of one call: what is kept of it is the choice alone, for a body may hold tensors."""
     if choice.levels:
-        return RaggedExperts(choice, body, partial(_run, body, rule, None, False))
+        return RaggedExperts(choice, body, capacity, partial(_run, body, rule, (None, False, capacity)))
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
-    kernel = partial(_kernel, choice, body, rule)
+    kernel = partial(_kernel, choice, body, rule, capacity)
     finish, gradients = wrap_as(choice.result), choice.strategy.gradients
     return Executable(choice.decision, kernel, [choice.result], positions, finish, gradients=gradients)
 
 
-def _kernel(choice: ExpertsChoice, body: Body, rule: Rule, at: Coordinate) -> LocalExperts:
+def _kernel(choice: ExpertsChoice, body: Body, rule: Rule, capacity: int | None, at: Coordinate) -> LocalExperts:
     """The experts of the rank at a coordinate."""
     dim = rule.inputs[OPERANDS].index(("e",))
     total = choice.specs[OPERANDS].shape[dim]
-    return LocalExperts(body, choice.strategy.inputs[OPERANDS].dim_range(dim, total, at), total)
+    return LocalExperts(body, choice.strategy.inputs[OPERANDS].dim_range(dim, total, at), total, capacity)

@@ -28,11 +28,15 @@ Body: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts:
-    """A body, as it runs on one rank: with the experts numbered `held`, of `total`."""
+    """A body, as it runs on one rank: with the experts numbered `held`, of `total`.
+
+    With a capacity each gets so many rows at most, and the index `total` is of none.
+    """
 
     body: Body
     held: range
     total: int
+    capacity: int | None = None
 
     def run(self, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """The body's result.
@@ -93,13 +97,15 @@ def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
         IndexError: an index is none of an expert.
     """
     n = len(experts.held)
-    local = _local_numbers(index, experts.held, experts.total)
+    local = _local_numbers(index, experts.held, experts.total + (experts.capacity is not None))
     local, order = torch.sort(local, stable=True)
     ends = ends_of(local, n)
-    is_whole = n == experts.total
-    is_padded = not is_whole and n > 0 and _is_static(index)
-    if not (is_whole or is_padded):
+    are_all = n == experts.total and experts.capacity is None
+    is_padded = not are_all and n > 0 and _is_static(index)
+    if not (are_all or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
+    elif experts.capacity is not None:
+        order = order[: experts.capacity * n]
     return Pairs(order, ends, is_padded)
 
 

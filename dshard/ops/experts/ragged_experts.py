@@ -55,9 +55,9 @@ class _Passes:
 class RaggedExperts(ComposedExecutable):
     """A layer of experts in the ragged form; `recorded` is the static form, of whose gradients there are gradients."""
 
-    def __init__(self, choice: ExpertsChoice, body: Body, recorded: Recorded) -> None:
+    def __init__(self, choice: ExpertsChoice, body: Body, capacity: int | None, recorded: Recorded) -> None:
         super().__init__(choice.decision, self._run)
-        self.levels = choice.levels
+        self.levels, self.capacity = choice.levels, capacity
         self.body, self.recorded, self.specs, self.result = body, recorded, choice.specs, choice.result
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.computed = choice.strategy.outputs[0]
@@ -101,7 +101,7 @@ class RaggedExperts(ComposedExecutable):
         given, way = TokenPairs(tokens, row, flat, weight.reshape(-1)), []
         for level in self.levels:
             before = len(given.rows), len(given.row)
-            route, given = yield from level.dispatch(at, space, given)
+            route, given = yield from level.dispatch(at, space, given, self.capacity is not None)
             way.append((level, route, before))
         if passes.keeps:
             with torch.enable_grad():
@@ -125,7 +125,7 @@ class RaggedExperts(ComposedExecutable):
         if has_only_shape(rows):
             held = len(self.levels[-1].own(at))
             return experts_without_data((rows, weight, weight, *parameters), held=held, pairs=len(weight))
-        experts = LocalExperts(self.body, self.levels[-1].own(at), self.levels[-1].total)
+        experts = LocalExperts(self.body, self.levels[-1].own(at), self.levels[-1].total, self.capacity)
         local, order = torch.sort(given.expert - experts.held.start, stable=True)
         row = given.row[order]
         out = experts.weighted(rows[row], ends_of(local, len(experts.held)), weight[order], parameters)

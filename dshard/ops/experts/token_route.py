@@ -83,8 +83,12 @@ class TokenExchange:
         """The experts of the rank at `at`."""
         return self.experts.dim_range(self.dim, self.total, at)
 
-    def dispatch(self, at: Coordinate, space: Session, given: TokenPairs) -> Program[tuple[TokenRoute, TokenPairs]]:
+    def dispatch(
+        self, at: Coordinate, space: Session, given: TokenPairs, drops: bool = False
+    ) -> Program[tuple[TokenRoute, TokenPairs]]:
         """Make the route of rows and pairs, and send them along it; what arrived is in the order of the ranks.
+
+        If it `drops` pairs, these have the number behind all experts, and go nowhere.
 
         Raises:
             IndexError: on each rank of the group, where one of them has an index that is none of an expert.
@@ -94,7 +98,7 @@ class TokenExchange:
             rows, pairs = self._expected(at, len(given.rows), len(given.row))
             token, slot, codes = (given.row.new_empty(sum(n)) for n in (rows[0], pairs[0], pairs[0]))
         else:
-            wanted = _Wanted.of(given, held, self.total)
+            wanted = _Wanted.of(given, held, self.total, drops)
             rows, pairs = yield from self._counts(at, space, wanted.counts)
             token, slot, codes = wanted.sent(sum(rows[0]), sum(pairs[0]), given, self.total)
         pieces = [given.rows[token], codes.to(self.code), given.weight[slot]]
@@ -200,9 +204,9 @@ class _Wanted(NamedTuple):
     counts: Tensor
 
     @classmethod
-    def of(cls, given: TokenPairs, held: Held, total: int) -> _Wanted:
+    def of(cls, given: TokenPairs, held: Held, total: int, drops: bool) -> _Wanted:
         ranks, device, expert = len(held), given.row.device, given.expert
-        wrong = (expert < 0) | (expert >= total)
+        wrong = (expert < 0) | (expert >= total + drops)
         owner = _owners(held, total, device)[torch.where(wrong, total, expert)]
         needs = torch.zeros(len(given.rows), ranks + 1, dtype=torch.bool, device=device)
         needs = needs.index_put_((given.row, owner), torch.ones((), dtype=torch.bool, device=device))[:, :ranks]
