@@ -17,18 +17,23 @@ from dshard.rules.rule import Rule, linear
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _TERMS = {
-    (2, 3): ("[t] k", "[e] k n", "[t] n"),
-    (3, 2): ("[e] m k", "k [t]", "m [t]"),
-    (2, 2): ("m [t]", "[t] n", "[e] m n"),
+    (2, 3): ("t k", "[e] k n", "t n"),
+    (3, 2): ("[e] m k", "k t", "m t"),
+    (2, 2): ("m t", "t n", "[e] m n"),
     (3, 3): ("b m k", "b k n", "b m n"),
 }
 """The terms of both operands and the result, by the numbers of dims of the operands."""
+_GROUPS = {(2, 3): (0, 0), (3, 2): (1, 1), (2, 2): (0, 1)}
+"""The operand and its dim that the groups divide."""
 
 
 def grouped(call: Call) -> Rule:
-    """Any dim may be sharded but those of groups and of what is grouped; a sharded contraction leaves a partial sum."""
+    """Any dim may be sharded but that of groups; a sharded contraction leaves a partial sum.
+
+    Ranks that share what is grouped, such as tokens, have each the part of every group that is theirs.
+    """
     a, b, out = _TERMS[len(call.shapes[0]), len(call.shapes[1])]
-    offs = ", [e]" if len(call.shapes) > 2 else ""
+    offs = ", [...]" if len(call.shapes) > 2 else ""
     return call.rule(f"{a}, {b}{offs} -> {out}", passes=linear(0, 1))
 
 
@@ -53,11 +58,15 @@ META: dict[Any, Function] = {_GROUPED: without_data}
 
 def kernel(call: RankCall) -> LocalOp:
     """The operator, one matmul after the other where it refuses the strides of local tensors, or without data."""
+    at = _GROUPS.get((len(call.shapes[0]), len(call.shapes[1])))
+    held = None if at is None else call.held(at[1], at[0])
 
-    def run(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if offs is not None and held is not None and at is not None and len(held) < call.shapes[at[0]][at[1]]:
+            offs = (offs - held.start).clamp(0, len(held))  # the ends of the groups' parts that this rank holds
         if a.numel() and b.numel() and is_aligned(a) and is_aligned(b):
-            return call.func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
-        return one_by_one(a, b, *args, **kwargs)
+            return call.func(a, b, offs, *args, **kwargs)  # type: ignore[no-any-return]
+        return one_by_one(a, b, offs, *args, **kwargs)
 
     return with_form(run, without_data)
 

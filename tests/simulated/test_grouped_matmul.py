@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard import DTensor, Layout, Mesh, Replicate, Shard
+from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, trace
 from dshard.layout import replicated
 from dshard.testing import distribute, simulated, whole
 
@@ -66,3 +66,36 @@ def test_a_grouped_matmul_without_data_takes_every_dtype(dtype: torch.dtype) -> 
 def _local(t: Tensor, placements: tuple[Replicate | Shard, ...]) -> tuple[Tensor, Mesh, tuple[Replicate | Shard, ...]]:
     shape = Layout(MESH, placements).local_shape(tuple(t.shape), (0, 0))
     return torch.empty(shape, dtype=t.dtype, device="meta"), MESH, placements
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 12])
+@pytest.mark.parametrize("form", ["rows", "columns", "sums"])
+@pytest.mark.parametrize("ends", [(2, 2, 5, 8), (0, 0, 0, 8), (8, 8, 8, 8), (1, 3, 4, 8)])
+def test_ranks_that_share_the_tokens_compute_their_part_of_each_group(
+    form: str, ranks: int, ends: tuple[int, ...]
+) -> None:
+    """Whole numbers, so that equal is equal; uneven and empty shards, empty groups."""
+    torch.manual_seed(0)
+    mesh, offs = Mesh((ranks,), ("x",)), torch.tensor(ends, dtype=torch.int32)
+    a, b = (torch.randint(-4, 5, shape).float() for shape in SHAPES[form])
+    dims = {"rows": (0, None), "columns": (None, 1), "sums": (1, 0)}[form]
+    expected = [t.clone().requires_grad_() for t in (a, b)]
+    out = grouped(*expected, offs)
+    incoming = torch.randint(-4, 5, out.shape).float()
+    out.backward(incoming)
+    with simulated(mesh):
+        x, y = (
+            distribute(t, Layout(mesh, (Replicate() if dim is None else Shard(dim),))).requires_grad_()
+            for t, dim in zip((a, b), dims, strict=True)
+        )
+        with trace() as sent:
+            z = grouped(x, y, distribute(offs, replicated(mesh)))
+            z.backward(distribute(incoming, z.layout.cotangent()))
+        assert (
+            ranks > 8 or z.placements == {"rows": (Shard(0),), "columns": (Shard(1),), "sums": (Partial("sum"),)}[form]
+        )
+        if ranks == 2:  # else others are as cheap for so little data
+            assert [event.collective for event in sent.events] == ([] if form == "sums" else ["all_reduce"])
+        torch.testing.assert_close(whole(z.detach()), out.detach(), rtol=0, atol=0)
+        for mine, theirs in zip((x, y), expected, strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=0, atol=0)
