@@ -1,7 +1,7 @@
 """Operators that read and write elements at given indices.
 
 An indexed dim may be sharded: a read leaves a partial sum, a written element goes to the rank that holds it.
-The dims of the indices may be sharded where elements are read.
+The dims of the indices may be sharded where elements are read, or added: sums of ranks are a partial sum.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ def gather(call: Call) -> Rule:
 
 
 def scatter(call: Call) -> Rule:
-    """Dims of one size in all operands may be sharded, and the dim that is written."""
+    """Dims of one size in all operands may be sharded, and the dim that is written; sharded indices of a sum, too."""
     passes = _scatter_passes(call)
     if len(set(map(len, call.shapes))) > 1:
         return call.rule("*[...] -> [...]", passes=passes)
-    return call.rule("... v ..., *... [] ... -> ... v ...", at="dim", same_size=True, passes=passes)
+    written = "i" if _name(call) == "aten::scatter_add" else "[]"
+    return call.rule(f"... v ..., *... {written} ... -> ... v ...", at="dim", same_size=True, passes=passes)
 
 
 def _scatter_passes(call: Call) -> tuple[PassThrough, ...]:
     if call.argument("reduce") is not None:
         return ()
     if len(call.specs) == 3:
-        adds = call.func._schema.name.removesuffix("_") == "aten::scatter_add"
-        return together(0, 2, ops=LINEAR if adds else ANY)
+        return together(0, 2, ops=LINEAR if _name(call) == "aten::scatter_add" else ANY)
     return _overwritten(call)
+
+
+def _name(call: Call) -> str:
+    """The operator's name, in place or not."""
+    return call.func._schema.name.removesuffix("_")
 
 
 def _overwritten(call: Call) -> tuple[PassThrough, ...]:
@@ -57,12 +62,15 @@ def index_select(call: Call) -> Rule:
 
 
 def index_write(call: Call) -> Rule:
-    """Any dim of the operand that is written may be sharded; the indices may not."""
-    src, _, rows = call.shapes
-    adds = call.func._schema.name.removesuffix("_") == "aten::index_add"
-    written = "... [] ..." if len(rows) == len(src) else "[...]"
+    """Any dim of the operand that is written may be sharded; sharded indices leave a partial sum of what is added."""
+    src, indices, rows = call.shapes
+    adds = _name(call) == "aten::index_add"
     passes = together(0, 2, ops=LINEAR if adds else ANY)
-    return call.rule(f"... v ..., [...], {written} -> ... v ...", at="dim", passes=passes)
+    if len(rows) != len(src):
+        return call.rule("... v ..., [...], [...] -> ... v ...", at="dim", passes=passes)
+    index = "i" if adds and src and indices else "[]"
+    of_index = index if indices else ""
+    return call.rule(f"... v ..., {of_index}, ... {index} ... -> ... v ...", at="dim", passes=passes)
 
 
 def index_fill(call: Call) -> Rule:
@@ -80,11 +88,15 @@ def index(call: Call) -> Rule:
 
 
 def index_put(call: Call) -> Rule:
-    """Any dim of the operand that is written may be sharded; the indices may not."""
+    """Any dim of the operand that is written may be sharded; sharded indices leave a partial sum of what is added."""
     _, *indices, values = call.shapes
-    dims = _result(call, *["[]"] * len(torch.broadcast_shapes(*indices)))
+    n, adds = len(torch.broadcast_shapes(*indices)), call.argument("accumulate")
+    dims = _result(call, *["[]"] * n)
+    passes = together(0, len(call.specs) - 1, ops=LINEAR if adds else ANY)
+    if adds and len(values) == len(dims):
+        written = " ".join(_result(call, "..."))
+        return call.rule(f"{_indexed(call)}, *..., {written} -> {_indexed(call)}", passes=passes)
     written = " ".join(dims[len(dims) - len(values) :])
-    passes = together(0, len(call.specs) - 1, ops=LINEAR if call.argument("accumulate") else ANY)
     return call.rule(f"{_indexed(call)}, *[...], {written} -> {_indexed(call)}", passes=passes)
 
 

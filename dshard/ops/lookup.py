@@ -128,7 +128,7 @@ def writing(call: RankCall) -> LocalOp:
     dim = call.dim() if call.shapes[0] else 0
     held = _held(call, dim)
     if held is None:
-        return call.func
+        return _added_once(call, call.func, "i")
     size, in_place = call.shapes[0][dim], writes_first(call.func)
     kind = RuntimeError if "scatter" in call.func._schema.name else IndexError
 
@@ -138,14 +138,14 @@ def writing(call: RankCall) -> LocalOp:
         written = call.func(_with_slot(x, (dim,)), dim, index, *args, **kwargs)
         return _without_slot(written, x, in_place)
 
-    return write
+    return _added_once(call, write, "i")
 
 
 def putting(call: RankCall) -> LocalOp:
     """A kernel of x[i, j] = values."""
-    held_indices = _split(call)
+    held_indices, of_indices = _split(call), [str(row) for row in call.strategy.rows if str(row).startswith("_")]
     if not held_indices:
-        return call.func
+        return _added_once(call, call.func, *of_indices)
     in_place = writes_first(call.func)
 
     def write(x: Tensor, indices: Sequence[Tensor | None], *args: object, **kwargs: object) -> Tensor:
@@ -157,7 +157,14 @@ def putting(call: RankCall) -> LocalOp:
         written = call.func(_with_slot(x, tuple(held_indices)), mapped, *args, **kwargs)
         return _without_slot(written, x, in_place)
 
-    return write
+    return _added_once(call, write, *of_indices)
+
+
+def _added_once(call: RankCall, write: LocalOp, *factors: str) -> LocalOp:
+    """`write`, to zeros but on the first of the ranks that share the indices: the results of all are added."""
+    if call.is_first(*factors):
+        return write
+    return lambda x, *args, **kwargs: write(torch.zeros_like(x), *args, **kwargs)
 
 
 def _held(call: RankCall, dim: int) -> range | None:
