@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from itertools import pairwise
+from math import comb, prod
 
 from dshard.placements import Shard
 from dshard.routing import Held, Routing
@@ -64,8 +65,11 @@ def experts_bytes_bound(rule: Rule, operands: Sequence[Operand]) -> float | None
         next(o.shape[-1] for o, term in zip(operands, rule.inputs, strict=True) if (rule.chosen.each,) in term),
     )
     weights = sum([prod(o.shape) for o, _ in of_parts]) / max(1, total)
-    bound = experts_lower_bound(rule.chosen.routing, held, min(choices, total), tokens, token.shape[-1], weights)
-    return bound / mesh.size * token.itemsize
+    choices, row = min(choices, total), token.shape[-1]
+    bound = experts_lower_bound(rule.chosen.routing, held, choices, tokens, row, weights) / mesh.size
+    if rule.chosen.routing == Routing.uniform() and max(map(len, held)) <= -(-total // mesh.size):
+        bound = max(bound, busiest_lower_bound(total, mesh.size, choices, min(tokens), row, weights))
+    return bound * token.itemsize
 
 
 def routed_lower_bound(chosen: Sequence[Sequence[Sequence[int]]], held: Held, row: float, weights: float) -> float:
@@ -116,3 +120,69 @@ def pass_lower_bound(at_expert: Sequence[float], at_token: Sequence[float], row:
     by_expert = sum([min(2 * row * load, weights) for load in at_expert])
     by_token = sum([min(2 * row * load, weights) for load in at_token])
     return max(by_expert, by_token)
+
+
+def busiest_lower_bound(experts: int, ranks: int, choices: int, tokens: float, row: float, weights: float) -> float:
+    """Elements that some rank receives in a pass forward, at least, if tokens choose every set of experts as often.
+
+    Each rank has `tokens` tokens and its share of the experts, and copies of others in whole or in part; `row` and
+    `weights` are as of `experts_lower_bound`. In a pass backward, which sends what came, some rank sends as much.
+
+    Where all ranks receive at most B: a rank with c copies, of h experts then, and v tokens of other ranks receives
+    c weights + v row of them, and the ranks together, as each token's result leaves the v, c weights + 2 v row on the
+    mean. Of the pairs of its own tokens it can compute the part h / experts, and of others' those of v tokens: at most
+    of the v that have most of their experts among the h, of which there are hypergeometric numbers. A rank is a point:
+    what it receives and sends, and the pairs that it computes. The mean of all lies in the convex hull of the possible
+    points, at B or below it, and must have all pairs of a rank's tokens. The bound is the least B at which it may; that
+    c is rounded down where B bounds a rank, and points of whole experts span the others, for copies in part.
+
+    >>> from dshard.routing import expert_ranges
+    >>> rows = Routing.uniform().rows(expert_ranges(256, 64), 8, [8192] * 64)  # DeepSeek-V3
+    >>> bound = busiest_lower_bound(256, 64, 8, 8192, 7168, 3 * 7168 * 2048)
+    >>> round(max(rows.received) * 7168 / bound, 2)
+    1.13
+    """
+    least, most = 0.0, float(experts * weights)
+    for _ in range(40):
+        middle = (least + most) / 2
+        enough = _pairs_within(middle, experts, ranks, choices, tokens, row, weights) >= choices * tokens * (1 - 1e-12)
+        least, most = (least, middle) if enough else (middle, most)
+    return least
+
+
+def _pairs_within(
+    budget: float, experts: int, ranks: int, choices: int, tokens: float, row: float, weights: float
+) -> float:
+    """The most pairs that a rank computes on the mean if none receives more than `budget`."""
+    home, sets, points = -(-experts // ranks), comb(experts, choices), list[tuple[float, float]]()
+    for held in range(home, experts + 1):
+        copies, visits, pairs = held - home, 0.0, tokens * choices * held / experts
+        left = (budget - max(0, copies - 1) * weights) / row
+        if left < 0:
+            break
+        points.append((copies * weights, pairs))
+        for of_token in range(min(choices, held), 0, -1):  # first tokens with most of their experts here
+            alike = comb(held, of_token) * comb(experts - held, choices - of_token) / sets * (ranks - 1) * tokens
+            taken = min(alike, left - visits)
+            visits, pairs = visits + taken, pairs + taken * of_token
+            points.append((copies * weights + 2 * row * visits, pairs))
+    return _hull_at(budget, points)
+
+
+def _hull_at(x: float, points: list[tuple[float, float]]) -> float:
+    """The height of the upper hull of the points at x or left of it, whichever is higher."""
+    hull = list[tuple[float, float]]()
+    for point in sorted(points):
+        while len(hull) > 1 and _is_below(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    highest = max([height for at, height in hull if at <= x])
+    for (a, low), (b, high) in pairwise(hull):
+        if a <= x < b:
+            highest = max(highest, low + (high - low) * (x - a) / (b - a))
+    return highest
+
+
+def _is_below(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    """Whether b is not above the line from a to c, which are left and right of it."""
+    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])

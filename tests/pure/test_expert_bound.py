@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from dshard import Routing
 from dshard.routing import Held, expert_ranges
-from dshard.rules.expert_bound import experts_lower_bound, pass_lower_bound, routed_lower_bound
+from dshard.rules.expert_bound import (
+    busiest_lower_bound,
+    experts_lower_bound,
+    pass_lower_bound,
+    routed_lower_bound,
+)
 
 Chosen = list[list[tuple[int, ...]]]
 """The experts of each token of each rank."""
@@ -115,3 +120,54 @@ def test_nothing_moves_on_one_rank_or_without_tokens() -> None:
     assert routed_lower_bound([[(0, 1)]], expert_ranges(2, 1), 1.0, 1.0) == 0
     assert experts_lower_bound(Routing.uniform(), expert_ranges(2, 1), 1, [8], 1.0, 1.0) == 0
     assert pass_lower_bound([], [], 1.0, 1.0) == 0
+
+
+# -- the busiest rank
+
+
+def busiest(chosen: Chosen, held: Held, row: float, weights: float, at: Sequence[int]) -> float:
+    """What the busiest rank receives in a pass forward if each pair is computed on the rank that `at` says."""
+    pairs, home = pairs_of(chosen), {expert: rank for rank, each in enumerate(held) for expert in each}
+    got = [0.0] * len(held)
+    for own, _, rank in {(own, i, rank) for (own, i, _), rank in zip(pairs, at, strict=True) if rank != own}:
+        got[rank] += row
+        got[own] += row
+    for _, rank in {(expert, rank) for (_, _, expert), rank in zip(pairs, at, strict=True) if rank != home[expert]}:
+        got[rank] += weights
+    return max(got)
+
+
+@pytest.mark.parametrize(("experts", "ranks", "choices"), [(2, 2, 1), (4, 2, 1), (3, 2, 2), (3, 3, 1)])
+@pytest.mark.parametrize("weights", [0.3, 1.0, 2.5, 10.0])
+def test_no_placement_of_pairs_lets_every_rank_receive_less(
+    experts: int, ranks: int, choices: int, weights: float
+) -> None:
+    """Each rank has a token of every set of experts; all placements of their pairs are tried."""
+    held, sets = expert_ranges(experts, ranks), [*combinations(range(experts), choices)]
+    chosen: Chosen = [sets for _ in range(ranks)]
+    best = min(busiest(chosen, held, 1.0, weights, at) for at in product(range(ranks), repeat=len(pairs_of(chosen))))
+
+    assert 0 < busiest_lower_bound(experts, ranks, choices, len(sets), 1.0, weights) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("experts", "choices", "ranks", "hidden", "inner", "tokens", "most"),
+    [
+        (8, 2, 8, 4096, 14336, 8192, 1.01),  # Mixtral-8x7B
+        (128, 4, 8, 2880, 2880, 8192, 1.01),  # GPT-OSS-120B
+        (256, 8, 8, 7168, 2048, 8192, 1.01),  # DeepSeek-V3
+        (256, 8, 64, 7168, 2048, 8192, 1.14),
+        (128, 8, 8, 2048, 768, 8192, 1.36),  # Qwen3-30B-A3B: between moving tokens and moving experts
+        (128, 8, 8, 2048, 768, 262144, 1.01),
+        (128, 8, 64, 2048, 768, 8192, 2.14),
+    ],
+)
+def test_the_cheaper_loop_is_near_the_bound_of_the_busiest_rank(
+    experts: int, choices: int, ranks: int, hidden: int, inner: int, tokens: int, most: float
+) -> None:
+    held, weights = expert_ranges(experts, ranks), 3.0 * hidden * inner
+    rows = max(Routing.uniform().rows(held, choices, [tokens] * ranks).received) * hidden
+    gathered = (experts - experts // ranks) * weights
+    bound = busiest_lower_bound(experts, ranks, choices, tokens, hidden, weights)
+
+    assert 1 - 1e-9 <= min(rows, gathered) / bound < most
