@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dshard.caches import cached
 from dshard.errors import ShapeError
 from dshard.layout import Shape
 from dshard.placements import ReduceOp
@@ -41,12 +43,12 @@ class Rule:
     for output `i`, or `reduce[0]` for all. `passes` are partial operands that leave the outputs partial. Only the
     layout of `unread` operands matters: they are not redistributed. `sizes` are the sizes of factors that are alone in
     no dim. With `reshards` a mesh axis that shards a dim may shard any factor of the operand in its place. With `loops`
-    a mesh axis may shard any factor, even one that no operand has sharded. The local work is one matmul over all
-    factors, or several, each with one of the factors `apart`. The two factors of a `triangle` count only pairs in which
-    the index of the second is at most that of the first. If `held` is not 0, a tensor of all factors but those `apart`,
-    with elements of so many bytes, is held between the matmuls, and a triangle is computed as a whole. With
-    `chosen` each row works with some parts of operands alone. `blocks` are factors that are not sharded, and major in a
-    dim: where another factor of the dim is sharded, it is so in blocks.
+    a mesh axis may shard any factor, even one that no operand has sharded. The local work of `loops` is one matmul over
+    all factors, or several, each with one of the factors `apart`; of other rules see `joined_factors`. The two factors
+    of a `triangle` count only pairs in which the index of the second is at most that of the first. If `held` is not 0,
+    a tensor of all factors but those `apart`, with elements of so many bytes, is held between the matmuls, and a
+    triangle is computed as a whole. With `chosen` each row works with some parts of operands alone. `blocks` are
+    factors that are not sharded, and major in a dim: where another factor of the dim is sharded, it is so in blocks.
     """
 
     inputs: tuple[Term, ...]
@@ -77,6 +79,27 @@ class Rule:
     def _dim(self, dim: Dim) -> str:
         names = [f"[{name}]" if name in self.unsharded else name for name in dim]
         return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "[]"
+
+
+@cached("joined factors", 4096)
+def joined_factors(rule: Rule) -> tuple[frozenset[str], ...]:
+    """Sets of factors: the local work of a rule without loops multiplies over one of them, the largest on a rank.
+
+    For each output its missing factors are summed one after the other, over all factors of the tensors that have it. A
+    factor that one tensor alone has is left out: the tensor is summed over it first, or read or written at some of its
+    indices, in one pass over the tensor.
+    """
+    inputs, outputs = ([{n for dim in term for n in dim} for term in terms] for terms in (rule.inputs, rule.outputs))
+    counts = Counter([name for names in (*inputs, *outputs) for name in names])
+    joined = set[frozenset[str]]()
+    for kept in outputs:
+        terms = [{name for name in names if counts[name] > 1} for names in inputs]
+        for name in dict.fromkeys([name for names in terms for name in sorted(names - kept)]):
+            together = set[str]().union(*[names for names in terms if name in names])
+            terms = [*[names for names in terms if name not in names], together - {name}]
+            joined.add(frozenset(together))
+        joined.add(frozenset({name for name in kept if counts[name] > 1}))
+    return tuple([names for names in joined if not any(names < others for others in joined)])
 
 
 def linear(*operands: int) -> tuple[PassThrough, ...]:

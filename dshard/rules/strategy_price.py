@@ -25,7 +25,7 @@ from dshard.rules.attention_blocks import (
     work_of,
 )
 from dshard.rules.expand import Expansion, sizes_of
-from dshard.rules.rule import MOVES, PassThrough, Rule
+from dshard.rules.rule import MOVES, PassThrough, Rule, joined_factors
 from dshard.rules.strategy import Constraints, Question, Strategy, completed_layout
 
 
@@ -169,10 +169,11 @@ class Price:
                 for i, ((shape, itemsize), layout) in enumerate(zip(self.outputs, expansion.outputs, strict=True))
             ]
         )
-        passes = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
+        in_full = self.rule.loops or any(isinstance(row, PassThrough) for row in expansion.rows)
+        in_full = in_full or self._grows(expansion)
         for i, ((shape, itemsize), layout, end) in enumerate(zip(self.outputs, expansion.outputs, ends, strict=True)):
             together = i > 0 and self.rule.passes == MOVES  # pieces of one tensor, which may be reduced at once
-            debt = self.topology if passes and not together else self.topology.bytes_only()
+            debt = self.topology if in_full and not together else self.topology.bytes_only()
             reduce += _seconds(space_of(self.mesh, debt, shape, itemsize), layout, end)
             if any(constraints.gradients):
                 space = space_of(self.mesh, self.topology, shape, itemsize)
@@ -191,6 +192,21 @@ class Price:
             moves,
             held=self.held(expansion) if self.rule.held else 0,
         )
+
+    def _grows(self, expansion: Expansion) -> bool:
+        """Whether partial outputs have more elements than the operands that would be redistributed in their place.
+
+        So are those of a lookup with more indices than rows: whatever reduces them later could have had the rows for
+        less.
+        """
+        left = {name for term in self.rule.outputs for dim in term for name in dim}
+        summed = {row for row in expansion.rows if isinstance(row, str)} - left
+        sharded = [
+            prod(operand.shape)
+            for operand, term in zip(self.operands, self.rule.inputs, strict=True)
+            if not summed.isdisjoint([name for dim in term for name in dim])
+        ]
+        return 0 < sum(sharded) < sum([prod(shape) for shape, _ in self.outputs])
 
     def local_work(self, expansion: Expansion) -> tuple[float, float]:
         """Seconds of the local work, and of the backward pass's: as much again for each gradient."""
@@ -214,8 +230,13 @@ class Price:
         if self.rule.triangle is not None:
             sides = local.pop(self.rule.triangle[0]), local.pop(self.rule.triangle[1])
             return self._triangle(expansion, sides, 2.0 * matmuls * prod(local.values()), nbytes)
-        seconds = work_seconds(2.0 * matmuls * prod(local.values()), nbytes, self.topology)
+        work = prod(local.values()) if self.rule.loops else self._joined_work(local)
+        seconds = work_seconds(2.0 * matmuls * work, nbytes, self.topology)
         return seconds, seconds * sum(self.constraints.gradients)
+
+    def _joined_work(self, local: dict[str, int]) -> int:
+        """The most products that a local operator makes of factors that are summed together."""
+        return max([prod([local.get(name, 1) for name in names]) for names in joined_factors(self.rule)], default=1)
 
     def _of_chosen(self, expansion: Expansion, nbytes: float) -> tuple[float, float]:
         """The local work of the busiest rank where each row works with some parts of operands, as it chooses.

@@ -41,9 +41,12 @@ def test_counts_are_those_of_one_device(name: str, placement: Placement) -> None
 
 @pytest.mark.parametrize("name", ["bounds", "no bounds", "counts", "weights"])
 def test_only_extremes_and_counts_are_sent(name: str) -> None:
+    """Where there are more values than bins."""
     call, x = CALLS[name]
     with simulated(MESH), trace() as found:
-        call(distribute(x, Layout(MESH, [Shard(0)]))).redistribute(placements=[Replicate()])
+        call(distribute(x.repeat(8, *(1,) * (x.ndim - 1)), Layout(MESH, [Shard(0)]))).redistribute(
+            placements=[Replicate()]
+        )
     assert [event.collective for event in found.events] == ["all_reduce"] * (1 if name == "bounds" else 2)
 
 

@@ -82,7 +82,7 @@ def test_the_tutorial_trains_as_with_torch_when_its_imports_alone_change(ranks: 
 class Net(nn.Module):
     def __init__(self, features: int = 12) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.embed, self.norm = nn.Embedding(40, 8), nn.LayerNorm(8)  # more rows than tokens, else they are gathered
         self.up, self.down = nn.Linear(8, features), nn.Linear(features, 8)
 
     def forward(self, tokens: Tensor) -> Tensor:
