@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from hypothesis import settings
 from torch import Tensor
 
@@ -286,6 +287,6 @@ def programs_on_ranks(seeds: list[int], shape: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", one_in(2, [(2, 2), (4,)]))
 def test_random_programs_on_real_ranks(ranks: RankPool, shape: tuple[int, ...]) -> None:
     assert ranks.run(programs_on_ranks, list(range(60 if THOROUGH else 2)), shape, timeout=600.0) == [[]] * 4

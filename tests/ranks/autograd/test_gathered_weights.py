@@ -102,7 +102,7 @@ def second_order(model: nn.Module, reference: nn.Module, ids: Tensor) -> None:
         torch.testing.assert_close(mine.full_tensor(), expected, rtol=1e-8, atol=1e-11)
 
 
-QUICK = {("fsdp", "recomputed"), ("fsdp x megatron", "tied")}
+QUICK = {("fsdp x megatron", "tied")}
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def peak_of(depth: int) -> float:
 
 
 def test_few_blocks_are_whole_at_once(ranks: RankPool):
-    few, many = ranks.run(peak_of, 4)[0], ranks.run(peak_of, 12)[0]
-    assert (many - few) / 8 < 0.3, "a block more is a quarter of its gradients more"
+    few, many = ranks.run(peak_of, 4)[0], ranks.run(peak_of, 8)[0]
+    assert (many - few) / 4 < 0.3, "a block more is a quarter of its gradients more"
     assert few < 1 + 5, (
         "its gradients; two whole blocks, and of a reduction the gradients or what arrives, and what is sent"
     )

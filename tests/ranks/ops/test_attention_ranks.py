@@ -151,7 +151,8 @@ def by_torchs_flex_attention(is_compiled: bool) -> tuple[list[float], list[str]]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # torch compiles its function, which takes each rank seconds
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_torchs_flex_attention_of_distributed_tensors_is_dshards(ranks: RankPool, is_compiled: bool) -> None:
     for far, messages in ranks.run(by_torchs_flex_attention, is_compiled):
         assert max(far) < 1e-5

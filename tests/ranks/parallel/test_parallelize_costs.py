@@ -418,7 +418,7 @@ def totals(moves: Iterable[tuple[str, str, int, int]]) -> Counter[tuple[str, str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", one_in(2, ["fsdp", "data", "megatron-sp", "megatron", "optimus", "atp"]))
+@pytest.mark.parametrize("strategy", one_in(3, ["fsdp", "data", "megatron-sp", "megatron", "optimus", "atp"]))
 def test_planned_collectives_are_those_that_ranks_run(ranks: RankPool, strategy: str) -> None:
     moves = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.moves
 
@@ -452,7 +452,7 @@ def held(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> dict[
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", [*thorough("data", "megatron", "atp", "megatron-sp"), "fsdp", "optimus"], ids=str)
+@pytest.mark.parametrize("strategy", [*thorough("data", "megatron", "atp", "megatron-sp", "fsdp"), "optimus"], ids=str)
 def test_planned_memory_is_counted_memory(ranks: RankPool, strategy: str) -> None:
     planned = demo_plan(strategy, Mesh((2, 2), ("a", "b"))).cost.memory
     found = ranks.run(held, strategy, (2, 2), ("a", "b"))[0]
