@@ -44,7 +44,7 @@ def on_ranks(name: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Recor
     return step_of(name, init_device_mesh("cpu", shape, mesh_dim_names=names), "cpu")
 
 
-QUICK = [("megatron", 4), ("data x tensor", 4)]
+QUICK = [("data x tensor", 4)]
 CASES = [
     pytest.param(name, ranks, id=f"{name} {ranks}", marks=[] if (name, ranks) in QUICK else pytest.mark.thorough)
     for ranks in (4, 8)

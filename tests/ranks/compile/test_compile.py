@@ -233,6 +233,7 @@ def changed_strategy() -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.thorough
 def test_a_strategy_in_use_compiles_anew_where_it_changes(ranks: RankPool) -> None:
     ranks.run(changed_strategy)
 

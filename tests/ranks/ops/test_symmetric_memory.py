@@ -130,7 +130,7 @@ def multiplied(drawn: list[Case]) -> list[object]:
 
 
 @settings(max_examples=max(2, settings().max_examples // 8))
-@given(st.lists(cases(), min_size=8, max_size=8))
+@given(st.lists(cases(), min_size=5, max_size=5))
 @pytest.mark.ranks
 def test_values_gradients_and_bytes_are_those_of_one_device_and_of_bulk(drawn: list[Case]) -> None:
     for told in rank_pool(4, nccl_contract.BACKEND).run(multiplied, drawn):
@@ -169,7 +169,7 @@ def contracted(drawn: list[Product]) -> list[list[int]]:
 
 
 @settings(max_examples=max(2, settings().max_examples // 8))
-@given(st.lists(products(), min_size=8, max_size=8))
+@given(st.lists(products(), min_size=5, max_size=5))
 @pytest.mark.ranks
 def test_tensors_of_any_dims_and_layouts(drawn: list[Product]) -> None:
     for told in rank_pool(4, nccl_contract.BACKEND).run(contracted, drawn):

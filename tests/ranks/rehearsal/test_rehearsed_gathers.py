@@ -81,7 +81,7 @@ def check(ranks: RankPool, plan: str, accumulates: bool, checkpointed: bool) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("plan", "accumulates"), [("fsdp", True), pytest.param("fsdp x megatron-sp", False, marks=pytest.mark.thorough)]
+    ("plan", "accumulates"), [("fsdp", False), pytest.param("fsdp x megatron-sp", True, marks=pytest.mark.thorough)]
 )
 def test_ranks_may_rehearse_or_not(ranks: RankPool, plan: str, accumulates: bool) -> None:
     check(ranks, plan, accumulates, False)

@@ -81,7 +81,7 @@ def answered_by_loops(plan: str) -> list[str]:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         source = torch.Generator().manual_seed(0)
         with dshard.rehearsing(on):
-            for _ in range(8):
+            for _ in range(5):
                 net.train()
                 optimizer.zero_grad()
                 for _ in range(3):
@@ -98,7 +98,7 @@ def answered_by_loops(plan: str) -> list[str]:
         losses[on] = found
         said = f"{net.rehearsed.answered} of {net.rehearsed.calls} calls"
     wrong = [] if losses[True] == losses[False] else [f"{losses[True]} instead of {losses[False]}"]
-    return wrong + ([] if said == "36 of 40 calls" else [said])  # all but the first two of each kind
+    return wrong + ([] if said == "21 of 25 calls" else [said])  # all but the first two of each kind
 
 
 @pytest.mark.ranks
@@ -169,7 +169,7 @@ LOOKS: dict[str, Callable[[Callable[[], Tensor]], object]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("look", one_in(2, LOOKS))
+@pytest.mark.parametrize("look", one_in(4, LOOKS))
 def test_observers_see_of_a_rehearsed_model_what_they_see_by_python(ranks: RankPool, look: str) -> None:
     assert ranks.run(seen_of_steps, look) == [[]] * 4
 

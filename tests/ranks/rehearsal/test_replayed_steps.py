@@ -27,7 +27,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "fsdp x megatron-sp": ((2, 2), ("dp", "tp")),
     "tesseract": ((1, 2, 2), ("d", "r", "c")),
 }
-STEPS = 9
+STEPS = 7
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 
