@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -127,6 +128,8 @@ def _serve(pipe: Connection, stack: str, environment: dict[str, str]) -> None:
 
     The signal SIGUSR1, or a crash, writes the Python stack to the file `stack`.
     """
+    gc.freeze()  # both: what the server has imported becomes old, and no collection walks it soon
+    gc.unfreeze()
     os.environ.clear()  # of the server, which was forked from the parent at another time
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent ends us
