@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.set_aside import imports_set_aside
 from torch import Tensor, nn
 
 import dshard
@@ -136,6 +137,7 @@ def test_a_loss_divided_by_the_ranks_and_summed_is_the_loss(ranks: RankPool) -> 
         assert [logged, summed] == pytest.approx([loss] * 2)
 
 
+@imports_set_aside()
 def refused() -> list[str]:
     """Collectives that ought to be refused, and are not."""
     mesh, accepted = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("refused_a", "refused_b")), []

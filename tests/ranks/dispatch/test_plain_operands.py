@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.default_cases import one_in
+from helpers.set_aside import imports_set_aside
 from torch import Tensor, nn
 
 import dshard
@@ -198,15 +198,8 @@ def test_a_line_of_one_rank_stays_its_own_and_sends_nothing(ranks: RankPool) -> 
         assert messages == 0
 
 
+@imports_set_aside()
 def refused() -> dict[str, str]:
-    gc.freeze()  # each refusal collects garbage first, in all that was imported
-    try:
-        return refusals()
-    finally:
-        gc.unfreeze()
-
-
-def refusals() -> dict[str, str]:
     x = distribute_tensor(drawn(8, 5), mesh(), [Shard(0)])
     apart = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("without_a_model",))
     row, out = drawn(5), dict[str, str]()
