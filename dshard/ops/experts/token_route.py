@@ -96,6 +96,7 @@ class TokenExchange:
         held = self.held(at)
         if has_only_shape(given.rows):
             rows, pairs = self._expected(at, len(given.rows), len(given.row))
+            yield from self._told(at, space, given.row.new_empty((len(held), 2)))
             token, slot, codes = (given.row.new_empty(sum(n)) for n in (rows[0], pairs[0], pairs[0]))
         else:
             wanted = _Wanted.of(given, held, self.total, drops)
@@ -135,15 +136,19 @@ class TokenExchange:
         self, at: Coordinate, space: Session, counts: Tensor
     ) -> Program[tuple[tuple[Shape, Shape], tuple[Shape, Shape]]]:
         """The numbers of rows, and of pairs, that this rank sends to each and receives from each."""
-        two = (2,) * len(counts)
-        step = flat_exchange(self.experts.mesh, self.axes, at, two, two)
-        theirs = yield from request_alone(Request(step, counts.reshape(-1)), space)
+        theirs = yield from self._told(at, space, counts)
         numbers = numbers_of(torch.stack([counts.reshape(-1), theirs]))
         (rows, pairs), (their_rows, their_pairs) = ((tuple(each[::2]), tuple(each[1::2])) for each in numbers)
         wrong = [i for n, i in zip((*rows, *their_rows), (*pairs, *their_pairs), strict=True) if n < 0]
         if wrong:
             raise index_error(wrong[0], self.total)
         return (rows, their_rows), (pairs, their_pairs)
+
+    def _told(self, at: Coordinate, space: Session, counts: Tensor) -> Program[Tensor]:
+        """Exchange two numbers with each rank."""
+        two = (2,) * len(counts)
+        step = flat_exchange(self.experts.mesh, self.axes, at, two, two)
+        return (yield from request_alone(Request(step, counts.reshape(-1)), space))
 
     def hits(self, at: Coordinate, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each rank of the group the probability that a token needs it, and its share of all pairs."""
