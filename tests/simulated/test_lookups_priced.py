@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard import DTensor, Layout, Mesh, Shard, explain, trace
+from dshard import DTensor, Layout, Mesh, Partial, Shard, explain, trace
 from dshard.layout import replicated
 from dshard.rules.rule import joined_factors
 from dshard.rules.rule_notation import parse_rule
@@ -68,6 +68,43 @@ def test_experts_by_hand_gather_tokens_and_reduce_no_pairs() -> None:
         gathered = [event for event in sent.events if event.nbytes > 2**17]
         assert [(event.collective, event.nbytes) for event in gathered] == [("all_gather", 3 * 1024 * 64 * 4 // 4)]
         assert isinstance(found, DTensor)
+        torch.testing.assert_close(whole(found.detach()), out.detach(), rtol=1e-4, atol=1e-4)
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-3, atol=1e-2)
+
+
+def shared_by_hand(x: Tensor, up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """`by_hand` where each rank has a range of the sorted pairs, whose results are added up at their tokens."""
+    k, experts = index.shape[1], up.shape[0]
+    order, permutation = torch.sort(index.reshape(-1))
+    ends = torch.histc(order.float(), experts, 0, experts - 1).cumsum(0).int()
+    if isinstance(permutation, DTensor):
+        permutation = permutation.redistribute(placements=[Shard(0)])
+    token = permutation // k
+    rows = F.silu(F.grouped_mm(x[token], up.transpose(1, 2), offs=ends))
+    rows = F.grouped_mm(rows, down.transpose(1, 2), offs=ends) * weight.reshape(-1)[permutation, None]
+    return (x * 0).index_add(0, token, rows)
+
+
+def test_pairs_shared_by_hand_divide_the_work() -> None:
+    """Each rank multiplies its range of the pairs; tokens are gathered, and sums of tokens are what is reduced."""
+    torch.manual_seed(0)
+    tokens, hidden, inner, experts, k = 128, 16, 8, 8, 4
+    x, up, down = torch.randn(tokens, hidden), torch.randn(experts, inner, hidden), torch.randn(experts, hidden, inner)
+    weight, index = torch.rand(tokens, experts).topk(k)
+    expected = [t.clone().requires_grad_() for t in (x, up, down, weight)]
+    out = shared_by_hand(*expected[:3], index, expected[3])
+    out.square().sum().backward()
+    with simulated(MESH):
+        layouts = (SPLIT, replicated(MESH), replicated(MESH), SPLIT)
+        mine = [
+            distribute(t, layout).requires_grad_() for t, layout in zip((x, up, down, weight), layouts, strict=True)
+        ]
+        with trace() as sent:
+            found = shared_by_hand(*mine[:3], distribute(index, SPLIT), mine[3])
+            assert found.placements == (Partial("sum"),)
+            found.square().sum().backward()
+        assert max(event.nbytes for event in sent.events if event.op != "gradients") <= 2 * tokens * hidden * 4
         torch.testing.assert_close(whole(found.detach()), out.detach(), rtol=1e-4, atol=1e-4)
         for one, other in zip(mine, expected, strict=True):
             torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-3, atol=1e-2)
