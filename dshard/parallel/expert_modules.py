@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from dshard.caches import cached
 from dshard.errors import LayoutError
-from dshard.functional import experts
+from dshard.functional import ExpertBody, experts
+from dshard.ops.experts.local_experts import Body
 from dshard.rules.expert_loops import OPERANDS, check_expert_rule
 from dshard.validate import check_type
 
@@ -89,8 +91,10 @@ class ExpertsModule(_Module):
         """The sum over the experts of each token, as one operator."""
         own, form = type(self).__mro__[2], self.__dict__["_experts_form"]
         x, index, weight = args if len(args) == OPERANDS else _arguments(own).bind(self, *args, **kwargs).args[1:]
-        parameters = [self._parameters[name] for name in form.parameters]
-        return experts(partial(_body, self, own, form), x, index, weight, *parameters, rule=form.rule)  # type: ignore[arg-type]
+        parameters: list[Any] = [self._parameters[name] for name in form.parameters]
+        in_graph = self.__dict__["_experts_body"] if is_dynamo_compiling() else None
+        body = in_graph or partial(_body, self, own, form)
+        return experts(body, x, index, weight, *parameters, rule=form.rule)
 
 
 @cached("experts modules", 64)
@@ -122,8 +126,8 @@ def _body(
 _DERIVED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def run_as_operators(model: nn.Module) -> list[nn.Module]:
-    """Let each layer of experts in `model` run as one operator, and return these modules."""
+def run_as_operators(model: nn.Module, in_graphs: bool = True) -> list[nn.Module]:
+    """Let each layer of experts in `model` run as one operator, also `in_graphs` of torch.compile; the modules."""
     found = [(module, form) for module in model.modules() if (form := experts_form(module)) is not None]
     for module, form in found:
         cls = type(module)
@@ -133,16 +137,25 @@ def run_as_operators(model: nn.Module) -> list[nn.Module]:
             _DERIVED[cls] = type(cls.__name__, (ExpertsModule, cls), names)
         module.__class__ = _DERIVED[cls]
         module.__dict__["_experts_form"] = form
+        module.__dict__["_experts_body"] = ExpertBody(_body_in_graphs(module, cls, form)) if in_graphs else None
     return [module for module, _ in found]
+
+
+def _body_in_graphs(module: nn.Module, cls: type[nn.Module], form: ExpertsForm) -> Body:
+    """The body of a module, which graphs may keep for ever: it holds none of its parameters."""
+    empty = object.__new__(cls)
+    empty.__dict__.update(module.__dict__)
+    empty.__dict__["_parameters"] = dict.fromkeys(module._parameters)
+    return partial(_body, empty, cls, form)
 
 
 @contextmanager
 def experts_as_operators(model: nn.Module) -> Iterator[None]:
     """Within the block each layer of experts in `model` runs as one operator."""
-    modules = run_as_operators(model)
+    modules = run_as_operators(model, in_graphs=False)
     try:
         yield
     finally:
         for module in modules:
             module.__class__ = type(module).__mro__[2]
-            del module.__dict__["_experts_form"]
+            del module.__dict__["_experts_form"], module.__dict__["_experts_body"]

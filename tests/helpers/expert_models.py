@@ -49,7 +49,10 @@ WITH_LOSS = ("mixtral", "qwen3-moe", "gpt-oss", "olmoe", "qwen3-next")
 
 
 class Steps(NamedTuple):
-    """The losses of some steps, the gradients of the first by name, and the norms by which gradients were clipped."""
+    """The losses of some steps, and of the first the gradients by name, and the norm by which they were clipped.
+
+    Later gradients say less: AdamW steps by the sign of what rounding leaves of a gradient that is zero.
+    """
 
     losses: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -97,7 +100,9 @@ def trained(model: nn.Module, steps: int = 2) -> Steps:
         loss.backward()
         if not step:
             result.gradients.update({name: _whole(p.grad) for name, p in model.named_parameters()})
-        result.norms.append(_whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if not step:
+            result.norms.append(_whole(norm))
         optimizer.step()
         optimizer.zero_grad()
         result.losses.append(_whole(loss))
@@ -133,9 +138,8 @@ class OwnExperts(nn.Module):
         out = torch.zeros_like(x)
         for e in range(self.count):
             token, slot = torch.where(index == e)
-            if len(token):
-                hidden = F.silu(x[token] @ self.w1[e].T) * (x[token] @ self.w3[e].T)
-                out = out.index_add(0, token, hidden @ self.w2[e].T * weight[token, slot, None])
+            hidden = F.silu(x[token] @ self.w1[e].T) * (x[token] @ self.w3[e].T)
+            out = out.index_add(0, token, hidden @ self.w2[e].T * weight[token, slot, None])
         return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -85,6 +86,16 @@ def test_data_parallel_experts_send_their_gradients_alone() -> None:
     assert nbytes == 2 * 3 * weights // 4
 
 
+def test_megatron_reduces_the_gradient_of_tokens_once() -> None:
+    model, (rows, length, width) = expert_model("mixtral"), (4, 6, 16)
+    with dshard.use_topology(BYTES):
+        plan = dshard.plan_model(model, MESH, "megatron", **batch(rows, length))
+
+    sent = Counter(m.nbytes for m in plan.cost.moves if ".mlp" in m.module or m.module.endswith("o_proj"))
+    all_reduced = 2 * 3 * rows * length * width * 4 // 4
+    assert sent == Counter({all_reduced: 2, 2 * 3 * rows * length * 2 * 4 // 4: 1})  # there, back, and weights
+
+
 def test_the_expert_strategy_keeps_experts_and_gathers_the_rest() -> None:
     model = expert_model("mixtral")
     plan = dshard.plan_model(model, mesh_of("fsdp x expert"), "fsdp x expert", **batch())
@@ -93,6 +104,7 @@ def test_the_expert_strategy_keeps_experts_and_gathers_the_rest() -> None:
     assert plan.parameters[down] == (Shard(1), Shard(0))
     assert plan.gathered_axes(down) == ("a",)
     assert plan.gathered_axes(dense) == ("a", "b")
+    assert [m.count for m in plan.cost.moves if m.module.endswith("experts") and m.axis == "a"] == [1, 1]  # of both
     assert dshard.plan_model(model, MESH, "megatron", **batch()).parameters[down] == (Shard(0),)
 
 
