@@ -2,6 +2,8 @@
 
 Such a module's `forward(x, index, weight)` sums over the experts of each token, and its parameters have a dim of
 experts. While the model that holds it is traced, priced or parallelized, its class is one that derives from its own.
+
+Design: docs/design/0026-experts.md
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dshard.comm import DeviceMesh, as_mesh
+from dshard.comm import DeviceMesh, as_mesh, warn_user
 from dshard.core.signature import Args, Kwargs
 from dshard.core.subclasses import refuse_own_rules
 from dshard.core.trees import nested_tensors
@@ -32,7 +32,7 @@ from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strateg
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
-from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, lay_out
+from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out
 from dshard.placements import Placement, Replicate
 from dshard.validate import check_type, shown
 
@@ -225,6 +225,8 @@ def planned(
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
     axes = axes_of(plan, mesh)
     roles = fitted_roles(roles, axes, mesh)
+    if idle := idle_experts(roles, axes, mesh):
+        warn_user(idle, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))
 
 

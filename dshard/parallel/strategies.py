@@ -219,6 +219,25 @@ def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh
     return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.sharded_dim(roles) == dim)
 
 
+def idle_experts(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> str:
+    """What to warn of where experts are fewer than the ranks over which they are split; "" where they are not."""
+    for name, dims in roles.parameters.items():
+        for i, role in enumerate(dims):
+            if role.kind is not FeatureKind.EXPERT:
+                continue
+            ours = [n for axis, n in zip(axes, mesh.shape, strict=True) if not axis.gathers(dims)]
+            split = [axis.sharded_dim(dims) == i for axis in axes if not axis.gathers(dims)]
+            ranks = prod(n for n, is_split in zip(ours, split, strict=True) if is_split)
+            if ranks > role.size:
+                n = _legal(role.size, ranks)
+                return (
+                    f"{name} has {role.size} experts, split over {ranks} ranks of the mesh ({mesh}): "
+                    f"{ranks - role.size} have none; split them over {n}, such as by 'fsdp x expert' on a mesh whose "
+                    f"last axis has {n} ranks"
+                )
+    return ""
+
+
 def _has_few_features(role: Role, ranks: int) -> bool:
     return role.kind is FeatureKind.INNER and role.units == role.size < ranks
 

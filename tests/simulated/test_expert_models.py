@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_the_expert_strategy_keeps_experts_and_gathers_the_rest() -> None:
     assert plan.gathered_axes(dense) == ("a", "b")
     assert [m.count for m in plan.cost.moves if m.module.endswith("experts") and m.axis == "a"] == [1, 1]  # of both
     assert dshard.plan_model(model, MESH, "megatron", **batch()).parameters[down] == (Shard(0),)
+
+
+@pytest.mark.usefixtures("_taught")
+def test_more_ranks_than_experts_are_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"has 4 experts, split over 6 ranks .* 2 have none; split them over 3, such as"
+    ):
+        dshard.plan_model(OwnModel(), Mesh((6,), ("x",)), "expert", torch.ones(12, 8))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dshard.plan_model(OwnModel(), Mesh((2, 3), ("a", "b")), "fsdp x expert", torch.ones(12, 8))
 
 
 def test_a_model_without_experts_is_refused() -> None:
