@@ -84,12 +84,12 @@ def collective_seconds(
             tree = topology.backend == "nccl" and not link.measured
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
         case "exchange" if along:
-            messages = n - 1 if peers is None else min(n - 1, peers)
-            return messages * link.latency + _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology))
+            few = inf if peers is None else peers * link.latency
+            return min(latency, few) + _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology))
         case "all_to_all":
             return latency + link.seconds(nbytes)
         case "exchange":
-            return messages_seconds(nbytes, n - 1 if peers is None else min(n - 1, peers), link)
+            return min(latency, inf if peers is None else peers * link.latency) + link.seconds(nbytes)
         case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
             return _log2(n) * messages_seconds(nbytes, 1, link)
         case "broadcast":

@@ -222,7 +222,10 @@ def _cheapest(space: Space, first: State, last: State, search: Search) -> Reache
 
 
 def _search(space: Space, first: State, last: State, room: float = inf, most: float = inf) -> ReachedState | None:
-    """Search best-first over states for steps of at most `most` seconds, with a lower bound on what remains."""
+    """Search best-first over states for steps of at most `most` seconds, with a lower bound on what remains.
+
+    A state is searched from again where it is reached sooner: a bound may fall by more than a step takes.
+    """
     dims, begins = useful_dims(first, last), begins_of(last)
     targets = tuple({last: None, space.before_partial(first, last): None})
     queue = _Queue(space, first, last, most)
@@ -230,7 +233,7 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
     while queue.entries and len(settled) < MAX_STATES:
         _, _, here, exact = heapq.heappop(queue.entries)
         state = here.state
-        if state in settled:
+        if here.seconds > queue.best.get(state, inf):
             continue
         if not exact:
             assert here.before is not None
@@ -240,11 +243,11 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
             return here
         settled.add(state)
         for move in space.successors(state, dims, begins):
-            if move.there.numel <= room and move.there not in settled:
+            if move.there.numel <= room:
                 queue.push(here, move)
         for target in targets:
             straight = space.direct(state, target)
-            if straight is not None and target not in settled:
+            if straight is not None:
                 queue.push(here, straight)
     return None
 
@@ -260,10 +263,13 @@ class _Queue:
         ]
 
     def push(self, here: ReachedState, move: LayoutEdge) -> None:
-        """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit."""
+        """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit.
+
+        Of paths that take as long up to rounding, the first counts: one collective along several axes, not several.
+        """
         there, kind, seconds, exact = move
         total = here.seconds + seconds
-        if total > self.least or total >= self.best.get(there, inf):
+        if total > self.least or total >= self.best.get(there, inf) * (1 - 1e-12):
             return
         rest = self.space.least(there, self.last)
         if total + rest <= self.least:
