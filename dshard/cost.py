@@ -42,6 +42,12 @@ LARGE_PIECE = 2**22
 That is between hosts, whose link a broadcast crosses once, and by the prices of NCCL's algorithms on presets of GPUs;
 within a host each broadcast takes a ring's steps, and messages take less time at all sizes.
 """
+BESIDE = 1e-3
+"""Latencies that a message takes which is in flight beside those along each axis, in a collective along several.
+
+So one collective begins about as soon as one after the other along each axis, and where all else is equal these, of
+fewer messages, are chosen.
+"""
 SLOWDOWN = 0.189
 """By how much longer a GPU computes beside communication: the mean that Lee et al. (arXiv 2507.03114) found on four."""
 
@@ -161,9 +167,11 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
         return terms_of("all_gather", mesh, axes, topology)
     link = topology.link(mesh, axes, collective)
     terms = Terms(n, link, (), (n - 1) * link.latency)
-    if len(axes) > 1 and not link.measured:  # one collective begins no later than one after the other along each axis
-        along = [terms_of(collective, mesh, (axis,), topology).latency for axis in axes]
-        terms = terms._replace(latency=min(terms.latency, sum(along)))
+    if len(axes) > 1 and not link.measured:
+        along = [terms_of(collective, mesh, (axis,), topology) for axis in axes]
+        beside = n - 1 - sum([each.ranks - 1 for each in along])
+        latency = sum([each.latency for each in along]) + beside * BESIDE * link.latency
+        terms = terms._replace(latency=min(terms.latency, latency))
     if not topology.algorithms or link.measured or collective not in COLLECTIVES_OF["ring"]:
         return terms
     where = topology.nodes(mesh, axes)
