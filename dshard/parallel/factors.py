@@ -41,9 +41,13 @@ Nodes = tuple[int, ...]
 
 
 class Classes:
-    """Equivalence classes of factors, as a forest; each factor has a size."""
+    """Equivalence classes of factors, as a forest; each factor has a size.
+
+    `packed` says of factors that were split into equal pieces how many these are.
+    """
 
     def __init__(self) -> None:
+        self.packed: dict[int, int] = {}
         self.parent: list[int] = []
         self.size: list[int] = []
 
@@ -124,7 +128,8 @@ class ModelTrace:
     itemsize, of module outputs, `inputs` the dims of the model's; `first_inputs` the id of the first argument of each
     module; `order` the modules in the order in which they began; `answers` the host values that the pass read, None if
     it ran on data; `heads` the number of heads of each attention; `parts` each factor as a dim, and whether views
-    made it the major part of one; `experts` what layers of experts have.
+    made it the major part of one; `experts` what layers of experts have. `packed` are the dims that were split into
+    equal pieces, with the number of these.
     """
 
     parameters: dict[str, Dims]
@@ -138,6 +143,7 @@ class ModelTrace:
     heads: list[int]
     parts: list[tuple[TracedDim, bool]]
     experts: ExpertClasses
+    packed: dict[TracedDim, int]
 
 
 class Tracer:
@@ -182,6 +188,7 @@ class Tracer:
             self.heads,
             [(dim, node in self.majors) for node, dim in enumerate(of)],
             ExpertClasses({*map(classes.find, experts.experts)}, {*map(classes.find, experts.inner)}, experts.modules),
+            {of[node]: n for node, n in classes.packed.items()},
         )
 
     def nodes(self, x: Tensor) -> tuple[Nodes, ...]:
@@ -215,6 +222,7 @@ class Tracer:
         if tensors and outs and out is not args[0]:
             rule = None if op is None else _rule(op.rule, func, (args, kwargs), tensors, outs)
             self.join(rule, tensors, outs)
+            self._pack(tensors, outs)
         return out
 
     def join(self, rule: Rule | None, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -228,6 +236,9 @@ class Tracer:
             sizes |= dict(rule.sizes)
             for term, t in zip(inputs, tensors, strict=True):
                 for factors, nodes in zip(term, self.nodes(t), strict=True):
+                    if rule.blocks and nodes and factors[:1] and factors[0] in rule.blocks:
+                        self.classes.packed.setdefault(nodes[0], sizes[factors[0]])
+                        factors = factors[1:]
                     self._read(factors, nodes, sizes, by_factor)
             if rule.chosen is not None:
                 self.experts.note(rule, by_factor, self.modules[-1])
@@ -236,6 +247,15 @@ class Tracer:
         for term, out in zip(outputs, outs, strict=True):
             self.give(out, tuple(self._made(term, i, out, tensors, inputs, by_factor) for i in range(out.dim())))
         self._follow(tensors, outs)
+
+    def _pack(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Note the dim of a tensor that was split into equal pieces."""
+        (x, *others), n = tensors, len(outs)
+        if others or n < 2 or any(out.shape != outs[0].shape or out.dim() != x.dim() for out in outs):
+            return
+        split = [dim for dim, size in enumerate(x.shape) if size == n * outs[0].shape[dim] and size]
+        if len(split) == 1 and len(self.nodes(x)[split[0]]) == 1:
+            self.classes.packed.setdefault(self.nodes(x)[split[0]][0], n)
 
     def _read(
         self, factors: Sequence[str], nodes: Nodes, sizes: Mapping[str, int], by_factor: dict[str, Nodes]

@@ -33,12 +33,16 @@ class FeatureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of one dim of a parameter: its kind, whether a matmul contracts it, its size and number of heads."""
+    """The role of one dim of a parameter: its kind, whether a matmul contracts it, its size and number of heads.
+
+    `blocks` is the number of equal parts that are packed along the dim, into which what a matmul makes of it is split.
+    """
 
     kind: FeatureKind
     summed: bool
     size: int
     units: int
+    blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ def roles_of(traced: ModelTrace) -> Roles:
         c, size = dim
         if c is None:
             return Role(FeatureKind.OTHER, (name, i) in summed, size, 1)
-        return Role(kinds.get(c, FeatureKind.OTHER), (name, i) in summed, size, min(size, units.get(c, size)))
+        kind, blocks = kinds.get(c, FeatureKind.OTHER), traced.packed.get(dim, 1)
+        return Role(kind, (name, i) in summed, size, min(size, units.get(c, size)), blocks)
 
     parameters = {
         name: tuple(role(name, i, dim) for i, dim in enumerate(dims)) for name, dims in traced.parameters.items()

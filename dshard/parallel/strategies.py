@@ -44,9 +44,15 @@ class Axis:
     experts: bool = False
 
     def place(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> Placement:
-        """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`."""
+        """The placement of a parameter on this axis: sharded by the first dim that fits, avoiding `rather_not`.
+
+        Each of several parts that are packed along the dim is sharded, but where they are gathered for use.
+        """
         dim = self.sharded_dim(roles, rather_not)
-        return Replicate() if dim is None else Shard(dim)
+        if dim is None:
+            return Replicate()
+        blocks = 1 if self.weights == "first" else roles[dim].blocks
+        return Shard(dim) if blocks == 1 else Shard(dim, blocks=blocks)
 
     def sharded_dim(self, roles: tuple[Role, ...], rather_not: Collection[int] = ()) -> int | None:
         """The dim of a parameter that this axis shards, None if it shards none."""

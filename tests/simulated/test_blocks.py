@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from dshard import Layout, LayoutError, Mesh, Replicate, Shard, distribute_tensor, trace
+from dshard import Layout, LayoutError, Mesh, Replicate, Shard, distribute_tensor, parallelize, plan_model, trace
 from dshard.autograd.crossing import redistribute
 from dshard.core.context import planning_context
 from dshard.layout import Shape
@@ -191,3 +191,48 @@ def test_what_needs_ranges_says_so() -> None:
         layout.region((8, 3), (0,))
     with pytest.raises(LayoutError, match=r"Shard\(0, blocks=2\) of a dim of size 5: blocks are of one size"):
         layout.local_shape((5,), (0,))
+
+
+class PackedLayer(nn.Module):
+    """A pre-normalised layer with packed projections, of which each one's result is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm2, self.gate_up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(8, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("megatron", Mesh((2,), ("tp",))),
+        ("fsdp x megatron", Mesh((2, 2), ("dp", "tp"))),
+        ("atp", Mesh((2, 2), ("a", "b"))),
+    ],
+    ids=str,
+)
+def test_a_plan_lays_packed_projections_out_in_blocks(strategy: str, mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(PackedLayer(), PackedLayer()).double(), reals(2, 5, 8)
+    plan = plan_model(model, mesh, strategy, x)
+
+    for name, n in (("0.qkv.weight", 3), ("0.gate_up.weight", 2), ("1.qkv.bias", 3), ("1.gate_up.bias", 2)):
+        assert n in [placement.blocks for placement in plan.parameters[name] if isinstance(placement, Shard)]
+    assert "all_to_all" not in {move.collective for move in plan.cost.moves}
+    expected = model(x)
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with simulated(mesh):
+        laid_out = parallelize(model, mesh, plan, outputs="distributed")
+        out = laid_out(x)
+        out.square().sum().backward()
+        torch.testing.assert_close(whole(out.detach()), expected.detach())
+        for name, p in laid_out.named_parameters():
+            torch.testing.assert_close(whole(p.grad), gradients[name], msg=name)

@@ -132,12 +132,12 @@ def test_heads_are_split_as_megatron_splits_them() -> None:
     plan = plan_model(model, Mesh((4,), ("tp",)), "megatron", torch.empty(2, 8, 16, device="meta"))
 
     for i in range(2):
-        assert plan.parameters[f"layers.{i}.self_attn.in_proj_weight"] == (Shard(0),)
+        assert plan.parameters[f"layers.{i}.self_attn.in_proj_weight"] == (Shard(0, blocks=3),)
         assert plan.parameters[f"layers.{i}.self_attn.out_proj.weight"] == (Shard(1),)
         assert plan.parameters[f"layers.{i}.self_attn.out_proj.bias"] == (Replicate(),)
     forward = [move for move in plan.cost.moves if move.direction == "forward"]
-    # of a layer two sums, and the heads of the fused projection, which is split in contiguous chunks
-    assert sorted(move.collective for move in forward) == ["all_reduce"] * 4 + ["all_to_all"] * 2
+    # of a layer two sums; of the fused projection a rank has its heads of each of query, key and value
+    assert sorted(move.collective for move in forward) == ["all_reduce"] * 4
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
 from dshard.core.plain_tensors import from_torch, implicit_replication, is_torchs
+from dshard.core.torch_placements import torch_placements
 from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
-from dshard.layout import Shape
+from dshard.layout import Shape, layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.distributed_parameters import replace_parameters
 from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_derived
@@ -35,8 +36,8 @@ _STACKED, _JOINED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")  # 
 #
 # Each rank reads shards by the placements of the parameter, and converts those. This is right for stacking the experts
 # of a layer. The gate and up projections of experts are stored separately and joined along the dim of features: if that
-# is sharded, a rank gets a shard of each, and the result is redistributed afterwards. Other conversions, such as
-# splitting a fused projection, need the global tensor on each rank until it is converted.
+# is sharded, a rank gets a shard of each, which is the dim in blocks; it is redistributed if the plan has others. Other
+# conversions, such as splitting a fused projection, need the global tensor on each rank until it is converted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,10 @@ class StoredForm:
             return placements
         if self.dim is None:
             return (Replicate(),) * len(placements)
-        splits = [placement == Shard(self.dim) for placement in placements]
+        splits = [isinstance(placement, Shard) and placement.dim == self.dim for placement in placements]
         ranks = prod(size for size, split in zip(mesh.shape, splits, strict=True) if split)
-        if shape[self.dim] % (self.parts * ranks) == 0:
-            return placements
-        return tuple(Replicate() if split else each for each, split in zip(placements, splits, strict=True))
+        stored = Shard(self.dim) if shape[self.dim] % (self.parts * ranks) == 0 else Replicate()
+        return tuple(stored if split else each for each, split in zip(placements, splits, strict=True))
 
 
 def known_forms(model: nn.Module) -> list[StoredForm]:
@@ -88,14 +88,14 @@ def form_of(name: str, forms: Sequence[StoredForm]) -> StoredForm | None:
 
 
 def as_planned(p: Any, form: StoredForm | None, placements: Placements) -> Any:
-    """A loaded parameter without its graph, moved to the placements of the plan; `form` was converted for it."""
+    """A loaded parameter without its graph, moved to the placements of the plan; `form` was converted for it.
+
+    Of stored tensors that were joined along a sharded dim a rank has its shard of each: they are blocks.
+    """
     loaded = p.detach()
     if form is not None and form.dim is not None and Shard(form.dim) in loaded.placements:
-        dim, parts, sizes = form.dim, form.parts, loaded.shape
-        pieces = loaded.to_local().unflatten(dim, (parts, loaded.to_local().shape[dim] // parts))
-        by_part = [Shard(at.dim + (at.dim >= dim)) if isinstance(at, Shard) else at for at in loaded.placements]
-        shape = (*sizes[:dim], parts, sizes[dim] // parts, *sizes[dim + 1 :])
-        loaded = type(loaded).from_local(pieces, loaded.device_mesh, by_part, shape=shape).flatten(dim, dim + 1)
+        packed = [Shard(form.dim, blocks=form.parts) if p == Shard(form.dim) else p for p in loaded.placements]
+        loaded = type(loaded).from_local(loaded.to_local(), loaded.device_mesh, packed, shape=loaded.shape)
     return loaded.redistribute(placements=placements)
 
 
@@ -203,6 +203,9 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, plan: PlanArgument, example: di
         placements, form = load.placements_of(name), form_of(name, load.forms)
         if form is not None:
             placements = form.while_loading(tuple(p.shape), placements, load.plan.mesh)
+        layout = layout_of(load.plan.mesh, placements, p.dim())
+        if layout.blocks:  # transformers reads ranges
+            placements = torch_placements(layout.unblocked())
         return distribute_tensor(p, load.plan.mesh, placements, src_data_rank=None)
 
     replace_parameters(model, laid_out)
@@ -215,10 +218,12 @@ def _move_as_planned(model: nn.Module, load: _Load) -> None:
     converted = converted_forms(model)
 
     def moved(name: str, p: Tensor) -> Tensor:
-        if form_of(name, load.forms) is None or not isinstance(p, Wrapper):
+        placements = load.placements_of(name)
+        has_blocks = bool(layout_of(load.plan.mesh, placements, p.dim()).blocks)
+        if not isinstance(p, Wrapper) or not (has_blocks or form_of(name, load.forms)):
             return p
         with torch.no_grad():
-            planned = nn.Parameter(as_planned(p, form_of(name, converted), load.placements_of(name)), p.requires_grad)
+            planned = nn.Parameter(as_planned(p, form_of(name, converted), placements), p.requires_grad)
         planned.__dict__.update({key: value for key, value in p.__dict__.items() if key not in planned.__dict__})
         return planned
 
