@@ -8,7 +8,6 @@ not one tensor, it gets in ranges.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,9 +60,7 @@ def _executable(func: OpOverload, specs: Sequence[Spec], dim: int) -> Executable
     out = infer(func, ([each.meta() for each in specs], dim), {})
     passes = together(*range(n), ops=ANY)
     shapes = [each.shape for each in specs]
-    rule = parse_rule("*... m ... -> ... (part m) ...", shapes, [tuple(out.shape)], at=[dim], passes=passes)
-    sizes, part = (("part", n), ("m", spec.shape[dim])), frozenset({"part"})
-    rule = replace(rule, unsharded=part, blocks=part, sizes=sizes)
+    rule = parse_rule(f"*... m ... -> ... ({n} m) ...", shapes, [tuple(out.shape)], at=[dim], passes=passes)
     decision, choice = decide(str(func), rule, specs, [out])
     results = specs_of(choice.strategy.outputs, [out], spec.device)
     return Executable(decision, lambda at: partial(_cat, dim), results, range(n), wrap_as(results[0]))

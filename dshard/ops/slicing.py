@@ -6,7 +6,7 @@ A dim along which elements are selected is not sharded, as it has no factor, unl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -152,9 +152,7 @@ def split(call: Call) -> Rule:
     blocks = call.specs[0].layout.blocks.get(dim)
     if len(call.outs) != blocks or len({out.shape[dim] for out in call.outs}) > 1:
         return call.rule("... [] ... -> *... [] ...", at="dim", passes=MOVES)
-    rule = call.rule("... (piece m) ... -> *... m ...", at="dim", passes=MOVES)
-    pieces = frozenset({"piece"})
-    return replace(rule, unsharded=pieces, sizes=(("piece", blocks), ("m", call.outs[0].shape[dim])), blocks=pieces)
+    return call.rule(f"... ({blocks} m) ... -> *... m ...", at="dim", passes=MOVES)
 
 
 def split_kernel(call: RankCall) -> LocalOp:

@@ -75,9 +75,10 @@ EXPERTS: dict[str, NamedExperts] = {
 def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) -> Rule:
     """The rule of a layer of experts: of tokens, indices and weights of their experts, and parameters as in `text`.
 
-    `text` has a term for each parameter: e are experts, d features of tokens, f inner features, and names in brackets
-    are split over no axis. Inner features are split only if every parameter has them: what one without them adds, such
-    as the last bias, would be added on each rank. `routing` says how tokens are expected to be spread over experts.
+    `text` has a term for each parameter: e are experts, d features of tokens, f inner features, (2 f) two parts of
+    these that are packed along a dim, and names in brackets are split over no axis. Inner features are split only if
+    every parameter has them: what one without them adds, such as the last bias, would be added on each rank. `routing`
+    says how tokens are expected to be spread over experts.
 
     Raises:
         NotationError: a term for each parameter is missing, or one without e, or with another name.
@@ -87,6 +88,8 @@ def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) 
     t [d], t [k], t [k], e f [d], e [d] f -> t [d]
     >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4)], "e f d, e d"))
     t [d], t [k], t [k], e [f] [d], e [d] -> t [d]
+    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 10, 4), (6, 4, 5)], "e (2 f) d, e d f"))
+    t [d], t [k], t [k], e ([2] f) [d], e [d] f -> t [d]
     """
     check_expert_rule(text, len(shapes) - OPERANDS)
     terms, unsharded = text.split(","), ["d"]
@@ -138,7 +141,7 @@ def check_expert_rule(text: str, parameters: int) -> None:
             "for each, as 'e f d, e d f'"
         )
     for term in terms:
-        others = [name for name in term if name not in ("e", "d", "f") and name[0] != "["]
+        others = [name for name in term if name not in ("e", "d", "f") and name[0] != "[" and not name.isdecimal()]
         if "e" not in term or others:
             raise NotationError(
                 f"experts: the term '{' '.join(term)}' of the rule {text!r}: each parameter has e, the experts, "

@@ -4,6 +4,7 @@
     "b s h -> (b s) h"         a merged dim: b is major
     "... [h] -> ... [h]"       any leading dims; h may not be sharded
     "b 1 -> b h"               a dim of size one
+    "(2 f) k -> ..."           a dim of two parts of f each, which is sharded in blocks
     "n c [...] -> n c [...]"   dims without a factor, which may not be sharded: `[]` is one, `[...]` are any number
     "*a b -> a b"              any number of operands, or of outputs, of these dims
     "a b -> a"  reduce="max"   a sharded b leaves the output Partial("max")
@@ -24,9 +25,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from dshard.caches import cached
-from dshard.errors import NotationError
+from dshard.errors import NotationError, ShapeError
 from dshard.layout import Shape
 from dshard.placements import REDUCE_OPS, ReduceOp
 from dshard.rules.rule import Dim, PassThrough, Rule, Term, factor_sizes
@@ -94,7 +96,24 @@ def _parsed(
     if unsharded:
         terms = [tuple([tuple([name.strip("[]") for name in dim]) for dim in term]) for term in terms]
     inputs = _broadcast(terms[:n_operands], shapes, text)
-    return Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded)
+    rule = Rule(tuple(inputs), tuple(terms[n_operands:]), unsharded)
+    blocks = [name for term in terms for dim in term if len(dim) > 1 for name in dim if name.isdecimal()]
+    return _in_blocks(rule, blocks, [*shapes, *(outputs or [])], text) if blocks else rule
+
+
+def _in_blocks(rule: Rule, blocks: Sequence[str], shapes: Sequence[Shape], text: str) -> Rule:
+    """The rule with these numbers as blocks of the dims that they are in."""
+    sizes = {name: int(name) for name in blocks}
+    known = sizes | factor_sizes((*rule.inputs, *rule.outputs)[: len(shapes)], shapes, text)
+    for term, shape in zip((*rule.inputs, *rule.outputs), shapes, strict=False):
+        for dim, n in zip(term, shape, strict=True):
+            if not sizes.keys().isdisjoint(dim) and len(dim) > 1:
+                parts = prod([known.get(name, 1) for name in dim])
+                if n != parts if known.keys() >= {*dim} else n % parts:
+                    raise ShapeError(f"a dim of size {n} is not ({' '.join(dim)}) of the rule {text!r}")
+                sizes |= {name: n // parts for name in dim if name not in known}
+    names = frozenset(blocks)
+    return replace(rule, unsharded=rule.unsharded | names, sizes=tuple(sizes.items()), blocks=names)
 
 
 # -- the text alone

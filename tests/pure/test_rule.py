@@ -150,3 +150,14 @@ def test_a_factor_has_one_size() -> None:
 def test_a_mistake_shows_at_registration(op: str, rule: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(NotationError, match=message):
         register_rule(op, rule, **options)
+
+
+def test_numbers_in_a_merged_dim_are_blocks_of_it() -> None:
+    rule = parse_rule("(2 f) k, k f -> f", [(10, 3), (3, 5)])
+
+    assert rule.blocks == {"2"}
+    assert dict(rule.sizes)["2"] == 2
+    assert parse_rule("(3 f) ->", [(12,)]).sizes == (("3", 3), ("f", 4))
+    for shapes in ([(12, 3), (3, 5)], [(9, 3), (3, 5)]):
+        with pytest.raises(ShapeError, match=r"a dim of size \d+ is not \(2 f\) of the rule"):
+            parse_rule("(2 f) k, k f -> f", shapes)

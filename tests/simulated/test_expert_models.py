@@ -69,8 +69,8 @@ def test_an_eager_loop_is_planned_as_one_operator() -> None:
         if ".experts." in name
     }
     assert kinds == {
-        "gate_up_proj": [FeatureKind.EXPERT, FeatureKind.OTHER, FeatureKind.RESIDUAL],
-        "down_proj": [FeatureKind.EXPERT, FeatureKind.RESIDUAL, FeatureKind.OTHER],
+        "gate_up_proj": [FeatureKind.EXPERT, FeatureKind.INNER, FeatureKind.RESIDUAL],
+        "down_proj": [FeatureKind.EXPERT, FeatureKind.RESIDUAL, FeatureKind.INNER],
     }
     assert [type(module) for module in model.modules()] == before
     assert not any("_experts_form" in vars(module) for module in model.modules())
@@ -106,7 +106,15 @@ def test_the_expert_strategy_keeps_experts_and_gathers_the_rest() -> None:
     assert plan.gathered_axes(down) == ("a",)
     assert plan.gathered_axes(dense) == ("a", "b")
     assert [m.count for m in plan.cost.moves if m.module.endswith("experts") and m.axis == "a"] == [1, 1]  # of both
-    assert dshard.plan_model(model, MESH, "megatron", **batch()).parameters[down] == (Shard(0),)
+
+
+def test_megatron_splits_packed_gate_and_up_of_experts_and_takes_none_apart() -> None:
+    plan = dshard.plan_model(expert_model("mixtral"), MESH, "megatron", **batch())
+    experts = "model.layers.0.mlp.experts"
+
+    assert plan.parameters[f"{experts}.gate_up_proj"] == (Shard(1, blocks=2),)
+    assert plan.parameters[f"{experts}.down_proj"] == (Shard(2),)
+    assert "all_to_all" not in {move.collective for move in plan.cost.moves if "mlp" in move.module}
 
 
 @pytest.mark.usefixtures("_taught")

@@ -16,8 +16,8 @@ _FLAGS = ("num_experts", "_is_expert_parallel", "has_gate", "has_bias", "is_tran
 def transformers_experts(module: nn.Module) -> ExpertsForm | None:
     """How a module decorated by transformers is a layer of experts; None for others.
 
-    Gate and up in one parameter are a dim that no mesh axis splits. A module whose submodules have parameters, which
-    all experts share, is none.
+    Gate and up in one parameter, one after the other, are a dim in two blocks; interleaved they are one that no mesh
+    axis splits. A module whose submodules have parameters, which all experts share, is none.
     """
     if not all(name in module.__dict__ for name in _FLAGS) or module.__dict__["_is_expert_parallel"]:
         return None
@@ -28,7 +28,7 @@ def transformers_experts(module: nn.Module) -> ExpertsForm | None:
     terms = _terms(module)
     names = tuple(name for name, p in module._parameters.items() if p is not None)
     fits = all(
-        name in terms and p.shape[0] == module.num_experts and p.dim() == len(terms[name].split())
+        name in terms and p.shape[0] == module.num_experts and p.dim() == len(terms[name].replace("2 ", "").split())
         for name, p in module._parameters.items()
         if p is not None
     )
@@ -37,7 +37,7 @@ def transformers_experts(module: nn.Module) -> ExpertsForm | None:
 
 def _terms(module: Any) -> dict[str, str]:
     """The term of each parameter that transformers' own implementations of experts read."""
-    up, made = ("gate_up_proj", "[g]") if module.has_gate else ("up_proj", "f")
+    up, made = ("gate_up_proj", "(2 f)" if module.is_concatenated else "[g]") if module.has_gate else ("up_proj", "f")
     if module.is_transposed:
         terms = {up: f"e d {made}", "down_proj": "e f d"}
     else:
