@@ -89,11 +89,13 @@ def _own(module: nn.Module) -> tuple[str, ...]:
 class ExpertsModule(_Module):
     """The mixin of a module that is a layer of experts, before the module's own class."""
 
+    experts_class: type[nn.Module]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The sum over the experts of each token, as one operator."""
-        own, form = type(self).__mro__[2], self.__dict__["_experts_form"]
+        own, form = self.experts_class, self.__dict__["_experts_form"]
         x, index, weight = args if len(args) == OPERANDS else _arguments(own).bind(self, *args, **kwargs).args[1:]
-        parameters: list[Any] = [self._parameters[name] for name in form.parameters]
+        parameters = [getattr(self, name) for name in form.parameters]  # which may be parametrized by now
         in_graph = self.__dict__["_experts_body"] if is_dynamo_compiling() else None
         body = in_graph or partial(_body, self, own, form)
         return experts(body, x, index, weight, *parameters, rule=form.rule)
@@ -136,7 +138,7 @@ def run_as_operators(model: nn.Module, in_graphs: bool = True) -> list[nn.Module
         _arguments(cls)
         if cls not in _DERIVED:
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            _DERIVED[cls] = type(cls.__name__, (ExpertsModule, cls), names)
+            _DERIVED[cls] = type(cls.__name__, (ExpertsModule, cls), {**names, "experts_class": cls})
         module.__class__ = _DERIVED[cls]
         module.__dict__["_experts_form"] = form
         module.__dict__["_experts_body"] = ExpertBody(_body_in_graphs(module, cls, form)) if in_graphs else None
@@ -154,10 +156,10 @@ def _body_in_graphs(module: nn.Module, cls: type[nn.Module], form: ExpertsForm) 
 @contextmanager
 def experts_as_operators(model: nn.Module) -> Iterator[None]:
     """Within the block each layer of experts in `model` runs as one operator."""
-    modules = run_as_operators(model, in_graphs=False)
+    modules: list[Any] = run_as_operators(model, in_graphs=False)
     try:
         yield
     finally:
         for module in modules:
-            module.__class__ = type(module).__mro__[2]
+            module.__class__ = module.experts_class
             del module.__dict__["_experts_form"], module.__dict__["_experts_body"]
