@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -195,15 +196,29 @@ def test_a_late_import_is_seen() -> None:
 # -- what is loaded
 
 
-def loaded(code: str) -> set[str]:
-    """The modules that `code` loads in a new process in which torch has been imported."""
-    script = f"import sys, torch\nbefore = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)"
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
-    return set(found.stdout.split())
+LATE = """
+import gc
+assert gc.isenabled()
+assert set(dshard.__all__) | {'calibrate', 'parallel', 'visualize'} <= set(dir(dshard))
+assert dshard.parallel.parallelize is dshard.parallelize
+from dshard import plan_model
+assert plan_model is dshard.parallel.plan_model
+"""
+
+
+@cache
+def loaded() -> tuple[set[str], set[str]]:
+    """The modules that `import dshard` loads in a new process with torch, and those that `LATE` loads after it."""
+    script = "import sys, torch\n"
+    for code in ("import dshard", LATE):
+        script += f"before = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)\n"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    first, then = done.stdout.splitlines()
+    return {*first.split()}, {*then.split()}
 
 
 def test_importing_dshard_loads_little_beside_its_own_modules() -> None:
-    found = loaded("import dshard")
+    found, _ = loaded()
 
     own = {name for name in found if name.split(".")[0] == "dshard"}
     assert found - own <= MAY_LOAD
@@ -211,14 +226,7 @@ def test_importing_dshard_loads_little_beside_its_own_modules() -> None:
 
 
 def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
-    found = loaded(
-        "import gc, dshard\n"
-        "assert gc.isenabled()\n"
-        "assert set(dshard.__all__) | {'calibrate', 'parallel', 'visualize'} <= set(dir(dshard))\n"
-        "assert dshard.parallel.parallelize is dshard.parallelize\n"
-        "from dshard import plan_model\n"
-        "assert plan_model is dshard.parallel.plan_model"
-    )
+    _, found = loaded()
 
     assert "dshard.parallel" in found
     for name in dshard.__all__:

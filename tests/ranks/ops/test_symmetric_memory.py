@@ -94,6 +94,7 @@ def differences(found: list[Tensor | None], right: list[Tensor | None]) -> list[
 
 # -- laws
 
+EXAMPLES = 400 if settings().max_examples > 100 else 2
 SIZES = st.sampled_from([4, 8, 8, 12, 12, 1, 0, 7])  # most divide, as a kernel wants
 LOOPS = st.sampled_from([None, None, None, "m", "n", "k"])
 SENT = {len(shape): [each for each in schedules(len(shape)) if set(each.stored) - {"R", "P"}] for shape in MESHES}
@@ -129,7 +130,7 @@ def multiplied(drawn: list[Case]) -> list[object]:
     return told
 
 
-@settings(max_examples=max(2, settings().max_examples // 8))
+@settings(max_examples=EXAMPLES)
 @given(st.lists(cases(), min_size=5, max_size=5))
 @pytest.mark.ranks
 def test_values_gradients_and_bytes_are_those_of_one_device_and_of_bulk(drawn: list[Case]) -> None:
@@ -168,7 +169,7 @@ def contracted(drawn: list[Product]) -> list[list[int]]:
     return told
 
 
-@settings(max_examples=max(2, settings().max_examples // 8))
+@settings(max_examples=EXAMPLES)
 @given(st.lists(products(), min_size=5, max_size=5))
 @pytest.mark.ranks
 def test_tensors_of_any_dims_and_layouts(drawn: list[Product]) -> None:
