@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.default_cases import one_in
 from helpers.topologies import topologies
 from helpers.transformer_layers import BATCH, middle, planned
 from helpers.transformer_layers import TOKENS as SEQUENCE
@@ -118,7 +119,7 @@ def test_the_best_mesh_costs_about_15_over_the_root_of_n() -> None:
     assert by_name(choices)["ATP-1"].seconds / unit == pytest.approx(4, abs=0.02)
 
 
-@pytest.mark.parametrize("devices", [8, 32])
+@pytest.mark.parametrize("devices", one_in(2, [8, 32]))
 def test_the_plans_that_auto_compares_have_the_best_mesh_of_figure_12(devices: int) -> None:
     """The strategy "atp" splits heads along d1 alone: 12 all_reduces on d2 in place of 14; (N, 1) is "megatron"."""
     hidden, costs = 256 * devices, {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 import dshard
@@ -51,8 +52,7 @@ def results(norm: nn.Module, x: Any) -> list[Any]:
     return [*found, norm(x), *norm.buffers()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("layout", "name"), one_way_each(LAYOUTS, list(NORMS)), ids=str)
 def test_batch_norm_is_that_of_one_device(name: str, layout: Layout) -> None:
     make, shape, options = NORMS[name]
     norm = make(shape[1], **options).double()

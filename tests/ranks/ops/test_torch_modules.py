@@ -128,6 +128,7 @@ def compare(names: list[str], shape: tuple[int, ...], seeds: int, training: bool
     return n
 
 
+@pytest.mark.thorough
 def test_modules_equal_their_single_device_selves():
     """On two ranks, each of which takes longer to import torch's samples than to compare them."""
     names = sorted({*NAMES[::BY_DEFAULT], *ONCE_WRONG})

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -97,8 +98,7 @@ def unlike_one_device(plan: str, outputs: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("outputs", ["distributed", "plain"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "outputs"), one_way_each(PLANS, ["distributed", "plain"]))
 def test_loaders_of_different_lengths_are_one_device(ranks: RankPool, plan: str, outputs: str) -> None:
     assert ranks.run(unlike_one_device, plan, outputs) == [[]] * 4
 
