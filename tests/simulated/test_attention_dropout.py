@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.default_cases import THOROUGH
+from helpers.default_cases import THOROUGH, one_way_each
 from torch import Tensor
 
 import dshard
@@ -60,8 +60,7 @@ def on_mesh(call: str, mesh: Mesh, first: Placement, loops: Any) -> list[Tensor]
         return run(laid, CALLS[call][2])
 
 
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "kind"), one_way_each(CALLS, list(MESHES)))
 def test_every_loop_drops_the_same_as_one_device(call: str, kind: str) -> None:
     expected = on_mesh(call, ONE, Replicate(), None)
     cases = [(mesh, loops) for mesh, loops in MESHES[kind] if call != "masked" or "balanced ring" not in loops]

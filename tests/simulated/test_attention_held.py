@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers.attention_cases import MESHES, as_near, drawn, layouts_drawn, leaf, loops_drawn, with_gradients
 from helpers.counted_memory import allocated
-from helpers.default_cases import THOROUGH
+from helpers.default_cases import THOROUGH, one_way_each
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -211,8 +211,9 @@ def calls(given: list[Any], tokens: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("asked", ["ring", "balanced ring", "context"])
-@pytest.mark.parametrize("call", ["score_mod", "window", "dropout"])
+@pytest.mark.parametrize(
+    ("call", "asked"), one_way_each(["score_mod", "window", "dropout"], ["ring", "balanced ring", "context"])
+)
 @pytest.mark.parametrize("tokens", [16, 13])
 def test_what_is_sent_is_what_is_planned(call: str, asked: str, tokens: int) -> None:
     mesh = Mesh((4,), ("x",))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor
 
 from dshard import Mesh, Shard, Topology, distribute_tensor, use_strategy, use_topology
@@ -58,8 +59,7 @@ def rows_at(x: Tensor, positions: Sequence[range]) -> Tensor:
     return x[:, :, [i for each in positions for i in each]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "causal"), one_way_each([torch.float64, torch.bfloat16], [False, True]))
 @pytest.mark.parametrize("form", ["q", "ring", "balanced ring"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_price_of_a_turn_counts_the_operators_of_each_of_its_blocks(

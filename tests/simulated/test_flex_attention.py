@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs
@@ -81,8 +82,7 @@ def on_one_device(case: str, given: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("key_heads", [4, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "key_heads"), one_way_each(CASES, [4, 2]))
 def test_functions_of_scores_see_global_indices_under_every_loop(case: str, key_heads: int) -> None:
     given, (score_mod, mask) = operands(key_heads), CASES[case]
     expected, blocks = on_one_device(case, given), block_mask(mask)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 import dshard
@@ -51,8 +52,7 @@ def moved(module: nn.Module, batch_first: bool, *inputs: Tensor, **options: Any)
     return [whole(x.detach()) if isinstance(x, dshard.DTensor) else of_first_rank(x.detach()) for x in found]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", PLANS)
+@pytest.mark.parametrize(("case", "strategy"), one_way_each(CASES, list(PLANS)))
 def test_attention_equals_one_device(strategy: str, case: str) -> None:
     made, asked = CASES[case]
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor
 
 from dshard import (
@@ -93,8 +94,7 @@ def equal_one_device(
             torch.testing.assert_close(a, b if type(a) is Tensor else distribute_tensor(b, mesh).full_tensor())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(("name", "layout"), one_way_each(NUMBERS, LAYOUTS), ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_gradient_of_a_plain_number_is_plain(name: str, shape: tuple[int, ...], layout: Layout) -> None:
     with simulated(layout.mesh):

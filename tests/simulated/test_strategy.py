@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from helpers.single_device import rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,8 +227,7 @@ JOINT: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [Mesh((3,)), GRID], ids=str)
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(("name", "mesh"), one_way_each(JOINT, [Mesh((3,)), GRID]), ids=str)
 def test_every_strategy_of_a_joint_operator_is_right(name: str, mesh: Mesh) -> None:
     make_rule, local, values = JOINT[name]
     leaves = [x.clone().requires_grad_() for x in values]
@@ -276,8 +276,11 @@ def test_where_nothing_costs_anything_a_choice_ends() -> None:
     assert found.seconds == 0
 
 
-@pytest.mark.parametrize("layout", ["dp:R tp:R", "dp:S(0) tp:R"])
-@pytest.mark.parametrize("loops", [loops for loops in product(STORAGES, repeat=2) if "m" in loops], ids="".join)
+@pytest.mark.parametrize(
+    ("loops", "layout"),
+    one_way_each((loops for loops in product(STORAGES, repeat=2) if "m" in loops), ["dp:R tp:R", "dp:S(0) tp:R"]),
+    ids="".join,
+)
 def test_a_vector_under_any_schedule_is_multiplied_as_on_one_device(loops: tuple[Loop, Loop], layout: str) -> None:
     """It has no rows, so an axis whose loop shards them shards nothing."""
     x, w = rows(5), rows(5, 3)

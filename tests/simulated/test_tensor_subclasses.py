@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
@@ -197,10 +198,9 @@ def results(given: list[Any], bias: Any, grad: Any, **options: Any) -> list[Any]
     return [out, *torch.autograd.grad(out, given, cotangent)]
 
 
-@pytest.mark.parametrize("loop", [*ATTENTIONS, None])
+@pytest.mark.parametrize(("loop", "bias"), one_way_each([*ATTENTIONS, None], BIASES))
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("heads", [4, 2])
-@pytest.mark.parametrize("bias", BIASES, ids=["lower right", "upper left", "square", "more queries"])
 def test_causal_biases_are_masks_in_every_loop(bias: CausalBias, heads: int, dim: int, loop: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = bias.seq_len_q, bias.seq_len_kv

@@ -6,6 +6,7 @@ import helpers.dtensor_modules
 import helpers.dtensor_operators  # noqa: F401  # their programs
 import pytest
 import torch
+from helpers.default_cases import one_in
 from helpers.dtensor_programs import LIBRARIES, PROGRAMS
 
 from dshard.testing import RankPool
@@ -19,7 +20,7 @@ def run(library: str, name: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_in(2, PROGRAMS))
 @pytest.mark.parametrize("library", [pytest.param("torch", marks=pytest.mark.thorough), "dshard"])
 def test_a_program_for_distributed_tensors_holds(ranks: RankPool, library: str, name: str) -> None:
     assert ranks.run(run, library, name, timeout=120.0) == ["held"] * 4
