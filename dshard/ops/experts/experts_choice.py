@@ -114,13 +114,20 @@ class ExpertsCandidates:
 
     def _with_tokens_split(self, expansion: Expansion, axes: Sequence[int]) -> Expansion:
         """The expansion with tokens, their indices, weights and results where tokens are stored, along these axes."""
-        stored = self.specs[0].layout
+        stored, order = self.specs[0].layout, list[tuple[int, tuple[int, ...]]]()
 
         def split(layout: Layout) -> Layout:
-            for axis in axes:
-                layout = layout.replace(axis, stored.placements[axis])
-            return stored if layout.placements == stored.placements else layout
+            pairs = enumerate(zip(layout.placements, stored.placements, strict=True))
+            placements = tuple([there if axis in axes else here for axis, (here, there) in pairs])
+            return Layout(layout.mesh, placements, tuple(order))
 
+        tokens = split(expansion.inputs[0])
+        if tokens.placements == stored.placements:
+            tokens = stored
+        dims = range(len(self.specs[0].shape) - 1)
+        order += [
+            (dim, tokens.axes_of(dim)) for dim in dims if len(tokens.axes_of(dim)) > 1
+        ]  # the same for all of them
         inputs = (*map(split, expansion.inputs[:OPERANDS]), *expansion.inputs[OPERANDS:])
         gradients = (*map(split, expansion.gradients[:OPERANDS]), *expansion.gradients[OPERANDS:])
         return replace(expansion, inputs=inputs, outputs=tuple(map(split, expansion.outputs)), gradients=gradients)
