@@ -50,4 +50,4 @@ __all__ = [
 ]
 
 AFTER_PARALLELIZE.append(wrap_for_huggingface)
-RECOGNISED.append(transformers_experts)
+RECOGNISED["_is_expert_parallel"] = transformers_experts

@@ -42,8 +42,8 @@ class ExpertsForm(NamedTuple):
     counts: tuple[str, ...] = ()
 
 
-RECOGNISED: list[Callable[[nn.Module], ExpertsForm | None]] = []
-"""Functions that tell modules of other libraries; `dshard.parallel.integrations` has them."""
+RECOGNISED: dict[str, Callable[[nn.Module], ExpertsForm | None]] = {}
+"""Functions that tell modules of other libraries, by an attribute of these; `dshard.parallel.integrations` has them."""
 _REGISTERED: dict[type[nn.Module], ExpertsForm] = {}
 
 
@@ -79,7 +79,8 @@ def experts_form(module: nn.Module) -> ExpertsForm | None:
         if cls in _REGISTERED:
             known = _REGISTERED[cls]
             return known._replace(parameters=known.parameters or _own(module))
-    return next((form for recognise in RECOGNISED if (form := recognise(module)) is not None), None)
+    marked = (recognise(module) for mark, recognise in RECOGNISED.items() if mark in module.__dict__)
+    return next((form for form in marked if form is not None), None)
 
 
 def _own(module: nn.Module) -> tuple[str, ...]:

@@ -52,6 +52,14 @@ def test_experts_equal_one_device_by_every_loop() -> None:
     assert sum(map(check, (2, 3, 6, 7))) > 15
 
 
+def test_tokens_are_split_over_several_axes_in_one_order() -> None:
+    case = drawn(210, large=True)  # tokens are stored in the order of the mesh, their indices in another
+    with simulated(case.mesh):
+        far = far_from_one_device(case, ("ragged", "f", "t"))
+    assert far is not None
+    assert far < 1e-11
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 3000, 50))
 def test_generated_experts_equal_one_device_by_every_loop(first: int) -> None:
