@@ -72,6 +72,11 @@ def run_executable(executable: Executable | ComposedExecutable, tensors: Sequenc
     return observed(decision, run, args) if OBSERVERS and decision is not None else run(*args)
 
 
+def are_traced(tensors: Sequence[Any]) -> bool:
+    """Whether torch traces a graph of some of these operands, in which no sizes depend on values."""
+    return any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors)
+
+
 def _choose_composite(
     rule: Callable[[], Rule], local: Local, tensors: Sequence[Any], name: str, kernel: Kernel | None
 ) -> Executable:

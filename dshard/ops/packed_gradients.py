@@ -20,6 +20,7 @@ from dshard.core.checks import infer
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, decide, wrap_as
 from dshard.core.observe import OBSERVERS, observed
+from dshard.core.plain_tensors import is_within_forward
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, specs_of
 from dshard.core.wrapper import Wrapper
@@ -29,8 +30,11 @@ from dshard.torch_private import OpOverload, graph_task_id
 
 
 def are_equal_parts(args: Args) -> bool:
-    """Whether a backward pass joins tensors of one layout and shape along a dim that is sharded in ranges."""
-    if graph_task_id() < 0 or not isinstance(args[0][0], Wrapper):
+    """Whether a backward pass joins tensors of one layout and shape along a dim that is sharded in ranges.
+
+    A forward pass that runs again within it, such as that of a checkpoint, joins as it did the first time.
+    """
+    if graph_task_id() < 0 or torch.is_grad_enabled() or is_within_forward() or not isinstance(args[0][0], Wrapper):
         return False
     spec: Spec = args[0][0]._spec
     dim = (args[1] if len(args) > 1 else 0) % max(1, len(spec.shape))

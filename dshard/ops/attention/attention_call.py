@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import traced
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
@@ -23,7 +22,7 @@ from dshard.ops.attention.attention_executable import broadcast_lead, executable
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Attend, Options, of_queries, whole
 from dshard.ops.attention.score_functions import Dropout, ScoreFunctions
-from dshard.ops.composite import run_chosen
+from dshard.ops.composite import are_traced, run_chosen
 from dshard.ops.custom import accept_call
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
@@ -43,7 +42,7 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
         common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
         accept_call(func, args, kwargs)
     requested = current_options().attention
-    kinds = _IN_GRAPH if any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in (query, k, v, mask)) else _ALL
+    kinds = _IN_GRAPH if are_traced((query, k, v, mask)) else _ALL
     if lead_differs((query, k, v), gqa):
         query, *others = broadcast_lead((query, k, v), gqa)
         if requested is None:  # keys are sent as they are: all kernels but those of blocks broadcast them

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.comm import has_only_shape, is_captured, publish_failure, traced
+from dshard.comm import has_only_shape, is_captured, publish_failure
 from dshard.core.call_key import call_key
 from dshard.core.context import are_sizes_static, planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
@@ -21,7 +21,7 @@ from dshard.core.torch_function import autocast
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ShapeError
 from dshard.mesh import Coordinate
-from dshard.ops.composite import run_executable
+from dshard.ops.composite import are_traced, run_executable
 from dshard.ops.experts.capacity import Beyond, check_capacity, within_capacity
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.experts_without_data import experts_without_data
@@ -93,8 +93,7 @@ def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None],
     """Run a call; `asked` are the loops requested, whether the host may be asked, and the capacity."""
     requested, may_ask, capacity = asked
     mesh = common_mesh("experts", list(tensors))
-    may_ask = may_ask and not (are_sizes_static() or is_captured(mesh))
-    may_ask = may_ask and not any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors)
+    may_ask = may_ask and not (are_sizes_static() or is_captured(mesh) or are_traced(tensors))
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     choices, key = planning_context().choices, call_key(("experts", rule, requested, needed, may_ask), tensors)
     choice: ExpertsChoice | None = choices.get(key)

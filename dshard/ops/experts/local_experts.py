@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard.comm import has_only_shape, numbers_of, sum_dtype, traced
+from dshard.comm import has_data, has_only_shape, numbers_of, sum_dtype
 from dshard.core.context import are_sizes_static
 from dshard.core.signature import Context
 from dshard.core.wrapper import is_recorded
@@ -111,7 +111,7 @@ def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
 
 def _is_static(x: Tensor) -> bool:
     """Whether sizes may not depend on values: in a graph, a recording, or where the host would wait for a device."""
-    return traced(x) or x.device.type != "cpu" or are_sizes_static()
+    return not has_data(x) or x.device.type != "cpu" or are_sizes_static()
 
 
 def ends_of(expert: Tensor, n: int) -> Tensor:
@@ -123,7 +123,7 @@ def ends_of(expert: Tensor, n: int) -> Tensor:
 
 def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
     """For each index of an expert its number among those held; behind all for another."""
-    if not traced(index):
+    if has_data(index):
         try:
             index = torch.arange(total, device=index.device).index_select(0, index)
         except IndexError as error:
@@ -166,7 +166,7 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows [n, d] times the weight [e, d, f] of the expert of each: [n, f]."""
-    dtypes = _GROUPED[:1] if traced(rows) else _GROUPED
+    dtypes = _GROUPED if has_data(rows) else _GROUPED[:1]
     has_kernel = rows.dtype == weight.dtype and rows.dtype in dtypes and min(rows.numel(), weight.numel()) > 0
     is_wide = all(n * rows.itemsize % 16 == 0 for n in weight.shape[1:])  # for the products of gradients, too
     if has_kernel and is_wide and is_aligned(rows) and is_aligned(weight):

@@ -51,7 +51,8 @@ LOCALS: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
 
 def torchs(placement: Any) -> Any:
     kind = next(kind for kind in (Shard, Replicate, Partial) if isinstance(placement, kind))
-    return getattr(torch_tensor, kind.__name__)(*(getattr(placement, name) for name in kind.__match_args__))
+    fields = [name for name in kind.__match_args__ if name != "blocks"]  # of which torch's class has none
+    return getattr(torch_tensor, kind.__name__)(*(getattr(placement, name) for name in fields))
 
 
 def as_torch_makes_them() -> int:

@@ -129,9 +129,8 @@ def compiled(dtypes: list[torch.dtype]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "dtypes", [[torch.float32], pytest.param([torch.bfloat16, torch.float64], marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float64]])
 def test_a_compiled_call_equals_an_eager_one(ranks: RankPool, dtypes: list[torch.dtype]) -> None:
     assert max(map(max, ranks.run(compiled, dtypes, timeout=120))) < 2e-5
 
