@@ -24,8 +24,8 @@ from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoic
 from dshard.rules.strategy_choice import cheapest, choose
 from dshard.rules.strategy_price import Price, returned_layout
 
-STEPS = 12
-"""The host's time to make a route and wait for its counts, in that of a distributed operator."""
+STEPS = 20
+"""The host's time for the exchanges of a level in one pass, waits included, in that of a distributed operator."""
 COUNTS = 2
 """The numbers that two ranks tell each other: of rows, and of pairs of a token and an expert."""
 CODE, NUMBER = 4, 8
@@ -148,7 +148,7 @@ class ExpertsCandidates:
             name=" ".join(f"{name}:{row}" for name, row in words if row is not None),
             exchanges=forward,
             gather=base.gather + sum(each.seconds for each in forward) + asked,
-            backward=base.backward + (sum(each.seconds for each in backward) if any(self.needed) else 0.0),
+            backward=base.backward + (sum(each.seconds for each in backward) + asked) * any(self.needed),
         )
         return strategy, exchanges
 
