@@ -13,6 +13,7 @@ matmul_strategies.py    named schedules
 split_contraction.py    a contraction dim whose operands are sharded at different levels
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
 communication_bounds.py   lower bounds on the communication of matmuls and of attention
+named_loops.py          rows of the tables of named loops
 expert_loops.py         experts: a loop t, e or f for each mesh axis
 expert_bound.py         a lower bound on what a layer of experts receives
 attention_loops.py      attention: a loop b, h, q or k for each mesh axis

@@ -8,7 +8,7 @@ result, and these are merged by the log-sum-exp of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Literal, TypeAlias
 
@@ -16,6 +16,7 @@ from dshard.errors import StrategyError
 from dshard.layout import Layout, Shape
 from dshard.placements import Replicate, Shard
 from dshard.rules.expand import Allowed, Row
+from dshard.rules.named_loops import NamedLoops, by_name
 from dshard.rules.rule import Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.validate import suggestion
@@ -32,40 +33,21 @@ Keys: TypeAlias = Literal["whole", "split", "every head"]
 """The keys that a rank has: all keys of its heads, a range of them, or all keys of every head."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedAttention:
-    """A named choice of loops, with the roles of its mesh axes and its source."""
-
-    name: str
-    roles: tuple[str, ...]
-    loops: tuple[AttentionLoop, ...]
-    source: str
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.loops, strict=True))
-        return f"{self.name:20} {axes:16} {self.source}"
-
-
-def _named(name: str, roles: str, loops: tuple[AttentionLoop, ...], source: str) -> NamedAttention:
-    return NamedAttention(name, tuple(roles.split()), loops, source)
-
-
-ATTENTIONS: dict[str, NamedAttention] = {
-    row.name: row
-    for row in (
-        _named("batch", "x", ("b",), "data parallel"),
-        _named("heads", "x", ("h",), "Megatron; stored by heads"),
-        _named("ulysses", "x", ("h",), "DeepSpeed-Ulysses; stored split over the sequence"),
-        _named("context", "x", ("q",), "context parallel: K and V gathered"),
-        _named("ring", "x", ("ring",), "Ring Attention: K and V in panels, from rank to rank"),
-        _named("balanced ring", "x", ("balanced ring",), "zigzag, Striped Attention: halves are swapped first"),
-        _named("split-keys", "x", ("k",), "flash-decoding, Helix: partial results merged by their log-sum-exp"),
-        _named("ulysses x context", "u c", ("h", "q"), "USP, with K and V gathered"),
-        _named("ulysses x ring", "u r", ("h", "ring"), "USP: heads inside, a ring on the slow axis"),
-        _named("ring x ring", "s f", ("ring", "ring"), "a ring around two axes, the slow one outside"),
-        _named("heads x split-keys", "h k", ("h", "k"), "a cache split by heads and by sequence"),
+ATTENTIONS: dict[str, NamedLoops[AttentionLoop]] = by_name(
+    (
+        ("batch", "x", ("b",), "data parallel"),
+        ("heads", "x", ("h",), "Megatron; stored by heads"),
+        ("ulysses", "x", ("h",), "DeepSpeed-Ulysses; stored split over the sequence"),
+        ("context", "x", ("q",), "context parallel: K and V gathered"),
+        ("ring", "x", ("ring",), "Ring Attention: K and V in panels, from rank to rank"),
+        ("balanced ring", "x", ("balanced ring",), "zigzag, Striped Attention: halves are swapped first"),
+        ("split-keys", "x", ("k",), "flash-decoding, Helix: partial results merged by their log-sum-exp"),
+        ("ulysses x context", "u c", ("h", "q"), "USP, with K and V gathered"),
+        ("ulysses x ring", "u r", ("h", "ring"), "USP: heads inside, a ring on the slow axis"),
+        ("ring x ring", "s f", ("ring", "ring"), "a ring around two axes, the slow one outside"),
+        ("heads x split-keys", "h k", ("h", "k"), "a cache split by heads and by sequence"),
     )
-}
+)
 
 
 def attention_rule(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from dshard.layout import Layout, Shape
 from dshard.placements import Shard
 from dshard.routing import Routing
 from dshard.rules.expand import Allowed, Row
+from dshard.rules.named_loops import NamedLoops, by_name
 from dshard.rules.rule import Chosen, Rule
 from dshard.rules.rule_notation import parse_rule
 from dshard.validate import suggestion
@@ -39,37 +40,18 @@ OPERANDS = 3
 """The operands before the parameters: tokens, indices of their experts, and weights of these."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedExperts:
-    """A named choice of loops, with the roles of its mesh axes and its source."""
-
-    name: str
-    roles: tuple[str, ...]
-    loops: tuple[ExpertLoop, ...]
-    source: str
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.loops, strict=True))
-        return f"{self.name:20} {axes:16} {self.source}"
-
-
-def _named(name: str, roles: str, loops: tuple[ExpertLoop, ...], source: str) -> NamedExperts:
-    return NamedExperts(name, tuple(roles.split()), loops, source)
-
-
-EXPERTS: dict[str, NamedExperts] = {
-    row.name: row
-    for row in (
-        _named("tokens", "x", ("t",), "data parallel; with experts stored split, FSDP"),
-        _named("expert", "x", ("e",), "tokens gathered: Megatron's allgather, vLLM's default; whole: AllReduceEP"),
-        _named("ragged", "x", ("ragged",), "GShard, Switch, DeepEP: only the tokens that are needed"),
-        _named("split experts", "x", ("f",), "Megatron within each expert"),
-        _named("ragged x split experts", "e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
-        _named("tokens x ragged", "t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
-        _named("ragged x ragged", "a b", ("ragged", "ragged"), "one folded axis of both"),
-        _named("hop x ragged", "hosts e", ("hop", "ragged"), "DeepEP, Tutel: a token once to each host, then to ranks"),
+EXPERTS: dict[str, NamedLoops[ExpertLoop]] = by_name(
+    (
+        ("tokens", "x", ("t",), "data parallel; with experts stored split, FSDP"),
+        ("expert", "x", ("e",), "tokens gathered: Megatron's allgather, vLLM's default; whole: AllReduceEP"),
+        ("ragged", "x", ("ragged",), "GShard, Switch, DeepEP: only the tokens that are needed"),
+        ("split experts", "x", ("f",), "Megatron within each expert"),
+        ("ragged x split experts", "e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
+        ("tokens x ragged", "t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
+        ("ragged x ragged", "a b", ("ragged", "ragged"), "one folded axis of both"),
+        ("hop x ragged", "hosts e", ("hop", "ragged"), "DeepEP, Tutel: a token once to each host, then to ranks"),
     )
-}
+)
 
 
 def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) -> Rule:
