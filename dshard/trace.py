@@ -22,9 +22,12 @@ from dshard.core.observe import Decision, observing
 from dshard.core.plain_tensors import refusing_plain
 from dshard.errors import LayoutError
 from dshard.notebook import Tabled
+from dshard.ops.experts.routed_tokens import RoutedTokens
 from dshard.step_timeline import event_seconds
 from dshard.tables import human_bytes, short_line, text_table
 from dshard.torch_private import current_autograd_node, sequence_number
+from dshard.traced_experts import HEADINGS as EXPERT_HEADINGS
+from dshard.traced_experts import TracedExperts, expert_rows
 from dshard.validate import check_one_of
 
 __all__ = ["Modules", "user_line"]
@@ -137,12 +140,13 @@ HEADINGS = ("operator", "collective", "axis", "count", "received", "predicted ms
 class Trace(Tabled):
     """The collectives that ran within a `trace()` block, in order, and the operators that were called.
 
-    `rank` is the one that recorded it; 0 where all ranks are simulated.
+    `rank` is the one that recorded it; 0 where all ranks are simulated. `experts` are the calls of layers of experts.
     """
 
     events: list[Traced] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     rank: int = 0
+    experts: list[TracedExperts] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -167,15 +171,17 @@ class Trace(Tabled):
         return [_row(key, events) for key, events in groups.items()] + [_row(total, self.events)]
 
     def summary(self) -> str:
-        """The rows as a table; columns that are empty throughout are left out."""
-        rows = self.rows()
-        kept = [i for i, heading in enumerate(HEADINGS) if heading not in OPTIONAL or any(row[i] for row in rows)]
-        return text_table([HEADINGS[i] for i in kept], [[row[i] for i in kept] for row in rows])
+        """The rows as a table without columns that are empty throughout, and a second one of layers of experts."""
+        collectives = _table(HEADINGS, self.rows(), OPTIONAL)
+        if not self.experts:
+            return collectives
+        return f"{collectives}\n\n{_table(EXPERT_HEADINGS, expert_rows(self.experts), EXPERT_HEADINGS)}"
 
     def to_json(self) -> str:
-        """The events as JSON."""
+        """The events, and the calls of layers of experts, as JSON."""
         events = [asdict(event) for event in self.events]
-        return json.dumps({"rank": self.rank, "events": events, "nbytes": self.nbytes})
+        experts = [call.data() for call in self.experts]
+        return json.dumps({"rank": self.rank, "events": events, "nbytes": self.nbytes, "experts": experts})
 
     def to_chrome(self) -> str:
         """The events in the Chrome trace format, to be opened in Perfetto or a browser's about:tracing.
@@ -206,6 +212,12 @@ class Trace(Tabled):
 OPTIONAL = ("measured ms", "module")
 
 
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str]) -> str:
+    """The rows as a table, without the optional columns that are empty throughout."""
+    kept = [i for i, heading in enumerate(headings) if heading not in optional or any(row[i] for row in rows)]
+    return text_table([headings[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
 def _row(key: tuple[str, ...], events: list[Traced]) -> list[str]:
     op, collective, axis, module, line = key
     nbytes = human_bytes(sum(event.nbytes for event in events))
@@ -228,10 +240,18 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
     ([], 0)
     """
     recorded, modules, begin = Trace(), Modules(), perf_counter()
+    of_experts: list[int] = []  # how many events there were when each layer of experts began
 
     def on_operator(decision: Decision) -> None:
         if len(running) == 1:
             recorded.operators.append(decision.op)
+        if decision.op == "experts":
+            of_experts.append(len(recorded.events))
+
+    def on_found(found: object) -> None:
+        if isinstance(found, RoutedTokens):
+            nbytes = sum(event.nbytes for event in recorded.events[of_experts.pop() :])
+            recorded.experts.append(TracedExperts.of(found, modules.current(), user_line(), nbytes))
 
     def on_event(event: CommEvent) -> None:
         at = perf_counter() - begin - (event.measured or 0.0)
@@ -254,7 +274,8 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
             )
         )
 
-    with observing(on_operator) as running, listen(on_event, measure=measure), modules.followed():
+    observed = observing(on_operator, found=on_found)
+    with observed as running, listen(on_event, measure=measure), modules.followed():
         yield recorded
 
 

@@ -135,22 +135,35 @@ def planned(plan: Plan, itemsize: int, topology: Topology) -> Iterator[PlannedCo
 # -- decisions
 
 Observer: TypeAlias = Callable[[Decision], object]
-_Watch: TypeAlias = tuple[Observer, list[Decision], Observer | None]
+
+
+class _Watch(NamedTuple):
+    """What one block of `observing` is told, and the decisions whose operators are running in it."""
+
+    observer: Observer
+    running: list[Decision]
+    waits: Observer | None
+    found: Callable[[object], object] | None
+
+
 _OBSERVERS: Scoped[_Watch | None, tuple[_Watch, ...]] = Scoped("observers", since_none)
 OBSERVERS: Sequence[object] = _OBSERVERS.anywhere
 """Empty while no thread observes; `observed` tells the observers of its own thread alone."""
 
 
 @contextmanager
-def observing(observer: Observer, waits: Observer | None = None) -> Iterator[list[Decision]]:
+def observing(
+    observer: Observer, waits: Observer | None = None, found: Callable[[object], object] | None = None
+) -> Iterator[list[Decision]]:
     """Call `observer` with the decision of each operator that this thread, or asynchronous task, begins in the block.
 
     Yields the decisions whose operators are running, outermost first; the last is the one that `observer` is called
-    with. `waits` is called with the decision of a joined collective when its end is first waited for.
+    with. `waits` is called with the decision of a joined collective when its end is first waited for, `found` with what
+    an operator tells of the values that it was given.
     """
     outside_graphs("trace, explain or strict")
     running: list[Decision] = []
-    with _OBSERVERS.entered((observer, running, waits)):
+    with _OBSERVERS.entered(_Watch(observer, running, waits, found)):
         yield running
 
 
@@ -165,10 +178,10 @@ def observed(decision: Decision, run: Function, args: Sequence[object]) -> Any:
     """Call the observers of this thread, then `run(*args)`; an observer that raises prevents the call."""
     begun: list[list[Decision]] = []
     try:
-        for observer, running, _ in _OBSERVERS.value():
-            running.append(decision)
-            begun.append(running)
-            observer(decision)
+        for watch in _OBSERVERS.value():
+            watch.running.append(decision)
+            begun.append(watch.running)
+            watch.observer(decision)
         return run(*args)
     finally:
         for running in begun:
@@ -181,16 +194,23 @@ def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
     Those are the decision's own, whatever operator is the first to use its result.
     """
     within: list[tuple[list[Decision], list[Decision]]] = []
-    for _, running, waits in _OBSERVERS.value():
-        if waits is not None:
-            waits(decision)
-        within.append((running, [*running]))
-        running[:] = [decision]
+    for watch in _OBSERVERS.value():
+        if watch.waits is not None:
+            watch.waits(decision)
+        within.append((watch.running, [*watch.running]))
+        watch.running[:] = [decision]
     try:
         return finish()
     finally:
         for running, before in within:
             running[:] = before
+
+
+def tell_observers(found: object) -> None:
+    """Call the observers of this thread with what an operator found of the values that it was given."""
+    for watch in _OBSERVERS.value():
+        if watch.found is not None:
+            watch.found(found)
 
 
 # -- operators on local tensors, and their memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 from itertools import product
@@ -133,6 +134,30 @@ def test_many_tokens_move_experts_and_few_move_themselves() -> None:
 
     assert loops_of(4 * 256) == "x:ragged"
     assert loops_of(4 * 262144) == "x:t"
+
+
+def test_a_trace_tells_how_tokens_were_spread() -> None:
+    tensors = operands(t=13)
+    index, held = tensors[1], [range(r, r + 1) for r in range(4)]
+    tokens = [range(r * 4, min(13, r * 4 + 4)) for r in range(4)]
+    needs = [
+        [sum(any(e in held[r] for e in index[t]) for t in tokens[source]) for source in range(4)] for r in range(4)
+    ]
+    with simulated(MESH), trace() as sent:
+        for loops in ("ragged", "expert", "tokens"):
+            dshard.experts(dshard.mlp_experts(), *laid_out(tensors, [SPLIT] * 5), loops=loops)
+
+    ragged, expert, moved = sent.experts
+    assert [call.loops for call in sent.experts] == ["x:ragged", "x:e", "x:t"]
+    assert ragged.by_expert() == expert.by_expert() == moved.by_expert() == index.flatten().bincount().tolist()
+    assert ragged.rows == max(sum(row) - row[rank] for rank, row in enumerate(needs))
+    assert expert.rows is moved.rows is None
+    assert sum(call.nbytes for call in sent.experts) == sent.nbytes
+    assert (ragged.tokens, ragged.all_ranks, ragged.held, moved.held) == (4, True, tuple(held), (range(4),))
+    busiest = f"{max(ragged.by_expert()) * 4 / 26:.2f}"
+    assert busiest in sent.summary().splitlines()[-3]
+    assert json.loads(sent.to_json())["experts"][0]["tokens_by_expert"] == ragged.by_expert()
+    assert Routing.of(ragged.by_expert()).shares(4, 2) == pytest.approx([n / 26 for n in ragged.by_expert()])
 
 
 def kept_in_order(index: Tensor, weight: Tensor, capacity: int) -> Tensor:

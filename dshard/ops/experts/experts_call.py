@@ -16,6 +16,7 @@ from dshard.comm import has_only_shape, is_captured, publish_failure
 from dshard.core.call_key import call_key
 from dshard.core.context import are_sizes_static, planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
+from dshard.core.observe import OBSERVERS
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.torch_function import autocast
 from dshard.core.wrapper import Wrapper
@@ -27,6 +28,7 @@ from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
+from dshard.ops.experts.routed_tokens import tell_routed
 from dshard.ops.matmul.options import current_options
 from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
@@ -102,7 +104,12 @@ def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None],
         choice = choices.add(key, ExpertsCandidates(rule, specs, requested, needed, may_ask).choice())
     else:
         choices.hits += 1
-    return run_executable(_executable(choice, body, rule, capacity, tensors), tensors)
+    executable = _executable(choice, body, rule, capacity, tensors)
+    out = run_executable(executable, tensors)
+    if OBSERVERS:
+        rows = max(executable.arrived, default=0) if isinstance(executable, RaggedExperts) else None
+        tell_routed(choice, rule.inputs[OPERANDS].index(("e",)), tensors[1], rows)
+    return out
 
 
 def _executable(

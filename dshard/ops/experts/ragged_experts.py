@@ -18,6 +18,7 @@ from torch import Tensor
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Session, has_only_shape, run_program
 from dshard.core.executable import ComposedExecutable
+from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
@@ -61,6 +62,7 @@ class RaggedExperts(ComposedExecutable):
         self.body, self.recorded, self.specs, self.result = body, recorded, choice.specs, choice.result
         self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
         self.computed = choice.strategy.outputs[0]
+        self.arrived: list[int] = []  # rows of other ranks, told to observers: of this rank, or of each simulated one
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
@@ -103,6 +105,8 @@ class RaggedExperts(ComposedExecutable):
             before = len(given.rows), len(given.row)
             route, given = yield from level.dispatch(at, space, given, self.capacity is not None)
             way.append((level, route, before))
+        if OBSERVERS:
+            self.arrived.append(sum(level.from_others(at, route) for level, route, _ in way))
         if passes.keeps:
             with torch.enable_grad():
                 of_leaves = (needed[0], needed[2], *needed[OPERANDS:])

@@ -108,6 +108,10 @@ class TokenExchange:
         row = torch.div(codes, total, rounding_mode="floor").long() + _starts(rows[1], pairs[1], codes)
         return TokenRoute(token, slot, rows, pairs), TokenPairs(arrived, row, (codes % total).long(), weight)
 
+    def from_others(self, at: Coordinate, route: TokenRoute) -> int:
+        """The rows that come from other ranks along the route."""
+        return sum(route.rows[1]) - route.rows[1][self.experts.mesh.peers(self.axes, at).index(at)]
+
     def combine(self, at: Coordinate, space: Session, route: TokenRoute, rows: Tensor, tokens: int) -> Program[Tensor]:
         """Return a row for each that arrived, and add those that come back to their tokens: [tokens, d]."""
         (back,) = yield from self._swap(at, space, [rows], [_back(route.rows)])

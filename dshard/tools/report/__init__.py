@@ -47,6 +47,9 @@ from dshard.tools.report.timelines import simulation_table, timeline_table
 from dshard.tools.selftest import SelfTest
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
+from dshard.traced_experts import HEADINGS as EXPERT_HEADINGS
+from dshard.traced_experts import NUMBERS as EXPERT_NUMBERS
+from dshard.traced_experts import expert_rows
 
 Exported: TypeAlias = (
     Report | Explanation | Trace | Comparison | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
@@ -249,11 +252,15 @@ def explanation_table(explanation: Explanation, legend: str = "") -> Group:
 
 
 def trace_table(trace: Trace) -> Group:
-    """The events of a trace, by operator, collective, axis and module."""
+    """The events of a trace, by operator, collective, axis and module, and its layers of experts."""
     numbers = ("count", "received", "predicted ms", "measured ms")
     heads = [f">{head}" if head in numbers else head for head in HEADINGS]
     received = f"{count(len(trace.events), 'collective')}, {human_bytes(trace.nbytes)} received"
-    return Group(title(received), table(heads, trace.rows()))
+    drawn = title(received), table(heads, trace.rows())
+    if not trace.experts:
+        return Group(*drawn)
+    heads = [f">{head}" if head in EXPERT_NUMBERS else head for head in EXPERT_HEADINGS]
+    return Group(*drawn, title("layers of experts"), table(heads, expert_rows(trace.experts)))
 
 
 def comparison_table(comparison: Comparison) -> Group:

@@ -227,6 +227,28 @@ def test_only_the_ragged_form_exchanges_counts(ranks: RankPool) -> None:
     assert ranks.run(asked) == [[3, 0, 0]] * 4
 
 
+def spread() -> list[object]:
+    """How the tokens of this rank, and of all if ranks measure, were spread, and what no trace would tell."""
+    found, given = list[object](), laid_out(torch.float32, 16)
+    rank = torch.distributed.get_rank()
+    if rank == 2:  # one rank alone may trace
+        with no_host_sync(), trace() as own:
+            dshard.experts(BODY, *given, loops="expert")
+        found.append([own.experts[0].by_expert() == given[1].to_local().flatten().bincount(minlength=5).tolist()])
+    else:
+        dshard.experts(BODY, *given, loops="expert")
+    with trace(measure=True) as sent:
+        dshard.experts(BODY, *given, loops="ragged")
+    (call,) = sent.experts
+    assert {event.collective for event in sent.events} == {"all_to_all"}, "counts are summed beside the trace"
+    return [*found, call.all_ranks, call.by_expert() == whole(given[1]).flatten().bincount(minlength=5).tolist()]
+
+
+def test_a_trace_counts_the_tokens_of_its_rank_or_of_all_that_measure(ranks: RankPool) -> None:
+    others = [True, True]
+    assert ranks.run(spread) == [others, others, [[True], *others], others]
+
+
 def by_host(index: Tensor, held: list[range], own: int) -> list[tuple[int, int]]:
     """What rank `own` receives on a mesh (hosts=2, ranks=2): ranks and bytes of each exchange forward.
 
