@@ -13,33 +13,24 @@ with quartiles. `--json` keeps what every setting found, and those that it has a
 
 from __future__ import annotations
 
-import argparse
-import json
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
-from statistics import geometric_mean, median, quantiles
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from section import markdown_table, write_section
-from settings import Rows, Setting, choice_cells, in_turns, join_and_run, left_to_run, run_setting
+from loops import by_all_loops, choice_row, ratio, ratio_cell, run_cases, run_settings
+from settings import Rows, in_turns
 from torch import Tensor
 
 import dshard
-from dshard import DTensor, Shard, StrategyError, explain, trace, use_strategy, use_topology
-from dshard.calibrate import measure, typical
-from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
-from dshard.core.observe import Decision, observing
-from dshard.launch.processes import share_cores
-from dshard.rules.expert_loops import LOOPS, ExpertLoops
-from dshard.tables import text_table
+from dshard import DTensor, Shard
+from dshard.comm import DeviceMesh, bind, runtime_of
+from dshard.rules.expert_loops import LOOPS
 from dshard.tools.calibrate.rounds import Clock
 
 SECONDS, SECONDS_BESIDE = 3.0, 2.0
@@ -74,11 +65,6 @@ CASES = (
     Case(2048, 128, 128, 16, 2, axes=("a", "b")),
     Case(1024, 256, 128, 32, 8, axes=("a", "b")),
 )
-SETTINGS = (
-    Setting("one host", None, 16, 4),
-    Setting("2 hosts, 800mbit", "800mbit", 16, 3),
-    Setting("2 hosts, 300mbit", "300mbit", 18, 3),
-)
 RULE = "e f d, e f d, e d f"
 BODY = dshard.mlp_experts()
 
@@ -88,13 +74,7 @@ BODY = dshard.mlp_experts()
 
 def as_rank(seconds: float, turns: int) -> Rows:
     """All cases; the same rows on every rank."""
-    warnings.simplefilter("ignore")
-    share_cores()
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
-    folded = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    topology = measure(bind(folded), seconds=seconds)  # the groups of all four are those of the line, too
-    with use_topology(topology):
-        return [run_case(case, line if len(case.axes) == 1 else folded, turns) for case in CASES]
+    return run_cases(CASES, run_case, seconds, turns)
 
 
 def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
@@ -110,17 +90,8 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     operands = [t.requires_grad_(t.is_floating_point()) for t in laid]
     call = partial(_there_and_back, partial(_forward, operands), operands)
     clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
-    runs: dict[str, Callable[[], object]] = {}
-    names: dict[object, str] = {}
-    predicted: dict[str, float] = {}
-    for loops in product(LOOPS, repeat=mesh.ndim):
-        with suppress(StrategyError), use_strategy(experts=loops):
-            name = " ".join(loops)
-            if names.setdefault(_decided(operands), name) == name:
-                runs[name] = partial(_with, loops, call)
-                predicted[name] = explain(partial(_forward, operands)).chosen.seconds
-    chosen = names.setdefault(_decided(operands), "none")
-    runs.setdefault(chosen, call)
+    loops = product(LOOPS, repeat=mesh.ndim)
+    chosen, runs, predicted = by_all_loops("experts", loops, call, partial(_forward, operands))
     times = in_turns(runs, clock, turns, SECONDS)
     local = [t.to_local().detach().requires_grad_(t.is_floating_point()) for t in operands]
     others = {
@@ -130,20 +101,9 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
         "experts": partial(_there_and_back, partial(by_experts, local, e), local),
     }
     beside = in_turns(others, clock, turns, SECONDS_BESIDE)
-    best = min(times, key=lambda name: typical(times[name]))
-    with trace() as sent:
-        call()
     return {
-        "case": str(case),
-        "chosen": chosen,
-        "best": best,
-        "strategies": len(times),
-        "seconds": typical(times[chosen]),
-        "least": typical(times[best]),
-        "regret": typical(times[chosen]) / typical(times[best]),
-        "received": clock.slowest([sum(event.nbytes for event in sent.events)])[0],
-        **{name: _ratio(beside[name], beside["chosen"]) for name in OTHERS},
-        "times": {name: typical(each) for name, each in times.items()},
+        **choice_row(case, chosen, times, clock, call),
+        **{name: ratio(beside[name], beside["chosen"]) for name in OTHERS},
         "predicted": predicted,
     }
 
@@ -155,21 +115,6 @@ def _forward(operands: Sequence[DTensor]) -> Any:
 def _there_and_back(forward: Callable[[], Tensor], operands: Sequence[Tensor]) -> object:
     out = forward()
     return torch.autograd.grad(out, [t for t in operands if t.requires_grad], torch.ones_like(out))
-
-
-def _with(loops: ExpertLoops, call: Callable[[], object]) -> object:
-    with use_strategy(experts=loops):
-        return call()
-
-
-def _decided(operands: Sequence[DTensor]) -> object:
-    """What is decided for a layer: choices alike in this are the same here."""
-    found: list[Decision] = []
-    with observing(found.append):
-        _forward(operands)
-    strategy = next(each.strategy for each in found if each.op == "experts")
-    assert strategy is not None
-    return strategy.name, strategy.rows, strategy.inputs
 
 
 # -- what one would write instead
@@ -258,12 +203,6 @@ def by_experts(local: Sequence[Tensor], total: int) -> Tensor:
     return torch.zeros_like(x).index_add(0, order // k, out)
 
 
-def _ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Of neighbouring turns: the lower quartile, the median, and the upper one."""
-    low, middle, high = quantiles([a / b for a, b in zip(times, base, strict=True)], n=4)
-    return low, middle, high
-
-
 # -- on the machine that starts them
 
 
@@ -274,52 +213,23 @@ HEADER = (
 OTHERS = ("sorted", "rows", "experts")
 
 
-def cells(name: str, row: dict[str, Any]) -> list[str]:
+def cells(row: dict[str, Any]) -> list[str]:
     return [
-        *choice_cells(name, row),
         f"{row['received'] / 2**20:.2f}",
-        *("{1:.2f} ({0:.2f} to {2:.2f})".format(*row[other]) for other in OTHERS),
+        *(ratio_cell(row, other) for other in OTHERS),
     ]
 
 
-def summary(name: str, rows: Rows) -> str:
+def summary(rows: Rows) -> str:
     """The regret, and how much slower the others are, in one line."""
     regrets, by_rules = [row["regret"] for row in rows], [row["sorted"][1] for row in rows]
     by_hand = [min(row["rows"][1], row["experts"][1]) for row in rows]
     return (
-        f"{name}: regret median {median(regrets):.2f}, worst {max(regrets):.2f}; operators / chosen median "
+        f"regret median {median(regrets):.2f}, worst {max(regrets):.2f}; operators / chosen median "
         f"{median(by_rules):.2f}, least {min(by_rules):.2f}; the better by hand / chosen geometric mean "
         f"{geometric_mean(by_hand):.2f}, least {min(by_hand):.2f}"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--netlab", metavar="FILE", help="the program that emulates hosts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all rows here, and run what it lacks")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
-    parser.add_argument("--only", type=int, metavar="N", help="the N-th setting alone, from 0")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank:
-        _, *given = json.loads(options.rank)
-        join_and_run(as_rank, *given)
-        return
-    found: dict[str, Rows] = {}
-    if options.json and options.json.exists():
-        found = json.loads(options.json.read_text())
-    for setting in left_to_run(SETTINGS, options.only, found):
-        result = run_setting(setting, options.netlab, as_rank, __file__)
-        if result is not None:
-            found[setting.name] = result
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
-    table = [cells(name, row) for name, rows in found.items() for row in rows]
-    lines = [summary(name, rows) for name, rows in found.items()]
-    print(text_table(HEADER, table), *lines, sep="\n")
-    if options.write:
-        write_section("experts", "\n\n".join([*lines, markdown_table(HEADER, table)]))
-
-
 if __name__ == "__main__":
-    main()
+    run_settings("experts", (__doc__, __file__), as_rank, HEADER, cells, summary)

@@ -23,17 +23,17 @@ from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 import torch
+from loops import show_rows
 from matmul_cases import CASES, Case, product_of
 from matmul_sweep import RATES, run_sweep, sweep_rank, tables
-from section import markdown_table, write_section
-from settings import Setting, choice_cells, in_turns, join_and_run, left_to_run, run_setting
+from section import write_section
+from settings import Setting, in_turns, join_and_run, left_to_run, run_setting
 from torch.distributed import tensor as incumbent
 
 from dshard import use_topology
 from dshard.calibrate import measure, typical
 from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of
 from dshard.launch.processes import share_cores
-from dshard.tables import text_table
 from dshard.tools.calibrate.rounds import Clock
 
 THEIRS = {
@@ -114,19 +114,18 @@ def run_rank(kind: str, *given: Any) -> None:
 HEADER = ("ranks", "case", "chosen", "ms", "fastest of", "ms", "regret", "torch ms", "dshard / torch", "quartiles")
 
 
-def cells(name: str, row: dict[str, Any]) -> list[str]:
+def cells(row: dict[str, Any]) -> list[str]:
     return [
-        *choice_cells(name, row),
         f"{row['torch'] * 1e3:.1f}",
         f"{row['ratio']:.2f}",
         "{:.2f} to {:.2f}".format(*row["quartiles"]),
     ]
 
 
-def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[dict[str, Any]]) -> str:
     regrets, ratios = [row["regret"] for row in rows], [row["ratio"] for row in rows]
     return (
-        f"{name}: regret median {median(regrets):.2f}, worst {max(regrets):.2f}; dshard / torch geometric mean "
+        f"regret median {median(regrets):.2f}, worst {max(regrets):.2f}; dshard / torch geometric mean "
         f"{geometric_mean(ratios):.2f}, worst {max(ratios):.2f}, best {min(ratios):.2f}"
     )
 
@@ -157,11 +156,7 @@ def main() -> None:
         result = run_setting(setting, options.netlab, as_rank, __file__)
         if result is not None:
             found[setting.name] = result
-    table = [cells(name, row) for name, rows in found.items() for row in rows]
-    lines = [summary(name, rows) for name, rows in found.items()]
-    print(text_table(HEADER, table), *lines, sep="\n")
-    if options.write:
-        write_section("matmul", "\n\n".join([*lines, markdown_table(HEADER, table)]))
+    show_rows("matmul", found, HEADER, cells, summary, writes=options.write)
 
 
 if __name__ == "__main__":
