@@ -1,0 +1,293 @@
+"""The least sum of tables over shared variables, by elimination; parts of a problem that are alike are done once.
+
+Variables have values 0, 1, ...; a factor is a table of costs over some of them. A variable is eliminated by adding all
+factors that mention it, and taking the least over its values: a new factor over its neighbours. A factor that would
+have more than `limit` entries is made in several, each of some of the terms (mini-buckets, Dechter and Rish 2003):
+the sum of least values bounds the least sum from below, and is equal to it where nothing was cut.
+
+Tables are named. Eliminations of factors of the same names in the same pattern are one *node*, worked out once however
+often the problem has it: the blocks of a model that repeats one are as quick as one block, and variables between them
+are eliminated in pairs, then in fours, and so on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LIMIT = 4_000_000
+"""The most entries of a table that is made by an elimination."""
+
+
+class NamedTable(NamedTuple):
+    """A table by its name, over these variables: one dim each."""
+
+    table: Hashable
+    variables: tuple[int, ...]
+
+
+class Term(NamedTuple):
+    """A table that a node adds: the number of a node or, of given tables, -1 - their number; and a dim for each own."""
+
+    node: int
+    dims: tuple[int, ...]
+
+
+class Node(NamedTuple):
+    """An elimination: the terms, and how many dims their sum has, of which the last is that of the variable."""
+
+    terms: tuple[Term, ...]
+    ndim: int
+
+
+class _Elimination(NamedTuple):
+    """One variable of the problem that is eliminated: the nodes, each with the variables that are left there."""
+
+    variable: int
+    nodes: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EliminationOrder:
+    """An order of elimination for a problem of `sizes`: its nodes, and the variables that each serves.
+
+    `tables` are the names of given tables, `roots` the number of times that a node ends a part of the problem;
+    `is_exact` is whether no factor was cut.
+    """
+
+    sizes: tuple[int, ...]
+    tables: tuple[Hashable, ...]
+    nodes: tuple[Node, ...]
+    eliminations: tuple[_Elimination, ...]
+    roots: Mapping[int, int]
+    is_exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The outcome of an elimination.
+
+    `bound` is at most the least sum; `choice` a value for each variable, which gives the least sum if the order is
+    exact. `excess[v][i]` bounds from below by how much any choice in which a variable that is alike v has the value i
+    exceeds `bound`.
+    """
+
+    bound: float
+    choice: tuple[int, ...]
+    excess: Mapping[int, Tensor]
+
+
+def elimination_order(sizes: Sequence[int], factors: Sequence[NamedTable], limit: int = LIMIT) -> EliminationOrder:
+    """The order of elimination that makes the smallest table next, of equal ones that of the fewest eliminations."""
+    return _Orderer(sizes, factors, limit).run()
+
+
+class _Made(NamedTuple):
+    node: int
+    variables: tuple[int, ...]
+    depth: int
+
+
+class _Cut(NamedTuple):
+    """How a variable would be eliminated: the nodes, what is left of each, and the entries of their tables."""
+
+    nodes: tuple[Node, ...]
+    rests: tuple[tuple[int, ...], ...]
+    size: int
+    depth: int
+
+
+class _Orderer:
+    """Eliminates variables by the sizes of their tables alone; those that are alike share the effort, and are next."""
+
+    def __init__(self, sizes: Sequence[int], factors: Sequence[NamedTable], limit: int) -> None:
+        self.sizes, self.limit = tuple(sizes), limit
+        self.names: dict[Hashable, int] = {}
+        self.numbers: dict[Node, int] = {}
+        self.of: list[dict[_Made, int]] = [{} for _ in sizes]
+        for table, variables in factors:
+            self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
+        self.cuts: list[_Cut | None] = [None] * len(sizes)
+        self.alike: dict[tuple[Node, ...], dict[int, None]] = {}
+        self.waiting: list[tuple[float, int, int, tuple[Node, ...]]] = []
+
+    def run(self) -> EliminationOrder:
+        eliminations, roots, is_exact = list[_Elimination](), dict[int, int](), True
+        self._look(range(len(self.sizes)))
+        while self.waiting:
+            rank = heapq.heappop(self.waiting)
+            nodes = rank[-1]
+            if rank != self._rank(nodes):
+                continue
+            for variable in list(self.alike[nodes]):
+                cut = self.cuts[variable]
+                if cut is None or cut.nodes != nodes:  # a neighbour that is alike was eliminated just now
+                    continue
+                is_exact = is_exact and len(nodes) < 2
+                made = [self.numbers.setdefault(node, len(self.numbers)) for node in nodes]
+                for node, rest in zip(made, cut.rests, strict=True):
+                    if not rest:
+                        roots[node] = roots.get(node, 0) + 1
+                eliminations.append(_Elimination(variable, tuple(zip(made, cut.rests, strict=True))))
+                self._eliminate(variable, cut, made)
+        return EliminationOrder(
+            self.sizes, tuple(self.names), tuple(self.numbers), tuple(eliminations), roots, is_exact
+        )
+
+    def _add(self, factor: _Made) -> None:
+        for variable in factor.variables:
+            own = self.of[variable]
+            own[factor] = own.get(factor, 0) + 1
+
+    def _eliminate(self, variable: int, cut: _Cut, made: Sequence[int]) -> None:
+        near = dict.fromkeys([other for factor in self.of[variable] for other in factor.variables if other != variable])
+        for factor in self.of[variable]:
+            for other in factor.variables:
+                if other != variable:
+                    del self.of[other][factor]
+        self._leave(variable)
+        for node, rest in zip(made, cut.rests, strict=True):
+            self._add(_Made(node, rest, cut.depth + 1))
+        self._look(near)
+
+    def _look(self, variables: Iterable[int]) -> None:
+        """Work out anew how each of these variables would be eliminated."""
+        for variable in variables:
+            self._leave(variable)
+            cut = self.cuts[variable] = self._cut(variable)
+            self.alike.setdefault(cut.nodes, {})[variable] = None
+            heapq.heappush(self.waiting, self._rank(cut.nodes))
+
+    def _leave(self, variable: int) -> None:
+        cut = self.cuts[variable]
+        if cut is not None:
+            self.cuts[variable] = None
+            del self.alike[cut.nodes][variable]
+            if self.alike[cut.nodes]:
+                heapq.heappush(self.waiting, self._rank(cut.nodes))
+
+    def _rank(self, nodes: tuple[Node, ...]) -> tuple[float, int, int, tuple[Node, ...]]:
+        variables = self.alike.get(nodes)
+        if not variables:
+            return (inf, 0, 0, nodes)
+        first = next(iter(variables))
+        cut = self.cuts[first]
+        assert cut is not None
+        return (cut.size / len(variables), cut.depth, first, nodes)
+
+    def _cut(self, variable: int) -> _Cut:
+        nodes, rests, size = list[Node](), list[tuple[int, ...]](), 0
+        for group in self._groups(variable):
+            ordered = sorted(group, key=lambda factor: (factor.node, factor.variables.index(variable)))
+            rest = tuple(dict.fromkeys([other for f in ordered for other in f.variables if other != variable]))
+            dims = {other: dim for dim, other in enumerate((*rest, variable))}
+            terms = [Term(f.node, tuple([dims[o] for o in f.variables])) for f in ordered]
+            nodes.append(Node(tuple(terms), len(dims)))
+            rests.append(rest)
+            size += prod([self.sizes[other] for other in dims])
+        return _Cut(tuple(nodes), tuple(rests), size, max([factor.depth for factor in self.of[variable]], default=0))
+
+    def _groups(self, variable: int) -> list[list[_Made]]:
+        """The factors of a variable in groups whose tables are within the limit; one that is larger is alone."""
+        factors = [factor for factor, times in self.of[variable].items() for _ in range(times)]
+        if not factors:
+            return []
+        if self._entries(factors) <= self.limit:
+            return [factors]
+        groups: list[list[_Made]] = []
+        for factor in sorted(factors, key=lambda f: -self._entries([f])):
+            fitting = next((group for group in groups if self._entries([*group, factor]) <= self.limit), None)
+            if fitting is None:
+                groups.append([factor])
+            else:
+                fitting.append(factor)
+        return groups
+
+    def _entries(self, factors: Sequence[_Made]) -> int:
+        return prod([self.sizes[other] for other in {other for factor in factors for other in factor.variables}])
+
+
+def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution:
+    """Eliminate all variables; `tables` has those of the order by name, of its sizes.
+
+    An infinite entry forbids a combination.
+    """
+    given = [tables[name] for name in plan.tables]
+    sums, least = list[Tensor](), list[Tensor]()
+
+    def table(number: int) -> Tensor:
+        return given[-1 - number] if number < 0 else least[number]
+
+    for node in plan.nodes:
+        terms = [_aligned(table(term.node), term.dims, node.ndim) for term in node.terms]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        sums.append(total)
+        least.append(total.amin(-1))
+    bound = sum([float(least[root]) * times for root, times in plan.roots.items()])
+    return Solution(bound, _choice(plan, table), _excess(plan, sums, least))
+
+
+def _aligned(table: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
+    """A view of a table with the given dim for each of its own, and dims of size one for others."""
+    order = sorted(range(len(dims)), key=dims.__getitem__)
+    sizes = [1] * ndim
+    for dim, size in zip(dims, table.shape, strict=True):
+        sizes[dim] = size
+    return table.permute(order).reshape(sizes)
+
+
+def _choice(plan: EliminationOrder, table: Callable[[int], Tensor]) -> tuple[int, ...]:
+    """A value for each variable, the last eliminated first: the least of all its factors, given the others' values."""
+    choice = [0] * len(plan.sizes)
+    known: dict[tuple[object, ...], int] = {}
+    for variable, made in reversed(plan.eliminations):
+        at = tuple([(node, tuple([choice[other] for other in rest])) for node, rest in made])
+        if at not in known:
+            costs = torch.zeros(plan.sizes[variable], dtype=torch.float64)
+            for node, values in at:
+                for number, dims in plan.nodes[node].terms:
+                    costs = costs + table(number)[tuple([values[d] if d < len(values) else slice(None) for d in dims])]
+            known[at] = int(costs.argmin())
+        choice[variable] = known[at]
+    return tuple(choice)
+
+
+def _excess(plan: EliminationOrder, sums: list[Tensor], least: list[Tensor]) -> dict[int, Tensor]:
+    """For the first variable of each node, by how much its values exceed the bound (min-marginals).
+
+    Nodes are gone through from the last to the first, each with the excess of what is outside it; of a node that serves
+    several variables, the least.
+    """
+    outside: list[Tensor | None] = [None] * len(sums)
+    for root in plan.roots:
+        outside[root] = -least[root]
+    own: list[Tensor] = [torch.empty(0)] * len(sums)
+    for number in range(len(sums) - 1, -1, -1):
+        beyond = outside[number]
+        assert beyond is not None
+        total = sums[number] + beyond.unsqueeze(-1)
+        own[number] = total.amin(tuple(range(total.dim() - 1))) if total.dim() > 1 else total
+        for child, dims in plan.nodes[number].terms:
+            if child < 0:
+                continue
+            others = tuple([dim for dim in range(total.dim()) if dim not in dims])
+            seen = total.amin(others) if others else total
+            kept = sorted(dims)
+            seen = seen.permute([kept.index(dim) for dim in dims]) - least[child]
+            seen = torch.where(seen.isnan(), inf, seen)
+            before = outside[child]
+            outside[child] = seen if before is None else torch.minimum(before, seen)
+    excess: dict[int, Tensor] = {}
+    for variable, made in plan.eliminations:
+        for node, _ in made:  # of several, each bounds from below
+            known = excess.get(variable)
+            excess[variable] = own[node] if known is None else torch.maximum(known, own[node])
+    return excess
