@@ -396,9 +396,15 @@ def nested_and_apart(here: State, there: State) -> tuple[bool, bool]:
     Some rank holds none if an evenly sharded dim has different leading mesh axes.
     """
     nested, apart = True, False
-    for dim, (have, want) in enumerate(zip(here.wide, there.wide, strict=True)):
-        if have != want and want[: len(have)] != have:
-            nested = False
-            if here.exact[dim] and there.exact[dim] and have[: len(want)] != want:
-                apart = True
+    for dim in range(len(here.axes)):
+        within, beside = nested_and_apart_in(here, there, dim)
+        nested, apart = nested and within, apart or beside
     return nested, apart
+
+
+def nested_and_apart_in(here: State, there: State, dim: int) -> tuple[bool, bool]:
+    """Whether chunks of one dim lie within those before, and whether it has different leading mesh axes, evenly."""
+    have, want = here.wide[dim], there.wide[dim]
+    if have == want or want[: len(have)] == have:
+        return True, False
+    return False, here.exact[dim] and there.exact[dim] and have[: len(want)] != want

@@ -7,11 +7,11 @@ from math import inf, prod
 from typing import Literal, NamedTuple
 
 from dshard.caches import cached
-from dshard.cost import Terms
+from dshard.cost import Terms, copy_seconds
 from dshard.layout import Shape
 from dshard.mesh import Mesh
 from dshard.redistribute.axis_roles import step_terms
-from dshard.redistribute.layout_state import COUNTED, Partials, State, nested_and_apart
+from dshard.redistribute.layout_state import COUNTED, Partials, State, nested_and_apart_in
 from dshard.topology import Collective, Topology
 
 REDUCTIONS: tuple[Collective, ...] = ("reduce_scatter", "all_reduce")
@@ -149,6 +149,37 @@ def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
     return CrossingBound(byte, ways.along[axis])
 
 
+class _Reductions(NamedTuple):
+    """What the reductions before and after say of a plan: its bounds, and which reductions it ends and begins.
+
+    The mesh axes of more than one rank on which it ends one, its terms, the doublings by which they meet at a rank,
+    and the seconds to copy what each rank leaves partial anew.
+    """
+
+    least: LeastTerms
+    ends: bool
+    begins: bool
+    ended: tuple[int, ...]
+    terms: int
+    meetings: int
+    copies: float
+
+
+class _DimChange(NamedTuple):
+    """What the mesh axes that shard a dim before and after say of a plan.
+
+    The most of its size that a rank can keep; the fewest chunks that make up the largest after; whether chunks nest,
+    and whether some rank holds none that it needs, see `nested_and_apart`; the seconds of copies; whether it changes.
+    """
+
+    kept: int
+    sources: int
+    nested: bool
+    apart: bool
+    copies: float
+    changes: bool
+
+
 class LowerBound:
     """Lower bounds for tensors of one shape on one mesh and topology."""
 
@@ -156,49 +187,60 @@ class LowerBound:
         self.sizes, self.ranks = mesh.shape, mesh.size
         self.launch, self.itemsize, self.numel = topology.launch, itemsize, prod(shape)
         self.mesh, self.topology = mesh, topology
-        self.terms: dict[tuple[Partials, Partials], LeastTerms] = {}
+        self.copy = copy_seconds(self.numel / self.ranks * itemsize, topology) - topology.launch
+        """Seconds of the copy of a rank's part of the elements; no rank holds less than that of the busiest."""
+        self.reductions: dict[tuple[Partials, Partials], _Reductions] = {}
+        self.changes: list[dict[tuple[tuple[int, ...], tuple[int, ...]], _DimChange]] = [{} for _ in shape]
 
-    def _terms_between(self, src: Partials, dst: Partials) -> LeastTerms:
+    def _reductions(self, src: Partials, dst: Partials) -> _Reductions:
         """The terms of plans between tensors with these reductions, which run along axes that are partial in either."""
-        either = zip(src, dst, strict=True) if any(src) else ()
-        partial = frozenset([axis for axis, ops in enumerate(either) if any(ops) and self.sizes[axis] > 1])
-        terms = self.terms[src, dst] = least_terms(self.mesh, self.topology, partial)
-        return terms
+        wide = [axis for axis, n in enumerate(self.sizes) if n > 1]
+        changed = [axis for axis, (op, target) in enumerate(zip(src, dst, strict=True)) if op != target]
+        ends, begins = any(src[axis] for axis in changed), any(dst[axis] for axis in changed)
+        ended = tuple([axis for axis in changed if axis in wide and src[axis] is not None])
+        terms, copied = prod([self.sizes[axis] for axis in ended]), any(dst[axis] for axis in changed if axis in wide)
+        partial = frozenset([axis for axis in wide if any(src) and (src[axis] or dst[axis])])
+        least, meetings = least_terms(self.mesh, self.topology, partial), (terms - 1).bit_length()
+        found = _Reductions(least, ends, begins, ended, terms, meetings, self.copy * copied)
+        self.reductions[src, dst] = found
+        return found
+
+    def _change(self, src: State, dst: State, dim: int) -> _DimChange:
+        have, want = src.local[dim], dst.local[dim]
+        sources = -(-want // have) if want > have > 0 else 1
+        # all steps but those of chunks of the first dim copy what they leave, or what they begin with
+        copies = self.copy if dim and src.wide[dim] != dst.wide[dim] else 0.0
+        changes = src.axes[dim] != dst.axes[dim]
+        change = _DimChange(min(have, want), sources, *nested_and_apart_in(src, dst, dim), copies, changes)
+        self.changes[dim][src.axes[dim], dst.axes[dim]] = change
+        return change
 
     def seconds(self, src: State, dst: State) -> float:
         """The least seconds of any plan from `src` to `dst`.
 
         Each message at most doubles the number of ranks whose chunks, or terms, a rank holds; chunks and terms come
         in steps of their own, unless the chunks are nested. As in any plan, `t` terms take `t` - 1 receives to
-        meet at one rank that needs the sum, and one more for each other rank that needs it.
+        meet at one rank that needs the sum, and one more for each other rank that needs it. Where dims but the first
+        are sharded otherwise some step copies, and one that leaves a reduction partial copies, too.
         """
-        terms, begins, ends, whole = 1, False, False, False
-        if src.partial != dst.partial:
-            for axis, (op, target) in enumerate(zip(src.partial, dst.partial, strict=True)):
-                if op != target:
-                    begins |= target is not None
-                    if op is not None:
-                        ends, terms = True, terms * self.sizes[axis]
-                        whole |= self.sizes[axis] > 1 and axis not in dst.split
-        nested, separate = nested_and_apart(src, dst)
-        held, sources = 1, 1
-        for have, want in zip(src.local, dst.local, strict=True):
-            if want > have:
-                held *= have
-                sources *= -(-want // have) if have else 1
-            else:
-                held *= want
-        least = self.terms.get((src.partial, dst.partial)) or self._terms_between(src.partial, dst.partial)
+        held, sources, nested, separate, copies, changes = 1, 1, True, False, 0.0, False
+        for dim, pair in enumerate(zip(src.axes, dst.axes, strict=True)):
+            change = self.changes[dim].get(pair) or self._change(src, dst, dim)
+            held *= change[0]
+            if change[5]:
+                sources, changes = sources * change[1], True
+                nested, separate, copies = nested and change[2], separate or change[3], copies or change[4]
+        reductions = self.reductions.get((src.partial, dst.partial)) or self._reductions(src.partial, dst.partial)
+        least, ends, begins, ended, terms, meetings, left = reductions
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
-        latency, meetings = least.moves[doublings], (terms - 1).bit_length() if terms > 1 else 0
-        lacking, more = float(dst.numel - (0 if separate else held)), 0.0
+        latency, lacking, more = least.moves[doublings], float(dst.numel - (0 if separate else held)), 0.0
         if terms > 1:
-            if whole and not doublings and self.numel:
+            if not doublings and self.numel and any(axis not in dst.split for axis in ended):
                 more = least.all_reductions[meetings] - least.reductions[meetings]
             latency += least.reductions[meetings] + more
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.ranks))
-        steps = max(1, ends + begins + (ends and not nested))
-        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate
+        steps = max(1, begins + ((1 if nested else 2) if ends else changes))
+        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate + copies + left
         return seconds + self._crossing(src, dst, least, (doublings, meetings), more) if least.slow else seconds
 
     def _crossing(self, src: State, dst: State, least: LeastTerms, doublings: tuple[int, int], more: float) -> float:
