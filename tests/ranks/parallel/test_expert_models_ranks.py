@@ -10,17 +10,21 @@ import torch
 from helpers.expert_models import FAMILIES, OwnExperts, OwnModel, batch, expert_model, parallelized, trained
 
 import dshard
+from dshard import DTensor
 from dshard.checkpoint import load, save
 from dshard.parallel import register_experts
-from dshard.testing import RankPool
+from dshard.testing import RankPool, rank_pool, whole
 from dshard.topology import BYTES
 
 STRATEGIES = ("data", "fsdp", "megatron", "expert", "fsdp x expert", "data x expert", "expert x megatron")
+FITTING = {4: STRATEGIES, 8: tuple(each for each in STRATEGIES if each != "megatron")}
+"""Strategies by the number of ranks: eight would not all have one of four heads."""
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def mesh_of(strategy: str) -> Any:
-    shape = (4,) if " x " not in strategy else (2, 2)
+    ranks = torch.distributed.get_world_size()
+    shape = (ranks,) if " x " not in strategy else (ranks // 2, 2)
     return dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
@@ -60,10 +64,11 @@ def test_gradients_are_those_of_one_device(ranks: RankPool) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.thorough
+@pytest.mark.parametrize("size", [4, 8])  # of these twice as many as there are experts, and as rows of a batch
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_models_train_as_on_one_device(ranks: RankPool, family: str, implementation: str | None) -> None:
-    assert ranks.run(wrong, family, implementation, STRATEGIES, 10, timeout=280) == [[]] * 4
+def test_experts_models_train_as_on_one_device(family: str, implementation: str | None, size: int) -> None:
+    assert rank_pool(size).run(wrong, family, implementation, FITTING[size], 10, timeout=280) == [[]] * size
 
 
 @pytest.mark.ranks
@@ -74,21 +79,34 @@ def test_experts_models_train_by_the_cheapest_plan(ranks: RankPool, family: str)
 
 
 def saved_and_loaded(folder: str, family: str, strategies: tuple[str, ...]) -> None:
+    """Checkpoints of each strategy, and files of transformers, come to each strategy and to one device unchanged."""
     torch.set_num_threads(1)
-    expected = {name: x.clone() for name, x in expert_model(family).state_dict().items()}
+    alone = expert_model(family)
+    expected = {name: x.clone() for name, x in alone.state_dict().items()}
+    targets = {"one device": expert_model(family, seed=1)}
     for source in strategies:
-        save(parallelized(expert_model(family), mesh_of(source), source).state_dict(), f"{folder}/{source}")
-        for target in strategies:
-            model = parallelized(expert_model(family, seed=1), mesh_of(target), target)
-            load(model.state_dict(), f"{folder}/{source}")
+        model = targets[source] = parallelized(expert_model(family), mesh_of(source), source)
+        save(model.state_dict(), f"{folder}/{source}")
+        model.save_pretrained(f"{folder}/{source}.transformers")
+        again = type(alone).from_pretrained(f"{folder}/{source}.transformers")
+        assert [name for name, x in again.state_dict().items() if not torch.equal(x, expected[name])] == [], source
+    for target, model in targets.items():
+        for source in strategies:
+            state = model.state_dict()
+            with torch.no_grad():
+                for x in state.values():
+                    x.zero_()
+            load(state, f"{folder}/{source}")
             for name, x in model.state_dict().items():
-                assert torch.equal(x.full_tensor(), expected[name]), (source, target, name)
+                assert torch.equal(whole(x) if isinstance(x, DTensor) else x, expected[name]), (source, target, name)
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_a_checkpoint_goes_from_each_strategy_to_each(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(saved_and_loaded, str(tmp_path), "gpt-oss", ("expert", "fsdp x expert", "expert x megatron"), timeout=300)
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_experts_goes_from_each_strategy_to_each(family: str, size: int, tmp_path: Path) -> None:
+    rank_pool(size).run(saved_and_loaded, str(tmp_path), family, FITTING[size], timeout=300)
 
 
 def generated(strategies: tuple[str, ...]) -> None:
