@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dshard.comm import are_mixed, has_only_shape, plain
 from dshard.core.call import Call
 from dshard.core.checks import with_meta_form
-from dshard.core.observe import OperatorMode
+from dshard.core.observe import OperatorMode, observing
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import specs_of
 from dshard.core.trees import map_tensors, nested_tensors, replace_tensors, tensors_in, with_tensors
@@ -29,6 +29,7 @@ from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
+from dshard.ops.experts.experts_call import PlainExperts
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.reachable_state import ReachableState
@@ -225,6 +226,11 @@ class Tracer:
             self._pack(tensors, outs)
         return out
 
+    def found(self, call: object) -> None:
+        """Join the factors of a layer of experts that ran on data, whose operators say nothing of its loops."""
+        if isinstance(call, PlainExperts):
+            self.join(call.rule, call.operands, [call.out])
+
     def join(self, rule: Rule | None, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Join the factors of an operator's tensors by its rule; dims without a factor join by position."""
         inputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in tensors)
@@ -382,9 +388,13 @@ def _traced(
     with reached.replaced(stand_ins), experts_as_operators(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
-        with OperatorMode(tracer.run), values:
+        with OperatorMode(tracer.run), values, observing(_unseen, found=tracer.found):
             model(*args, **kwargs)
     return tracer.ended(values.answers)
+
+
+def _unseen(decision: object) -> None:
+    """The observer of decisions: on plain tensors there are none."""
 
 
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import DTensor, Replicate, Shard
+from dshard.comm import plain
 from dshard.errors import LayoutError, NotationError, StrategyError
 from dshard.mesh import Mesh
 from dshard.parallel import register_experts
@@ -142,6 +143,52 @@ def test_a_model_without_experts_is_refused() -> None:
 @pytest.fixture
 def _taught() -> Any:
     register_experts(OwnExperts, "e f d, e d f, e f d", counts=["count"])
+
+
+class ModelOfData(OwnModel):
+    """A model that cannot run without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):  # which torch refuses for meta
+            return super().forward(x)
+
+
+@pytest.mark.usefixtures("_taught")
+def test_a_trace_on_data_finds_the_loops_of_experts_as_one_without() -> None:
+    x = torch.ones(8, 8)
+    without, on_data = trace_factors(OwnModel(), (x,), {}), trace_factors(ModelOfData(), (x,), {})
+
+    assert without.answers is not None
+    assert on_data.answers is None
+    assert roles_of(on_data).parameters == roles_of(without).parameters
+    assert roles_of(on_data).has_experts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["expert", "expert x megatron"])
+def test_adapters_on_parameters_of_experts_train_as_on_one_device(strategy: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    @plain()
+    def adapted() -> Any:
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = peft.get_peft_model(expert_model("mixtral"), peft.LoraConfig(r=2, target_parameters=names))
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        return model
+
+    torch.manual_seed(0)
+    expected = trained(adapted())
+    mesh = mesh_of(strategy)
+    torch.manual_seed(0)
+    with simulated(mesh), dshard.use_topology(BYTES):
+        model = parallelized(adapted(), mesh, strategy)
+        weight = next(p for name, p in model.named_parameters() if name.endswith("base_layer.down_proj"))
+        steps = trained(model)
+
+    assert weight.placements[0] == Shard(0)
+    assert steps.differs(expected) < 1e-4
 
 
 @pytest.mark.usefixtures("_taught")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dshard.comm import has_only_shape, is_captured, publish_failure
 from dshard.core.call_key import call_key
 from dshard.core.context import are_sizes_static, planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.observe import OBSERVERS
+from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.torch_function import autocast
 from dshard.core.wrapper import Wrapper
@@ -34,6 +34,14 @@ from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedL
 from dshard.rules.rule import Rule
 from dshard.torch_private import no_torch_function
 from dshard.validate import shown
+
+
+class PlainExperts(NamedTuple):
+    """A layer of experts that ran on plain tensors, as observers are told: its rule, operands and result."""
+
+    rule: Rule
+    operands: Sequence[Tensor]
+    out: Tensor
 
 
 def run_experts(
@@ -57,7 +65,10 @@ def run_experts(
             return experts_without_data(tensors, held=total, pairs=tensors[1].numel(), rule=rule)
         x, index, *rest = tensors
         index = _within(index, total, capacity, beyond)
-        return LocalExperts(body, range(total), total, capacity)(x, index, *rest)
+        out = LocalExperts(body, range(total), total, capacity)(x, index, *rest)
+        if OBSERVERS:
+            tell_observers(PlainExperts(shape_rule, tensors, out))
+        return out
     x, index, weight, *parameters = tensors
     try:
         index = _within(index, _total(shape_rule, tensors), capacity, beyond)
