@@ -226,11 +226,6 @@ class Tracer:
             self._pack(tensors, outs)
         return out
 
-    def found(self, call: object) -> None:
-        """Join the factors of a layer of experts that ran on data, whose operators say nothing of its loops."""
-        if isinstance(call, PlainExperts):
-            self.join(call.rule, call.operands, [call.out])
-
     def join(self, rule: Rule | None, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Join the factors of an operator's tensors by its rule; dims without a factor join by position."""
         inputs: tuple[Term, ...] = tuple(((),) * t.dim() for t in tensors)
@@ -388,9 +383,26 @@ def _traced(
     with reached.replaced(stand_ins), experts_as_operators(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
-        with OperatorMode(tracer.run), values, observing(_unseen, found=tracer.found):
+        run, found = _outside_bodies(tracer)
+        with OperatorMode(run), values, observing(_unseen, found=found):
             model(*args, **kwargs)
     return tracer.ended(values.answers)
+
+
+def _outside_bodies(tracer: Tracer) -> tuple[Callable[[Any, Args, Kwargs], Any], Callable[[object], None]]:
+    """How operators run and what a layer of experts tells, so that one that runs on data counts as one operator."""
+    running: list[object] = []
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        return func(*args, **kwargs) if running else tracer.run(func, args, kwargs)
+
+    def found(call: object) -> None:
+        if isinstance(call, PlainExperts):
+            running[:] = [call] if call.out is None else []
+            if call.out is not None:
+                tracer.join(call.rule, call.operands, [call.out])
+
+    return run, found
 
 
 def _unseen(decision: object) -> None:

@@ -5,7 +5,7 @@ Design: docs/design/0026-experts.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,11 +37,14 @@ from dshard.validate import shown
 
 
 class PlainExperts(NamedTuple):
-    """A layer of experts that ran on plain tensors, as observers are told: its rule, operands and result."""
+    """A layer of experts that runs on plain tensors: its rule, its operands, and once it has run its result.
+
+    Observers are told before and after; what runs between is the body.
+    """
 
     rule: Rule
     operands: Sequence[Tensor]
-    out: Tensor
+    out: Tensor | None = None
 
 
 def run_experts(
@@ -65,10 +68,8 @@ def run_experts(
             return experts_without_data(tensors, held=total, pairs=tensors[1].numel(), rule=rule)
         x, index, *rest = tensors
         index = _within(index, total, capacity, beyond)
-        out = LocalExperts(body, range(total), total, capacity)(x, index, *rest)
-        if OBSERVERS:
-            tell_observers(PlainExperts(shape_rule, tensors, out))
-        return out
+        local = LocalExperts(body, range(total), total, capacity)
+        return _observed(shape_rule, tensors, partial(local, x, index, *rest)) if OBSERVERS else local(x, index, *rest)
     x, index, weight, *parameters = tensors
     try:
         index = _within(index, _total(shape_rule, tensors), capacity, beyond)
@@ -78,6 +79,13 @@ def run_experts(
     except Exception as error:
         publish_failure(error, distributed[0]._spec.layout.mesh.ranks)
         raise
+
+
+def _observed(rule: Rule, operands: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
+    tell_observers(PlainExperts(rule, operands))
+    out = run()
+    tell_observers(PlainExperts(rule, operands, out))
+    return out
 
 
 def _within(index: Tensor, total: int, capacity: int | None, beyond: Beyond) -> Tensor:
