@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import dshard
 from dshard import Layout, Mesh, Partial, Placement, Replicate, Shard, StrategyError
+from dshard.comm import plain
 from dshard.rules.expert_loops import LOOPS, ExpertLoops
 from dshard.testing import distribute, whole
 
@@ -151,6 +153,41 @@ def far_from_one_device(case: ExpertCase, loops: ExpertLoops | None) -> float | 
             assert mine.grad is not None, "a parameter without gradient"
             pairs.append((mine.grad, torch.zeros_like(right) if right.grad is None else right.grad))
     return max(_difference(whole(a), b) for a, b in pairs)
+
+
+def rounded_errors(mesh: Mesh, loops: str) -> list[tuple[float, float]]:
+    """Relative errors of a layer in bf16, of this and of one device: its values, and gradients of x, weights, up, down.
+
+    They are those from the same numbers in fp64, so that only what a layer rounds itself counts.
+    """
+    split = Layout(mesh, (Shard(0),) * mesh.ndim)
+
+    def there_and_back(tensors: list[Any], grad: Any) -> list[Tensor]:
+        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        out = dshard.experts(dshard.mlp_experts(), *tensors, loops=loops)
+        out.backward(grad)
+        results = [out.detach(), *(t.grad for t in tensors if t.requires_grad)]
+        return [whole(each) if isinstance(each, dshard.DTensor) else each for each in results]
+
+    with plain():  # not on each simulated rank
+        generator = torch.Generator().manual_seed(0)
+        index = torch.rand((96, 16), generator=generator).topk(8).indices
+        shapes = (96, 32), (96, 8), (16, 64, 32), (16, 32, 64), (96, 32)
+        drawn = (torch.randn(shape, generator=generator) / shape[-1] ** 0.25 for shape in shapes)
+        x, weight, up, down, grad = (each.bfloat16() for each in drawn)
+        given = [x, index, weight, up, down]
+        exact = there_and_back([t.double() if t.is_floating_point() else t for t in given], grad.double())
+        alone = there_and_back(given, grad)
+    found = there_and_back([distribute(t, split) for t in given], distribute(grad, split))
+    assert {each.dtype for each in (*alone, *found)} == {torch.bfloat16}
+    with plain():
+        return [
+            (
+                float((mine.double() - right).norm() / right.norm()),
+                float((theirs.double() - right).norm() / right.norm()),
+            )
+            for mine, theirs, right in zip(found, alone, exact, strict=True)
+        ]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

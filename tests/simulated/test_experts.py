@@ -32,7 +32,7 @@ from dshard import (
 from dshard.core.context import static_sizes
 from dshard.explain.report_values import Explanation
 from dshard.testing import distribute, simulated, whole
-from tests.helpers.expert_cases import drawn, far_from_one_device, forced
+from tests.helpers.expert_cases import drawn, far_from_one_device, forced, rounded_errors
 
 MESH = Mesh((4,), ("x",))
 SPLIT, WHOLE = Layout(MESH, (Shard(0),)), Layout(MESH, (Replicate(),))
@@ -134,6 +134,15 @@ def test_many_tokens_move_experts_and_few_move_themselves() -> None:
 
     assert loops_of(4 * 256) == "x:ragged"
     assert loops_of(4 * 262144) == "x:t"
+
+
+@pytest.mark.parametrize("loops", ["tokens", "expert", "ragged", "split experts", "tokens x ragged", "hop x ragged"])
+def test_low_precision_is_as_exact_as_on_one_device(loops: str) -> None:
+    mesh = Mesh((2, 2), ("x", "y")) if " x " in loops else MESH
+    with simulated(mesh):
+        errors = rounded_errors(mesh, loops)
+    assert len(errors) == 5
+    assert all(mine < min(2**-7, 1.25 * alone) for mine, alone in errors)  # of which sums over ranks round once more
 
 
 def test_a_trace_tells_how_tokens_were_spread() -> None:

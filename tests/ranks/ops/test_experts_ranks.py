@@ -17,7 +17,7 @@ from dshard.ops.experts import token_route
 from dshard.replay import Replay
 from dshard.testing import RankPool, distribute, no_host_sync, whole
 from dshard.testing.counter import count_traffic
-from tests.helpers.expert_cases import BIASED, body_of, drawn, one_by_one
+from tests.helpers.expert_cases import BIASED, body_of, drawn, one_by_one, rounded_errors
 
 pytestmark = pytest.mark.ranks
 BODY = dshard.mlp_experts()
@@ -225,6 +225,17 @@ def asked() -> list[int]:
 
 def test_only_the_ragged_form_exchanges_counts(ranks: RankPool) -> None:
     assert ranks.run(asked) == [[3, 0, 0]] * 4
+
+
+def rounded() -> list[bool]:
+    """Whether bf16 is as exact on this mesh as on one device, which sums over ranks round once more."""
+    mesh = bind(init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))
+    every = [rounded_errors(mesh, loops) for loops in ("tokens", "expert", "ragged", "split experts")]
+    return [mine < min(2**-7, 1.25 * alone) for errors in every for mine, alone in errors]
+
+
+def test_low_precision_is_as_exact_on_processes_as_on_one_device(ranks: RankPool) -> None:
+    assert ranks.run(rounded) == [[True] * 20] * 4
 
 
 def spread() -> list[object]:
