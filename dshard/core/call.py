@@ -160,10 +160,26 @@ class Alternative:
     """Another way to run an operator than by its rule: a candidate beside the rule's, taken where it is cheaper.
 
     `plan` gives how it runs a call with this rule: in one way, in one of several layouts, or None where it cannot.
+    `rule` gives, whatever the layouts, the rule by which the alternative runs a call with the rule given; None where
+    no rule says it. Factors that it alone shards are reduced within the call: outputs without them are replicated.
     """
 
     name: str
     plan: Callable[[Call, Rule], AlternativePlan | Sequence[AlternativePlan] | None]
+    rule: Callable[[Rule], Rule | None] = lambda rule: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorForm:
+    """A call of a function of torch as one operator, as whoever plans a whole step sees it.
+
+    `operands` are all tensors among the arguments, in the order of the rule; `alternatives` are other ways to run the
+    call, each with its name and its rule.
+    """
+
+    operands: tuple[Tensor, ...]
+    rule: Rule
+    alternatives: tuple[tuple[str, Rule], ...] = ()
 
 
 def _always(args: Args) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from dshard.autograd.gradients import (
 )
 from dshard.callers import asked_by
 from dshard.comm import COLLECTIVES_OF_TORCH, is_own, numbers_of, of_first_rank, on_all_ranks, ranks_of_group
+from dshard.core.call import OperatorForm
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import redistribute_local
 from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
@@ -34,14 +35,25 @@ from dshard.core.trees import replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.attention.attention_call import attention
+from dshard.ops.attention.attention_call import attention, attention_form
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding
-from dshard.ops.losses import cross_entropy, ctc_loss
-from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, rmatmul
-from dshard.ops.norms import batch_norm, rms_norm
+from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
+from dshard.ops.matmul.functions import (
+    addmm,
+    addmm_form,
+    bmm,
+    einsum,
+    einsum_form,
+    linear,
+    linear_form,
+    matmul,
+    matmul_form,
+    rmatmul,
+)
+from dshard.ops.norms import batch_norm, rms_norm, rms_norm_form
 from dshard.ops.pointwise import nonlinear_names
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
 from dshard.rules.strategy import completed_layout
@@ -315,12 +327,15 @@ class FunctionRow(NamedTuple):
             decides on these, too.
         rewrites: Whether it calls other functions, whose plans are cheaper, with `__torch_function__` on.
         is_backward: Whether it runs a backward pass.
+        form: The call of global tensors as one operator, for whoever plans a whole step; None for a call that is to be
+            planned as the operators that torch runs.
     """
 
     handler: Function
     when: Literal["composite", "own", "with plain"] = "composite"
     rewrites: bool = False
     is_backward: bool = False
+    form: Callable[[Args, Kwargs], OperatorForm | None] | None = None
 
 
 def _rows(row: FunctionRow, *functions: object) -> dict[object, FunctionRow]:
@@ -344,19 +359,19 @@ FUNCTIONS: dict[object, FunctionRow] = {
     # Their gradients look for the results among the operands: a sum that is reduced twice may be rounded in two ways.
     **_of_names(_COMPLETED, ("index_reduce", "scatter_reduce"), torch, Tensor),
     **_rows(FunctionRow(reduce_partial_sources_first), _T.index_reduce_, _T.scatter_reduce_),
-    **_rows(FunctionRow(matmul), torch.matmul, torch.mm, _T.mm, _T.matmul, _T.__matmul__),
+    **_rows(FunctionRow(matmul, form=matmul_form), torch.matmul, torch.mm, _T.mm, _T.matmul, _T.__matmul__),
     **_rows(FunctionRow(rmatmul), _T.__rmatmul__),
-    **_rows(FunctionRow(addmm), torch.addmm, _T.addmm),
-    **_rows(FunctionRow(bmm), torch.bmm, _T.bmm),
-    **_rows(FunctionRow(einsum), torch.einsum, torch.functional.einsum),
-    F.linear: FunctionRow(linear),
-    F.scaled_dot_product_attention: FunctionRow(attention),
+    **_rows(FunctionRow(addmm, form=addmm_form), torch.addmm, _T.addmm),
+    **_rows(FunctionRow(bmm, form=matmul_form), torch.bmm, _T.bmm),
+    **_rows(FunctionRow(einsum, form=einsum_form), torch.einsum, torch.functional.einsum),
+    F.linear: FunctionRow(linear, form=linear_form),
+    F.scaled_dot_product_attention: FunctionRow(attention, form=attention_form),
     torch.ops.higher_order.flex_attention: FunctionRow(flex_attention_operator),
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
     F.embedding: FunctionRow(embedding),
-    F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy)),
+    F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
     F.ctc_loss: FunctionRow(ctc_loss, "with plain", rewrites=True),
-    F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm)),
+    F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm), form=rms_norm_form),
     F.batch_norm: FunctionRow(batch_norm),
     F.dropout: FunctionRow(dropout),
     **_rows(FunctionRow(recurrent, "with plain"), torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),

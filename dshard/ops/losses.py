@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import HALF, numbers_of, on_each, sum_dtype
-from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
+from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, OperatorForm, RankCall
 from dshard.core.checks import check_nll_loss
 from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Function, Kwargs
@@ -27,8 +27,9 @@ from dshard.core.wrapper import Wrapper
 from dshard.ops.batched import or_nothing
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
-from dshard.ops.small_reductions import reduce_statistics, stays_sharded
+from dshard.ops.small_reductions import SMALL_REDUCTIONS, all_sharded, reduce_statistics, stays_sharded
 from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
 from dshard.torch_private import OpOverload
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -193,6 +194,17 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
         return loss.to(x.dtype)
     total = loss.sum()
     return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
+
+
+def cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.nn.functional.cross_entropy` of class indices as one operator, with whole or with sharded classes."""
+    x, target, weight, average, _, reduce, reduction, _ = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
+    if weight is not None or average is not None or reduce is not None or target.is_floating_point():
+        return None
+    lead, rest = ("r", "...") if x.dim() > 1 else ("", "")
+    out = f"{lead} {rest}" if reduction == "none" else ""
+    rule = parse_rule(f"{lead} [v] {rest}, {lead} {rest} -> {out}", [tuple(x.shape), tuple(target.shape)])
+    return OperatorForm((x, target), rule, ((SMALL_REDUCTIONS, all_sharded(rule)),))
 
 
 def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:

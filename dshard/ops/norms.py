@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.comm import sum_dtype, traced
-from dshard.core.call import Call, Operator
+from dshard.core.call import Call, Operator, OperatorForm
 from dshard.core.checks import check_dim
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
@@ -25,9 +25,17 @@ from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.composite import Local, run_chosen
 from dshard.ops.custom import accept_call
-from dshard.ops.small_reductions import partial_along, reduce_statistics, small_reductions, stays_sharded
+from dshard.ops.small_reductions import (
+    SMALL_REDUCTIONS,
+    all_sharded,
+    partial_along,
+    reduce_statistics,
+    small_reductions,
+    stays_sharded,
+)
 from dshard.placements import Replicate, Shard
 from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
 
 
 def along(call: Call) -> Rule:
@@ -72,6 +80,15 @@ def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
     squares = reduce_statistics(wide.pow(2).mean(dims, keepdim=True), "rms_norm")
     out: Tensor = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
     return (out if weight is None else out * weight).to(x.dtype)
+
+
+def rms_norm_form(args: Args, kwargs: Kwargs) -> OperatorForm:
+    """`torch.nn.functional.rms_norm` as one operator, by the rule of norms or by small reductions."""
+    x, shape, weight, _ = bind_arguments(("input", "normalized_shape", "weight", "eps"), args, kwargs)
+    tensors = (x,) if weight is None else (x, weight)
+    normalized = " ".join(f"[n{i}]" for i in range(len(shape)))
+    rule = parse_rule(f"... {normalized}, *{normalized} -> ... {normalized}", [tuple(t.shape) for t in tensors])
+    return OperatorForm(tensors, rule, ((SMALL_REDUCTIONS, all_sharded(rule)),))
 
 
 # -- batch norm over sharded rows in one message forward and one backward: each rank's mean and variance, gathered

@@ -7,7 +7,7 @@ output follows from one reduced statistic for each of its elements uses `reduced
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,9 @@ from dshard.rules.rule import Rule
 from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
 from dshard.torch_private import OpOverload, decomposition_table, no_torch_function
+
+SMALL_REDUCTIONS = "small reductions"
+"""The name of the alternative."""
 
 
 def split_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +69,15 @@ def small_reductions(*reductions: ReduceOp, operand: int = 0) -> Alternative:
 
     All operands take the layout of operand number `operand`, as far as they share its dims.
     """
-    return Alternative("small reductions", partial(_plan, reductions, operand))
+    return Alternative(SMALL_REDUCTIONS, partial(_plan, reductions, operand), all_sharded)
+
+
+def all_sharded(rule: Rule) -> Rule:
+    """The rule by which the alternative runs a call with this rule: any dim may be sharded.
+
+    What `rule` does not shard is reduced within the call: outputs without it are replicated there, not partial.
+    """
+    return replace(rule, unsharded=frozenset())
 
 
 def _plan(reductions: tuple[ReduceOp, ...], operand: int, call: Call, rule: Rule) -> AlternativePlan | None:
@@ -148,7 +159,7 @@ def reduced_statistic(of: Callable[[Call], Statistic | None]) -> Alternative:
 
     It does not apply if `of` returns None, nor in half precision, in which each rank's statistic would be rounded.
     """
-    return Alternative("small reductions", partial(_plan_statistic, of))
+    return Alternative(SMALL_REDUCTIONS, partial(_plan_statistic, of), all_sharded)
 
 
 def _plan_statistic(of: Callable[[Call], Statistic | None], call: Call, rule: Rule) -> AlternativePlan | None:

@@ -1,4 +1,6 @@
 """Plans of whole steps: the layouts of all tensors of a traced step chosen together.
 
-eliminate.py  the least sum of tables over shared variables
+eliminate.py      the least sum of tables over shared variables
+step_graph.py     values, calls and blocks of a traced step
+step_recorder.py  records the calls of a pass without data
 """

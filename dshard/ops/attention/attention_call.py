@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dshard.comm import sum_dtype
+from dshard.core.call import OperatorForm
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
-from dshard.ops.attention.attention_choice import Candidates, Kind
+from dshard.ops.attention.attention_choice import HEADS_OF_QUERIES, SPLIT_KEYS, Candidates, Kind
 from dshard.ops.attention.attention_executable import broadcast_lead, executable_of, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
 from dshard.ops.attention.local_attention import Attend, Options, of_queries, whole
@@ -27,16 +29,16 @@ from dshard.ops.custom import accept_call
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.ops.random import Draw, draw_for, dropped_again
-from dshard.rules.attention_loops import RequestedLoops
+from dshard.rules.attention_loops import Keys, RequestedLoops, attention_rule, is_grouped
 
 _ALL: frozenset[Kind] = frozenset({"split keys", "own key heads", "rings"})
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _IN_GRAPH, _NONE = _ALL - {"rings"}, frozenset[Kind]()
 
 
 def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`scaled_dot_product_attention`: local for each head and each batch entry."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(names, args, kwargs)
+    query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
     dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
     if dropout:
         common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
@@ -56,6 +58,21 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
         kinds -= {"own key heads"}
     make = partial(_executable, tensors, options, dropout, requested, needed, kinds)
     return run_chosen(("attention", causal, scale, gqa, dropout, requested, needed, kinds), make, tensors)
+
+
+def attention_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`scaled_dot_product_attention` as one operator: with the keys of its heads, of every head, or a range of them."""
+    query, k, v, mask, dropout, causal, _, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
+    if lead_differs((query, k, v), bool(gqa)):
+        return None
+    tensors = (query, k, v) if mask is None else (query, k, v, mask)
+    shapes = [tuple(t.shape) for t in tensors]
+    held = sum_dtype(query.dtype).itemsize if dropout else 0
+    forms: dict[str, Keys] = {SPLIT_KEYS: "split"}
+    if is_grouped(shapes, bool(gqa)):
+        forms[HEADS_OF_QUERIES] = "every head"
+    rule, *others = [attention_rule(shapes, bool(gqa), k, bool(causal), held) for k in ("whole", *forms.values())]
+    return OperatorForm(tensors, rule, tuple(zip(forms, others, strict=True)))
 
 
 def _executable(

@@ -48,6 +48,8 @@ Kind: TypeAlias = Literal["split keys", "own key heads", "rings"]
 """The kinds of candidates beside those in which a rank computes with the whole keys of its heads, or of every head."""
 
 
+HEADS_OF_QUERIES, SPLIT_KEYS = "heads of queries", "split keys"
+"""The names of candidates by the rules of attention with the keys of every head, or a range of them."""
 ABOUT = 1 / 16
 """Seconds are predicted no better than this: of two as near, the candidate of at most half the bytes is taken."""
 STATISTICS: tuple[ReduceOp, ...] = ("max", "sum")
@@ -293,7 +295,7 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
     if keys == "whole":
         return strategy
     if keys == "every head":
-        return replace(strategy, name="heads of queries")
+        return replace(strategy, name=HEADS_OF_QUERIES)
     query = specs[0]
     itemsize = max(query.itemsize, torch.float32.itemsize)
     plans = _statistics(strategy, query, itemsize, topology)
@@ -305,7 +307,7 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
         plans = (*plans, plan(strategy.outputs[0], end, shape, itemsize, topology))
         strategy = replace(strategy, outputs=(end,), ends=(end,), reduce=plans[-1].seconds)
     sent = tuple(collective for each in plans for collective in planned(each, itemsize, topology))
-    return replace(strategy, name="split keys", exchanges=sent, gather=gather)
+    return replace(strategy, name=SPLIT_KEYS, exchanges=sent, gather=gather)
 
 
 def _statistics(strategy: Strategy, query: Spec, itemsize: int, topology: Topology) -> tuple[Plan, ...]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed
+from dshard.core.call import OperatorForm
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh, operand_of
@@ -21,7 +22,7 @@ from dshard.core.wrapper import Wrapper, is_leaf
 from dshard.layout import Shape, replicated
 from dshard.ops.composite import Local
 from dshard.ops.matmul.matmul_autograd import multiply
-from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice
+from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice, rule_with_bias
 from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options, options_of
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
 from dshard.rules.blocked_factors import with_blocks
@@ -173,3 +174,45 @@ def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | 
     tensors = (x, weight) if bias is None else (x, weight, bias)
     options = options_of(weight) if options is None else options
     return matmul_of(LINEAR, tensors, options)
+
+
+# -- as one operator, for whoever plans a whole step
+
+
+def linear_form(args: Args, kwargs: Kwargs) -> OperatorForm:
+    """`torch.nn.functional.linear` as one operator."""
+    x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
+    return _form(LINEAR, (x, weight) if bias is None else (x, weight, bias))
+
+
+def matmul_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.matmul`, `mm` and `bmm` as one operator."""
+    tensors = (*args, *kwargs.values())
+    if len(tensors) != 2 or not all(isinstance(x, Tensor) and x.dim() for x in tensors):
+        return None
+    return _form(MATMUL, tensors)
+
+
+def einsum_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.einsum` of two operands as one operator, unless it is more than a matmul."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if kwargs or not isinstance(equation, str) or len(operands) != 2:
+        return None
+    rule = einsum_rule(equation, *(tuple(x.shape) for x in operands))
+    return None if rule is None else OperatorForm(tuple(operands), rule)
+
+
+def addmm_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.addmm` of a bias along the last dim as one operator."""
+    if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].shape[0] != args[2].shape[-1]:
+        return None
+    bias, a, b = args
+    return _form(ADDMM, (a, b, bias))
+
+
+def _form(function: MatmulFunction, tensors: Sequence[Tensor]) -> OperatorForm:
+    """A matmul of two tensors, plus a bias along the last dim if there is a third, as one operator."""
+    rule = function.rule(*(tuple(x.shape) for x in tensors[:2]))
+    return OperatorForm(tuple(tensors), rule if len(tensors) == 2 else rule_with_bias(rule))

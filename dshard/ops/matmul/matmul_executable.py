@@ -159,10 +159,14 @@ def _streamed(planned: PlannedMatmul, panels: Panels, stream: Stream | AutoPanel
     return executor(planned, stream)
 
 
+def rule_with_bias(rule: Rule) -> Rule:
+    """The rule of a matmul with a bias along the last dim of the result: one rank adds it to a partial result."""
+    return replace(rule, inputs=(*rule.inputs, (rule.outputs[0][-1],)))
+
+
 def _with_bias(rule: Rule, specs: Sequence[Spec], out: Spec, strategy: Strategy) -> Expansion:
     """The expansion of the matmul with a bias along the last dim of the result, added to the local result."""
-    last = (rule.outputs[0][-1],)
-    rule = replace(rule, inputs=(*rule.inputs, last), loops=False)
+    rule = replace(rule_with_bias(rule), loops=False)
     operands = list(map(operand_of, specs))
     expansion = expand(
         rule, operands, strategy.rows, strategy.order, sizes_of(rule, operands, [(out.shape, out.itemsize)])

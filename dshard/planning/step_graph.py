@@ -1,0 +1,307 @@
+"""The graph of a traced step: values, calls of operators with their rules, and blocks that repeat.
+
+It is made by `dshard.parallel.trace_step`, without data, for one size of inputs; whoever plans the step reads it alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from dshard.core.checks import with_meta_form
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.trees import leaves, replace_leaves
+from dshard.layout import Shape
+from dshard.rules.rule import Rule, linear
+from dshard.rules.rule_notation import parse_rule
+from dshard.torch_private import OpOverload
+
+Kind: TypeAlias = Literal["parameter", "buffer", "input", "constant", "made"]
+"""Where a value comes from: a constant is made from none of the others, a made one by a call from some of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperandSlot:
+    """Stands for tensor operand `number` among the arguments of a call."""
+
+    number: int
+
+
+class End(NamedTuple):
+    """One end of an edge: operand or result `position` of call number `call`."""
+
+    call: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor of the step: its global `shape`, where it comes from, and which calls read it.
+
+    `name` is that of a parameter or a buffer, its first one where it has several, or of the argument of the model.
+    `producer` is the call that makes a "made" value. A tensor that is written in place is a new value from there on.
+    """
+
+    number: int
+    shape: Shape
+    dtype: torch.dtype
+    kind: Kind
+    name: str
+    needs_grad: bool
+    producer: End | None
+    uses: tuple[End, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphCall:
+    """A call of an operator, or of a function of torch that is planned as one.
+
+    `rule` is that of all operands and results, in their order; `alternatives` are other ways to run the call, each with
+    its name and its rule. In "small reductions" a sharded factor that `rule` does not shard leaves results without it
+    replicated, not partial. `module` is the path of the module that makes the call, `visit` the number of times that it
+    ran before, and `ordinal` that of calls of this name that it made before in this visit. `arguments` are those of
+    `function` by position and by name, with an `OperandSlot` for each operand. Calls of equal `signature` have equal
+    rules, candidates and prices.
+    """
+
+    number: int
+    name: str
+    function: Function
+    rule: Rule
+    alternatives: tuple[tuple[str, Rule], ...]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    module: str
+    visit: int
+    ordinal: int
+    arguments: tuple[Args, Kwargs]
+    signature: Hashable
+
+    def run(self, *operands: object) -> Any:
+        """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""
+        args, kwargs = replace_leaves(self.arguments, lambda x: operands[x.number] if isinstance(x, OperandSlot) else x)
+        function = self.function
+        return (with_meta_form(function) if isinstance(function, OpOverload) else function)(*args, **kwargs)
+
+
+class CallBlock(NamedTuple):
+    """Calls `start` to `stop` - 1 of a module, with the values that come in from calls before, and that go out.
+
+    Parameters, and what the step reads beside them, are not among `inputs`.
+    """
+
+    module: str
+    start: int
+    stop: int
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The calls of a step, in order, all values that they read or make, and those that the model returns.
+
+    `answers` are the host values that the pass read, None if it ran on data.
+    """
+
+    calls: tuple[GraphCall, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
+    answers: tuple[Any, ...] | None = ()
+
+    def copies(self) -> StepGraph:
+        """The graph with a call "copy" between a tensor and the matmuls that all read it.
+
+        So the tensor is moved once for all of them, and their gradients are summed before they are reduced. The copy
+        stands before the first of them, in the innermost module that has them all.
+        """
+        shared = {value.number: uses for value in self.values if len(uses := self._products_of(value)) > 1}
+        if not shared:
+            return self
+        before: defaultdict[int, list[int]] = defaultdict(list)
+        for number, uses in shared.items():
+            before[uses[0].call].append(number)
+        drafts: list[DraftCall] = []
+        copied, number = dict[End, int](), len(self.values)
+        added: list[Value] = []
+        for call in self.calls:
+            for original in before[call.number]:
+                value = self.values[original]
+                copy = replace(value, number=number, kind="made", producer=None, uses=())
+                module = common_module([self.calls[end.call].module for end in shared[original]])
+                drafts.append(DraftCall(copy_call(value, module), (original,), (number,)))
+                added.append(copy)
+                copied |= dict.fromkeys(shared[original], number)
+                number += 1
+            operands = [copied.get(End(call.number, i), value.number) for i, value in enumerate(call.operands)]
+            drafts.append(DraftCall(call, tuple(operands), tuple([value.number for value in call.results])))
+        graph = linked((*self.values, *added), drafts, [value.number for value in self.outputs])
+        return replace(graph, answers=self.answers)
+
+    def _products_of(self, value: Value) -> tuple[End, ...]:
+        """The uses of a value, that is no parameter, in matmuls and attention."""
+        is_copy = value.producer is not None and self.calls[value.producer.call].function is _same
+        if value.kind not in ("made", "input") or not value.shape or is_copy:
+            return ()
+        return tuple([end for end in value.uses if self.calls[end.call].rule.loops])
+
+    def parameters(self) -> tuple[Value, ...]:
+        """The parameters that some call reads; one that has several names once."""
+        return tuple([value for value in self.values if value.kind == "parameter" and value.uses])
+
+    def repeated_blocks(self) -> tuple[tuple[CallBlock, ...], ...]:
+        """Runs of at least two blocks of equal structure, each of which reads what the one before it makes.
+
+        A block has the calls of a module, such as an entry of a list. Of blocks within blocks the outermost count.
+        """
+        runs: list[tuple[CallBlock, ...]] = []
+        done = 0
+        for run in sorted(self._runs(), key=lambda run: (run[0].start, run[0].start - run[-1].stop)):
+            if run[0].start >= done:
+                runs.append(run)
+                done = run[-1].stop
+        return tuple(runs)
+
+    def _runs(self) -> Iterator[tuple[CallBlock, ...]]:
+        """Runs of equal consecutive blocks of modules that have the same parent, at all depths."""
+        run: list[CallBlock] = []
+        by_parent: defaultdict[str, list[CallBlock]] = defaultdict(list)
+        for block in self._blocks():
+            by_parent[block.module.rpartition(".")[0]].append(block)
+        for blocks in by_parent.values():
+            for block in blocks:
+                if not run or not self._repeats(run[-1], block):
+                    if len(run) > 1:
+                        yield tuple(run)
+                    run = []
+                run.append(block)
+            if len(run) > 1:
+                yield tuple(run)
+            run = []
+
+    def _repeats(self, first: CallBlock, second: CallBlock) -> bool:
+        """Whether the second block stands behind the first, reads what that makes, and has its structure."""
+        if first.stop != second.start or not {*first.outputs} & {*second.inputs}:
+            return False
+        return self.structure(first) == self.structure(second)
+
+    def _blocks(self) -> Iterator[CallBlock]:
+        """The calls of each module that stand one after the other, in the order of the modules' first calls."""
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for call in self.calls:
+            names = call.module.split(".") if call.module else []
+            for n in range(1, len(names) + 1):
+                ranges = spans.setdefault(".".join(names[:n]), [])
+                if ranges and ranges[-1][1] == call.number:
+                    ranges[-1] = (ranges[-1][0], call.number + 1)
+                else:
+                    ranges.append((call.number, call.number + 1))
+        for module, ranges in spans.items():
+            if len(ranges) == 1:
+                yield self.block(module, *ranges[0])
+
+    def block(self, module: str, start: int, stop: int) -> CallBlock:
+        """The block of calls `start` to `stop` - 1, with the values at its boundary."""
+        inputs: dict[Value, None] = {}
+        outputs: dict[Value, None] = {}
+        for call in self.calls[start:stop]:
+            inputs |= {x: None for x in call.operands if x.producer is not None and x.producer.call < start}
+            outputs |= {x: None for x in call.results if any(end.call >= stop for end in x.uses)}
+        return CallBlock(module, start, stop, tuple(inputs), tuple(outputs))
+
+    def structure(self, block: CallBlock) -> Hashable:
+        """A key that is equal for blocks whose calls have equal signatures and are connected in the same way.
+
+        Values that come in count by the order in which they are first read, parameters also by their number of uses.
+        """
+        made: dict[Value, Hashable] = {}
+        first_uses: dict[Value, int] = {}
+        rows: list[Hashable] = []
+        for n, call in enumerate(self.calls[block.start : block.stop]):
+            operands: list[Hashable] = []
+            for x in call.operands:
+                first = first_uses.setdefault(x, len(first_uses)) if x not in made else 0
+                operands.append(made[x] if x in made else (x.kind, first, x.kind == "parameter" and len(x.uses)))
+            made |= {x: (n, i) for i, x in enumerate(call.results)}
+            rows.append((call.signature, call.rule, tuple(operands)))
+        left = tuple([made[x] for x in block.outputs])
+        return tuple(rows), left
+
+
+class DraftCall(NamedTuple):
+    """A call whose operands and results are not yet linked, by their numbers."""
+
+    call: GraphCall
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def linked(values: Sequence[Value], drafts: Sequence[DraftCall], outputs: Sequence[int] = ()) -> StepGraph:
+    """The graph of these calls, in order, with the producers and uses of all values set anew.
+
+    `outputs` are the numbers of the values that the model returns.
+    """
+    uses: defaultdict[int, list[End]] = defaultdict(list)
+    producers: dict[int, End] = {}
+    for n, draft in enumerate(drafts):
+        for i, number in enumerate(draft.operands):
+            uses[number].append(End(n, i))
+        producers |= {number: End(n, i) for i, number in enumerate(draft.results)}
+    final = tuple([replace(x, number=n, producer=producers.get(n), uses=tuple(uses[n])) for n, x in enumerate(values)])
+    calls = [
+        replace(
+            draft.call,
+            number=n,
+            operands=tuple([final[i] for i in draft.operands]),
+            results=tuple([final[i] for i in draft.results]),
+        )
+        for n, draft in enumerate(drafts)
+    ]
+    return StepGraph(tuple(calls), final, tuple([final[n] for n in outputs]))
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def common_module(modules: Sequence[str]) -> str:
+    """The path of the innermost module within which all of these are.
+
+    >>> common_module(["blocks.0.attn.q", "blocks.0.attn.k"])
+    'blocks.0.attn'
+    """
+    names = [module.split(".") for module in modules]
+    n = next((i for i, each in enumerate(zip(*names, strict=False)) if len({*each}) > 1), min(map(len, names)))
+    return ".".join(names[0][:n])
+
+
+def copy_call(x: Value, module: str) -> GraphCall:
+    """The call "copy" of a value in a module: any layout passes through, and the result is the value itself."""
+    rule = parse_rule("... -> ...", [x.shape], [x.shape], passes=linear(0))
+    arguments: tuple[Args, Kwargs] = ((OperandSlot(0),), {})
+    signature = signature_of("copy", _same, arguments, [x])
+    return GraphCall(0, "copy", _same, rule, (), (), (), module, 0, 0, arguments, signature)
+
+
+def signature_of(name: str, function: Function, arguments: tuple[Args, Kwargs], operands: Sequence[Value]) -> Hashable:
+    """The key of calls that have equal rules, candidates and prices: function, static arguments, forms of operands."""
+    static = tuple([_hashable(x) for x in leaves(arguments)])
+    return name, function, static, tuple(arguments[1]), tuple([(x.shape, x.dtype, x.needs_grad) for x in operands])
+
+
+def _hashable(x: object) -> Hashable:
+    """A leaf of the arguments as a part of a key: with its class, as 1, 1.0 and True are equal."""
+    try:
+        hash(x)
+    except TypeError:
+        return type(x), repr(x)
+    return type(x), x
