@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dshard.comm import DeviceMesh, as_mesh, warn_user
+from dshard.core.context import planning_context
 from dshard.core.signature import Args, Kwargs
 from dshard.core.subclasses import refuse_own_rules
 from dshard.core.trees import nested_tensors
@@ -32,8 +34,9 @@ from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strateg
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
-from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out
+from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.placements import Placement, Replicate
+from dshard.topology import Topology
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
@@ -223,11 +226,17 @@ def planned(
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
-    axes = axes_of(plan, mesh)
+    axes, mesh = refined(roles, axes_of(plan, mesh), mesh, partial(_nodes, planning_context().topology_of(mesh)))
     roles = fitted_roles(roles, axes, mesh)
     if idle := idle_experts(roles, axes, mesh):
         warn_user(idle, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))
+
+
+def _nodes(topology: Topology, mesh: Mesh, axis: str) -> int:
+    """The number of hosts that a group along a mesh axis spans; 1 if that is not known."""
+    spanned = topology.nodes(mesh, (axis,))
+    return 1 if spanned is None else spanned[0]
 
 
 def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias
@@ -16,6 +16,7 @@ from dshard.parallel.factors import Use
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.roles import FeatureKind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
+from dshard.placements.chunk import chunk
 from dshard.rules.attention_loops import AttentionLoop
 from dshard.rules.matmul_loops import Loop, Schedule, Stored
 from dshard.validate import suggestion
@@ -225,6 +226,40 @@ def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh
     return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.sharded_dim(roles) == dim)
 
 
+def refined(
+    roles: Roles, axes: tuple[Axis, ...], mesh: Mesh, nodes: Callable[[Mesh, str], int]
+) -> tuple[tuple[Axis, ...], Mesh]:
+    """The axes and the mesh with more of them where the number of experts, or of hosts, asks for it.
+
+    An axis with more ranks than there are experts becomes two, of which only the second splits experts, so that each
+    of its ranks has some; the first gathers them as it does all parameters. One that spans several hosts becomes an
+    axis of hosts and one within them, which both split experts: so a token may go once to each host. `nodes` is the
+    number of hosts that a group along an axis spans.
+    """
+    totals = {role.size for dims in roles.parameters.values() for role in dims if role.kind is FeatureKind.EXPERT}
+    for name, axis in zip(mesh.names, axes, strict=True):
+        if not (axis.experts and totals):
+            continue
+        n = mesh.shape[mesh.axis(name)]
+        split = max(k for k in range(1, n + 1) if n % k == 0 and all(chunk(total, k, k - 1) for total in totals))
+        if 1 < split < n:
+            axes, mesh = _as_two(axes, mesh, name, n // split, GATHERED)
+            name = mesh.names[mesh.axis(f"{name}0") + 1]
+        hosts, within = nodes(mesh, name), mesh.shape[mesh.axis(name)]
+        if 1 < hosts < within and within % hosts == 0:
+            of_hosts, finer = _as_two(axes, mesh, name, hosts, axis)
+            if nodes(finer, f"{name}1") == 1:
+                axes, mesh = of_hosts, finer
+    return axes, mesh
+
+
+def _as_two(axes: tuple[Axis, ...], mesh: Mesh, name: str, outer: int, use: Axis) -> tuple[tuple[Axis, ...], Mesh]:
+    """The axes and the mesh in which the axis `name` is `outer` groups of ranks, along which it is for `use`."""
+    i = mesh.axis(name)
+    sizes = {f"{name}0": outer, f"{name}1": mesh.shape[i] // outer}
+    return (*axes[:i], use, *axes[i:]), mesh.unfolded(name, sizes)
+
+
 def idle_experts(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> str:
     """What to warn of where experts are fewer than the ranks over which they are split; "" where they are not."""
     for name, dims in roles.parameters.items():
@@ -236,10 +271,10 @@ def idle_experts(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> str:
             ranks = prod(n for n, is_split in zip(ours, split, strict=True) if is_split)
             if ranks > role.size:
                 n = _legal(role.size, ranks)
+                way_out = f"'fsdp x expert' on a mesh whose last axis has {n} ranks" if n > 1 else "'fsdp'"
                 return (
                     f"{name} has {role.size} experts, split over {ranks} ranks of the mesh ({mesh}): "
-                    f"{ranks - role.size} have none; split them over {n}, such as by 'fsdp x expert' on a mesh whose "
-                    f"last axis has {n} ranks"
+                    f"{ranks - role.size} have none; use {way_out}"
                 )
     return ""
 

@@ -13,7 +13,7 @@ from helpers.expert_models import OwnExperts, OwnModel, batch, expert_model, mes
 from torch import Tensor, nn
 
 import dshard
-from dshard import DTensor, Replicate, Shard
+from dshard import DTensor, Replicate, Shard, Topology
 from dshard.comm import plain
 from dshard.errors import LayoutError, NotationError, StrategyError
 from dshard.mesh import Mesh
@@ -22,9 +22,10 @@ from dshard.parallel.expert_modules import ExpertsModule, experts_form
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import FeatureKind, roles_of
 from dshard.testing import simulated
-from dshard.topology import BYTES
+from dshard.topology import BYTES, Layer
 
 MESH = Mesh((4,), ("x",))
+HOSTS = Topology("of two", (Layer("node", 4, 1e9, hardware="network"), Layer("gpu", 2, 1e11, hardware="nvlink")))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +121,43 @@ def test_megatron_splits_packed_gate_and_up_of_experts_and_takes_none_apart() ->
 
 @pytest.mark.usefixtures("_taught")
 def test_more_ranks_than_experts_are_warned_of() -> None:
-    with pytest.warns(
-        UserWarning, match=r"has 4 experts, split over 6 ranks .* 2 have none; split them over 3, such as"
-    ):
-        dshard.plan_model(OwnModel(), Mesh((6,), ("x",)), "expert", torch.ones(12, 8))
+    with pytest.warns(UserWarning, match=r"has 4 experts, split over 5 ranks .*: 1 have none; use 'fsdp'"):
+        dshard.plan_model(OwnModel(), Mesh((5,), ("x",)), "expert", torch.ones(10, 8))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dshard.plan_model(OwnModel(), Mesh((2, 3), ("a", "b")), "fsdp x expert", torch.ones(12, 8))
+
+
+@pytest.mark.usefixtures("_taught")
+@pytest.mark.parametrize(
+    ("mesh", "topology", "strategy", "shape", "placements", "gathered"),
+    [
+        (Mesh((6,), ("x",)), BYTES, "expert", {"x0": 3, "x1": 2}, (Shard(1), Shard(0)), ("x0",)),
+        (Mesh((2, 6), ("a", "x")), BYTES, "data x expert", {"a": 2, "x0": 3, "x1": 2}, None, ("x0",)),
+        (MESH, HOSTS, "expert", {"x0": 2, "x1": 2}, (Shard(0), Shard(0)), ()),
+        (Mesh((8,), ("x",)), HOSTS, "expert", {"x0": 2, "x10": 2, "x11": 2}, None, ("x0",)),
+        (MESH, BYTES, "expert", {"x": 4}, (Shard(0),), ()),
+    ],
+)
+def test_an_axis_of_experts_is_refined_for_their_number_and_for_hosts(
+    mesh: Mesh, topology: Topology, strategy: str, shape: dict[str, int], placements: Any, gathered: tuple[str, ...]
+) -> None:
+    alone, x = OwnModel(), torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    alone(x).backward()
+
+    with simulated(mesh), dshard.use_topology(topology), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = dshard.plan_model(OwnModel(), mesh, strategy, x)
+        model = dshard.parallelize(OwnModel(), mesh, strategy, x)
+        model(x).backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+    assert plan.strategy == strategy
+    assert dict(zip(plan.mesh.names, plan.mesh.shape, strict=True)) == shape
+    assert placements in (None, plan.parameters["experts.w2"])
+    assert plan.gathered_axes("experts.w2") == gathered
 
 
 def test_a_model_without_experts_is_refused() -> None:
