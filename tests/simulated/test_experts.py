@@ -169,6 +169,16 @@ def test_a_trace_tells_how_tokens_were_spread() -> None:
     assert Routing.of(ragged.by_expert()).shares(4, 2) == pytest.approx([n / 26 for n in ragged.by_expert()])
 
 
+def test_a_backward_pass_of_the_ragged_form_sends_for_experts() -> None:
+    with simulated(MESH):
+        out = dshard.experts(dshard.mlp_experts(), *laid_out(operands(), [SPLIT] * 5), loops="ragged")
+        with trace() as sent:
+            out.backward(distribute(torch.ones(8, 4, dtype=torch.float64), SPLIT))
+
+    assert [(event.op, event.collective) for event in sent.events] == [("experts", "all_to_all")] * 2
+    assert sent.experts == []
+
+
 def kept_in_order(index: Tensor, weight: Tensor, capacity: int) -> Tensor:
     """The weights, zero where an expert has as many tokens before."""
     taken, kept = dict[int, int](), weight.clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.comm import Program, Session, has_only_shape, run_program
 from dshard.core.executable import ComposedExecutable
-from dshard.core.observe import OBSERVERS
+from dshard.core.observe import OBSERVERS, finish_observed
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
@@ -86,7 +86,8 @@ class RaggedExperts(ComposedExecutable):
         cotangent = self.computed.cotangent()
         grad = redistribute(as_distributed(grad, cotangent), cotangent)
         program = partial(self._backward, passes, tuple(needed), retain)
-        local = run_program(self.computed.mesh, program, [t._local_tensor for t in (grad, *tensors)])
+        run = partial(run_program, self.computed.mesh, program, [t._local_tensor for t in (grad, *tensors)])
+        local = finish_observed(self.decision, run) if OBSERVERS and self.decision is not None else run()
         return [
             wrap(x, contiguous_spec(layout, spec.shape, spec.dtype, spec.device)) if is_needed else None
             for x, layout, spec, is_needed in zip(local, self.gradients, self.specs, needed, strict=True)
