@@ -134,7 +134,7 @@ class StepTimeline:
     def recorded(self) -> Iterator[None]:
         """Record what runs within the block."""
         observed = observing(self._dispatched, self._waited)
-        with listen(self._sent), observed as self.running, OperatorMode(self._run):
+        with listen(self._sent), observed as self.running, OperatorMode(self.run):
             yield
 
     @property
@@ -158,7 +158,8 @@ class StepTimeline:
             agreed = 0 if nbytes < before else agreed + 1
         return nbytes
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on local tensors, and record it."""
         if is_for_shapes():  # nothing is kept of what is asked for shapes alone
             return func(*args, **kwargs)
         operands = tensors_in((args, kwargs))

@@ -174,12 +174,14 @@ class OperatorForm:
     """A call of a function of torch as one operator, as whoever plans a whole step sees it.
 
     `operands` are all tensors among the arguments, in the order of the rule; `alternatives` are other ways to run the
-    call, each with its name and its rule.
+    call, each with its name and its rule. `kernel` gives what a rank runs by a
+    strategy of `rule` on its local operands, if not the function.
     """
 
     operands: tuple[Tensor, ...]
     rule: Rule
     alternatives: tuple[tuple[str, Rule], ...] = ()
+    kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
 
 
 def _always(args: Args) -> bool:

@@ -39,7 +39,7 @@ from dshard.ops.attention.attention_call import attention, attention_form
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
-from dshard.ops.embedding import embedding
+from dshard.ops.embedding import embedding, embedding_form
 from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
 from dshard.ops.matmul.functions import (
     addmm,
@@ -368,7 +368,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     F.scaled_dot_product_attention: FunctionRow(attention, form=attention_form),
     torch.ops.higher_order.flex_attention: FunctionRow(flex_attention_operator),
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
-    F.embedding: FunctionRow(embedding),
+    F.embedding: FunctionRow(embedding, form=embedding_form),
     F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
     F.ctc_loss: FunctionRow(ctc_loss, "with plain", rewrites=True),
     F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm), form=rms_norm_form),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
-from dshard.core.call import Call, LocalOp, Operator, RankCall
+from dshard.core.call import Call, LocalOp, Operator, OperatorForm, RankCall
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 from dshard.core.wrapper import Wrapper
@@ -73,18 +74,39 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if max_norm is not None or by_frequency or not (padding is None or -size <= padding < size):
         return call_torch(func, args, kwargs)
 
-    def local(table: Tensor, indices: Tensor) -> Tensor:
-        return look_up(table, indices, -1 if padding is None else padding % size)
-
-    def kernel_at(strategy: Strategy, at: Coordinate) -> Local:
-        rows = strategy.inputs[0].dim_range(0, size, at)
-        held_padding = -1 if padding is None or padding % size not in rows else padding % size - rows.start
-        return local if len(rows) == size else rows_held(rows, size, lambda t, i: look_up(t, i, held_padding))
-
     def rule() -> Rule:
         return parse_rule(EMBEDDING, [tuple(table.shape), tuple(indices.shape)], passes=linear(0))
 
-    return run_composite(rule, local, (table, indices), ("embedding", padding), kernel_at)
+    kernel = partial(_kernel_at, size, padding)
+    return run_composite(rule, _look_up(size, padding), (table, indices), ("embedding", padding), kernel)
+
+
+def embedding_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.nn.functional.embedding` as one operator."""
+    indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
+    if max_norm is not None or by_frequency or sparse:
+        return None
+    shapes = [tuple(x.shape) for x in (table, indices)]
+
+    def kernel(strategy: Strategy, at: Coordinate) -> LocalOp:
+        if strategy.inputs[0].axes_of(0):
+            return _kernel_at(shapes[0][0], padding, strategy, at)
+        return lambda table, indices: F.embedding(indices, table, padding)
+
+    return OperatorForm((table, indices), parse_rule(EMBEDDING, shapes, passes=linear(0)), (), kernel)
+
+
+def _look_up(size: int, padding: int | None) -> Local:
+    return lambda table, indices: look_up(table, indices, -1 if padding is None else padding % size)
+
+
+def _kernel_at(size: int, padding: int | None, strategy: Strategy, at: Coordinate) -> Local:
+    """The kernel of a table of so many rows at a coordinate: rows that another rank holds count as zero."""
+    rows = strategy.inputs[0].dim_range(0, size, at)
+    if len(rows) == size:
+        return _look_up(size, padding)
+    held_padding = -1 if padding is None or padding % size not in rows else padding % size - rows.start
+    return rows_held(rows, size, lambda table, indices: look_up(table, indices, held_padding))
 
 
 RULES: dict[str, Operator] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from math import prod
 from typing import Any
@@ -24,12 +25,14 @@ from dshard.core.joined_moves import reduced_together
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
 from dshard.core.wrapper import Wrapper
+from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.small_reductions import SMALL_REDUCTIONS, all_sharded, reduce_statistics, stays_sharded
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
+from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -198,13 +201,20 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
 
 def cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
     """`torch.nn.functional.cross_entropy` of class indices as one operator, with whole or with sharded classes."""
-    x, target, weight, average, _, reduce, reduction, _ = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
+    x, target, weight, average, ignored, reduce, reduction, smoothing = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     if weight is not None or average is not None or reduce is not None or target.is_floating_point():
         return None
     lead, rest = ("r", "...") if x.dim() > 1 else ("", "")
     out = f"{lead} {rest}" if reduction == "none" else ""
     rule = parse_rule(f"{lead} [v] {rest}, {lead} {rest} -> {out}", [tuple(x.shape), tuple(target.shape)])
-    return OperatorForm((x, target), rule, ((SMALL_REDUCTIONS, all_sharded(rule)),))
+    summed = partial(F.cross_entropy, ignore_index=-100 if ignored is None else ignored, label_smoothing=smoothing or 0)
+    kernel = partial(_mean_loss, summed, target.numel()) if reduction in (None, "mean") else None
+    return OperatorForm((x, target), rule, ((SMALL_REDUCTIONS, all_sharded(rule)),), kernel)
+
+
+def _mean_loss(loss: Function, count: int, strategy: Strategy, at: Coordinate) -> LocalOp:
+    """The kernel of a mean of losses: the sum of the local ones over the global count."""
+    return lambda x, target: loss(x, target, reduction="sum") / count
 
 
 def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:

@@ -6,18 +6,21 @@ It is made by `dshard.parallel.trace_step`, without data, for one size of inputs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from dshard.core.call import LocalOp
 from dshard.core.checks import with_meta_form
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import leaves, replace_leaves
 from dshard.layout import Shape
+from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
+from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
 
 Kind: TypeAlias = Literal["parameter", "buffer", "input", "constant", "made"]
@@ -69,8 +72,9 @@ class GraphCall:
     its name and its rule. In "small reductions" a sharded factor that `rule` does not shard leaves results without it
     replicated, not partial. `module` is the path of the module that makes the call, `visit` the number of times that it
     ran before, and `ordinal` that of calls of this name that it made before in this visit. `arguments` are those of
-    `function` by position and by name, with an `OperandSlot` for each operand. Calls of equal `signature` have equal
-    rules, candidates and prices.
+    `function` by position and by name, with an `OperandSlot` for each operand. `kernel` gives what a rank runs by a
+    strategy of `rule` in place of a function; operators have theirs in their tables. Calls of equal `signature` have
+    equal rules, candidates and prices.
     """
 
     number: int
@@ -85,6 +89,7 @@ class GraphCall:
     ordinal: int
     arguments: tuple[Args, Kwargs]
     signature: Hashable
+    kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
 
     def run(self, *operands: object) -> Any:
         """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""

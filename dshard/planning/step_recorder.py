@@ -7,7 +7,7 @@ below it are, and of those without a rule the ones that they decompose into.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dshard.comm import are_mixed, has_only_shape
-from dshard.core.call import Call, Operator, views_first, writes_first
+from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
@@ -26,10 +26,11 @@ from dshard.core.trees import replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
 from dshard.layout import Shape, replicated
-from dshard.mesh import Mesh
+from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.planning.step_graph import DraftCall, GraphCall, Kind, OperandSlot, StepGraph, Value, linked, signature_of
 from dshard.rules.rule import Rule
+from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload, no_torch_function
 
 ONE = replicated(Mesh((1,), ("one",)))
@@ -167,7 +168,7 @@ class GraphRecorder:
             slots[id(x)].append(OperandSlot(i))
         arguments = replace_tensors((args, kwargs), lambda x: slots[id(x)].pop())
         name = getattr(func, "__name__", str(func)).strip("_")
-        self._call(name, func, (form.rule, *form.alternatives), numbers, [out], arguments)
+        self._call(name, func, (form.rule, *form.alternatives), numbers, [out], arguments, form.kernel)
         return out
 
     @contextmanager
@@ -193,15 +194,15 @@ class GraphRecorder:
         operands: tuple[int, ...],
         outs: Sequence[Tensor],
         arguments: tuple[Args, Kwargs],
+        kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None,
     ) -> None:
         place = self.places[-1]
         rule, *alternatives = rules
         ordinal = place.calls[name]
         place.calls[name] += 1
         results = tuple([self._add(x, "made") for x in outs])
-        call = GraphCall(
-            0, name, function, rule, tuple(alternatives), (), (), place.module, place.visit, ordinal, arguments, ()
-        )
+        at = place.module, place.visit, ordinal
+        call = GraphCall(0, name, function, rule, tuple(alternatives), (), (), *at, arguments, (), kernel)
         self.calls.append(_Recorded(call, operands, results, torch.is_grad_enabled()))
 
     def _note_write(self, x: Tensor) -> None:

@@ -19,6 +19,8 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper
+from dshard.layout import Shape
+from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import HEADS_OF_QUERIES, SPLIT_KEYS, Candidates, Kind
 from dshard.ops.attention.attention_executable import broadcast_lead, executable_of, lead_differs
 from dshard.ops.attention.dropout import attention_with_dropout
@@ -30,6 +32,7 @@ from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.ops.random import Draw, draw_for, dropped_again
 from dshard.rules.attention_loops import Keys, RequestedLoops, attention_rule, is_grouped
+from dshard.rules.strategy import Strategy
 
 _ALL: frozenset[Kind] = frozenset({"split keys", "own key heads", "rings"})
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -62,7 +65,7 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def attention_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
     """`scaled_dot_product_attention` as one operator: with the keys of its heads, of every head, or a range of them."""
-    query, k, v, mask, dropout, causal, _, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
+    query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
     if lead_differs((query, k, v), bool(gqa)):
         return None
     tensors = (query, k, v) if mask is None else (query, k, v, mask)
@@ -72,7 +75,14 @@ def attention_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
     if is_grouped(shapes, bool(gqa)):
         forms[HEADS_OF_QUERIES] = "every head"
     rule, *others = [attention_rule(shapes, bool(gqa), k, bool(causal), held) for k in ("whole", *forms.values())]
-    return OperatorForm(tensors, rule, tuple(zip(forms, others, strict=True)))
+    kernel = None if dropout else partial(_attention_kernel, Options(bool(causal), scale, bool(gqa)), shapes[0])
+    return OperatorForm(tensors, rule, tuple(zip(forms, others, strict=True)), kernel)
+
+
+def _attention_kernel(options: Options, query: Shape, strategy: Strategy, at: Coordinate) -> Attend:
+    """The local attention of a rank that has all keys that its queries see."""
+    queries = strategy.inputs[0].dim_range(len(query) - 2, query[-2], at)
+    return _attend_at(options, query[-2], [queries], range(0))
 
 
 def _executable(

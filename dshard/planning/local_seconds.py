@@ -1,0 +1,181 @@
+"""Seconds of the local work of a call of a step, forward and backward: its own kernels, run without data.
+
+So a plan is priced by what the executor will record: all operators that torch runs for a call on local tensors of a
+strategy's shapes, priced each as `StepTimeline` prices them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from dshard.caches import Cache
+from dshard.comm import plain, planning
+from dshard.core.call import Call, LocalOp
+from dshard.core.local_work import host_seconds
+from dshard.core.observe import OperatorMode, observing
+from dshard.core.signature import Args, Kwargs
+from dshard.core.spec import contiguous_spec, specs_of
+from dshard.core.trees import replace_leaves, tensors_in
+from dshard.core.wrapper import wrap
+from dshard.dispatch.registry import find
+from dshard.layout import Layout, Shape, replicated
+from dshard.mesh import Mesh
+from dshard.planning.step_graph import GraphCall, OperandSlot, Value
+from dshard.rules.expand import Expansion
+from dshard.rules.strategy import Strategy
+from dshard.step_timeline import StepTimeline
+from dshard.topology import Topology
+from dshard.torch_private import OpOverload, disable_modes
+
+_SECONDS = Cache("local work of planned calls")
+_ONE = replicated(Mesh((1,), ("one",)))
+
+
+class LocalSeconds(NamedTuple):
+    """Seconds of a call's local work, and of the host's for its distributed operators, in each pass."""
+
+    forward: float
+    backward: float
+
+
+def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alternative: str = "") -> LocalSeconds:
+    """The seconds of a call's local work on the first rank, by an expansion of its rule, or by an `alternative`.
+
+    By the rule the kernels run on tensors without data of the local shapes; by an alternative, of which only the
+    layouts of the operands count, the executor itself does. Cached by the call's signature and the local shapes.
+    """
+    shapes, results = _local_shapes(expansion.inputs, call.operands), _local_shapes(expansion.outputs, call.results)
+    key = call.signature, alternative, shapes, results, topology
+    seconds: LocalSeconds | None = _SECONDS.get(key)
+    if seconds is None:
+        if alternative:
+            seconds, _ = _by_executor(call, expansion.inputs, topology)
+        else:
+            seconds = _by_kernels(call, _kernel(call, expansion), shapes, topology)
+            if topology.dispatch:
+                host = _host_seconds(call, expansion.inputs, topology)
+                seconds = LocalSeconds(seconds.forward + host.forward, seconds.backward + host.backward)
+        _SECONDS.add(key, seconds)
+    return seconds
+
+
+def _local_shapes(layouts: Sequence[Layout], values: Sequence[Value]) -> tuple[Shape, ...]:
+    """The shapes of the first rank's local tensors."""
+    return tuple(
+        [layout.local_shape(x.shape, (0,) * layout.mesh.ndim) for layout, x in zip(layouts, values, strict=True)]
+    )
+
+
+def _kernel(call: GraphCall, expansion: Expansion) -> LocalOp | None:
+    """What the first rank runs on its local operands in place of the function, if it does not run that."""
+    function, layouts = call.function, expansion.inputs
+    strategy, first = cast(Strategy, expansion), (0,) * layouts[0].mesh.ndim
+    if call.kernel is not None:
+        return call.kernel(strategy, first)
+    if not isinstance(function, OpOverload):
+        return None
+    op = find(function)
+    if op is None or op.kernel is None:
+        return None
+    operands, outs = map(_without_data, (call.operands, call.results))
+    specs = tuple(specs_of(layouts, operands, torch.device("meta")))
+    args, kwargs = replace_leaves(call.arguments, lambda x: specs[x.number] if isinstance(x, OperandSlot) else x)
+    return op.kernel(Call(function, args, kwargs, specs, tuple(outs)).at(strategy, first))
+
+
+def _without_data(values: Sequence[Value]) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in values]
+
+
+@plain()
+@disable_modes()
+def _by_kernels(call: GraphCall, kernel: LocalOp | None, shapes: Sequence[Shape], topology: Topology) -> LocalSeconds:
+    """The seconds of a call and its backward pass on local tensors without data, in place of which a kernel may run.
+
+    Of an operator the kernel runs below autograd, as in the executor; of a function autograd records it.
+    """
+    timeline = StepTimeline(topology, for_shapes=True)
+    below = kernel if call.kernel is None else None
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        nonlocal below
+        if below is None or func is not call.function:
+            return timeline.run(func, args, kwargs)
+        once, below = below, None
+        with OperatorMode(run):
+            return once(*args, **kwargs)
+
+    operands = [
+        torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.needs_grad)
+        for shape, x in zip(shapes, call.operands, strict=True)
+    ]
+    with torch.enable_grad(), OperatorMode(run):
+        out = (call.run if call.kernel is None else kernel or call.run)(*operands)
+        forward = timeline.seconds("compute")
+        _backward(call, out, operands)
+    return LocalSeconds(forward, timeline.seconds("compute") - forward)
+
+
+def _backward(call: GraphCall, out: object, operands: Sequence[Tensor]) -> None:
+    """Run the backward pass from the results that are read, or the first, to the operands that need a gradient."""
+    results = [x for x in zip(tensors_in(out), call.results, strict=True) if x[0].requires_grad]
+    outs = [x for x, value in results if value.uses] or [x for x, _ in results[:1]]
+    if outs:
+        gradients = list(map(torch.empty_like, outs))
+        torch.autograd.grad(outs, [x for x in operands if x.requires_grad], gradients, allow_unused=True)
+
+
+@plain()
+@planning()
+@disable_modes()
+def _by_executor(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> tuple[LocalSeconds, LocalSeconds]:
+    """The seconds of a call and its backward pass on distributed tensors without data; of them the host's own."""
+    operands = []
+    for layout, shape, x in zip(layouts, _local_shapes(layouts, call.operands), call.operands, strict=True):
+        local = torch.empty(shape, dtype=x.dtype, device="meta")
+        wrapped = wrap(local, contiguous_spec(layout, x.shape, x.dtype, local.device)).requires_grad_(x.needs_grad)
+        operands.append(wrapped.view_as(wrapped))  # no leaf, whose gradient would be reduced
+    timeline, host = StepTimeline(topology, for_shapes=True), list[float]()
+    observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
+    with torch.enable_grad(), timeline.recorded(), observed:
+        out = call.run(*operands)
+        forward, begun = timeline.seconds("compute"), len(host)
+        _backward(call, out, operands)
+    seconds = LocalSeconds(forward, timeline.seconds("compute") - forward)
+    return seconds, LocalSeconds(sum(host[:begun]), sum(host[begun:]))
+
+
+def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> LocalSeconds:
+    """The host's seconds for the distributed operators of a call; their number depends on layouts where a kernel does.
+
+    That is so for functions, which run as one operator or as torch's own.
+    """
+    if call.kernel is not None:
+        return _by_executor(call, layouts, topology)[1]
+    key = call.signature, topology
+    seconds: LocalSeconds | None = _SECONDS.get(key)
+    if seconds is None:
+        seconds = _SECONDS.add(key, _by_executor(call, [_ONE] * len(call.operands), topology)[1])
+    return seconds
+
+
+def gradient_sum_seconds(value: Value, layout: Layout, topology: Topology) -> float:
+    """The seconds in which the gradients from all uses of a value, in this layout, are added on the first rank."""
+    times = len(value.uses) - 1
+    if times < 1 or not value.needs_grad:
+        return 0.0
+    (shape,) = _local_shapes([layout], [value])
+    key = "sum of gradients", shape, value.dtype, topology
+    seconds: float | None = _SECONDS.get(key)
+    if seconds is None:
+        timeline = StepTimeline(topology, for_shapes=True)
+        x = torch.empty(shape, dtype=value.dtype, device="meta")
+        with plain(), disable_modes(), OperatorMode(timeline.run):
+            torch.add(x, x)
+        host = host_seconds("aten.add.Tensor", topology)
+        seconds = _SECONDS.add(key, timeline.seconds("compute") + host)
+    return times * seconds
