@@ -164,6 +164,10 @@ class GatherGroup:
         if stack is not None:
             stack.close()
         self._put(stored)
+        for places in self.places:
+            for owner, name in places:
+                if name in owner._buffers:  # a parametrization that was removed in the forward pass puts it there
+                    del owner._buffers[name]
         if use is None:
             return
         use.write_back()

@@ -195,7 +195,7 @@ def test_a_trace_on_data_finds_the_loops_of_experts_as_one_without() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("strategy", ["expert", "expert x megatron"])
+@pytest.mark.parametrize("strategy", ["expert", "fsdp x expert", "expert x megatron"])
 def test_adapters_on_parameters_of_experts_train_as_on_one_device(strategy: str) -> None:
     peft = pytest.importorskip("peft")
 
@@ -217,7 +217,7 @@ def test_adapters_on_parameters_of_experts_train_as_on_one_device(strategy: str)
         weight = next(p for name, p in model.named_parameters() if name.endswith("base_layer.down_proj"))
         steps = trained(model)
 
-    assert weight.placements[0] == Shard(0)
+    assert Shard(0) in weight.placements
     assert steps.differs(expected) < 1e-4
 
 

@@ -23,6 +23,7 @@ from helpers.stateful_models import KEEPING, SHARED
 from helpers.user_models import Denoiser, Language, Recurrent, Residual
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from dshard import Mesh, Shard, parallelize, plan_model
 from dshard.errors import LayoutError
@@ -459,3 +460,32 @@ def test_arrays_are_put_back_and_files_are_not_read(tmp_path: Path) -> None:
     assert (model.bytes, model.numbers) == (bytearray(b"ab"), array("d", [1.0]))
     assert tracemalloc.get_traced_memory()[1] < size
     tracemalloc.stop()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class ParametrizedWhileItRuns(nn.Linear):
+    """A layer whose weight is parametrized within its forward pass alone, as adapters of peft do it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self, "weight", Doubled())
+        out = super().forward(x)
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_may_parametrize_its_weights_while_it_runs(strategy: str) -> None:
+    alone, model = (seeded(lambda: nn.Sequential(ParametrizedWhileItRuns(8, 8), nn.ReLU())) for _ in range(2))
+    with simulated(MESH):
+        parallelize(model, MESH, strategy, X)
+        for net in (alone, model, alone, model):
+            net(X).square().sum().backward()
+
+        assert {*model.state_dict()} == {*alone.state_dict()}
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor)
+            torch.testing.assert_close(whole(p.grad), q.grad)
