@@ -41,7 +41,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput",
     },
     "Products and operators": {
-        "dshard": "matmul linear flex_attention experts mlp_experts ExpertBody "
+        "dshard": "matmul linear linear_cross_entropy flex_attention experts mlp_experts ExpertBody "
         "use_strategy strategies Schedule Stream register_rule rules",
         "dshard.experimental": "local_map register_sharding TensorLike",
     },

@@ -98,6 +98,7 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "linear",
+    "linear_cross_entropy",
     "linspace",
     "logspace",
     "manual_seed",
@@ -144,7 +145,15 @@ if _TYPE_CHECKING:
         randperm,
         zeros,
     )
-    from dshard.functional import ExpertBody, experts, flex_attention, linear, matmul, mlp_experts
+    from dshard.functional import (
+        ExpertBody,
+        experts,
+        flex_attention,
+        linear,
+        linear_cross_entropy,
+        matmul,
+        mlp_experts,
+    )
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
     from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_model
@@ -166,7 +175,9 @@ _LATE = {
         *("empty", "full", "linspace", "logspace", "ones"),
         *("rand", "randint", "randn", "randperm", "zeros"),
     ),
-    "dshard.functional": ("ExpertBody", "experts", "flex_attention", "linear", "matmul", "mlp_experts"),
+    "dshard.functional": (
+        *("ExpertBody", "experts", "flex_attention", "linear", "linear_cross_entropy", "matmul", "mlp_experts"),
+    ),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
     "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),

@@ -1,4 +1,4 @@
-"""Matmuls with a requested strategy, or layout of the result, and layers of experts."""
+"""Matmuls with a requested strategy, or layout of the result, layers of experts, and a loss of a linear layer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dshard.ops.attention.flex import flex_attention as flex_attention  # public
 from dshard.ops.experts.capacity import Beyond
 from dshard.ops.experts.experts_call import run_experts
 from dshard.ops.experts.local_experts import Body, mlp
+from dshard.ops.fused_loss.chunk_arithmetic import Reduction
+from dshard.ops.fused_loss.fused_call import fused_call, run_fused
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement
@@ -194,6 +196,64 @@ def _experts(body: Body, *tensors: Tensor, **options: Any) -> Any:
 
 def _experts_in_graph(body: Body, *tensors: Tensor, **options: Any) -> Any:
     return run_experts(body, tensors, **options)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> Any:
+    """Cross entropy of `F.linear(x, weight, bias)`, by chunks of rows, whose logits are never there as a whole.
+
+    `x` has shape (..., d), `weight` (classes, d), `target` the shape (...) and class indices, `bias` and `class_weight`
+    (classes,). All may be plain, or distributed in any layout; plain ones beside distributed ones are the same on all
+    ranks. The loss is a number, or has the shape of `target` with `reduction="none"`. It is that of
+    `torch.nn.functional.cross_entropy`, with the classes in the last dim of the logits: ignored rows, class weights and
+    label smoothing count as there, and sums of half precision are made in single.
+
+    The gradients of a loss that is a number are computed in the forward pass, chunk by chunk, and multiplied in the
+    backward pass, so that logits are computed once (Liger Kernel, Hsu et al. 2024); those of `reduction="none"` are
+    computed from the logits once more. Gradients of gradients are those of whole logits.
+
+    A chunk has so many `rows` of each rank; without it an eighth of them, or fewer, so that its logits take no more
+    memory than `x`. Each mesh axis shards rows, classes or features, by price: sharded rows send one number, sharded
+    classes two numbers of each row (Shoeybi et al., Megatron-LM, section 3).
+
+    Raises:
+        ShapeError: shapes that do not fit each other.
+        DtypeError: a target that is no class index.
+        ArgumentError: an argument that is none of those above, or class weights that need a gradient.
+        IndexError: a target that is no class.
+
+    >>> x, weight = torch.ones(2, 3), torch.zeros(4, 3)
+    >>> linear_cross_entropy(x, weight, torch.tensor([0, 3])).exp()
+    tensor(4.)
+    """
+    options = (class_weight, ignore_index, reduction, label_smoothing, rows)
+    if is_dynamo_compiling():
+        return call_in_graph(_LOSS_IN_GRAPH, x, weight, target, bias, *options)
+    return _linear_cross_entropy(x, weight, target, bias, *options)
+
+
+@own_call
+def _linear_cross_entropy(*args: Any) -> Any:
+    return _loss_of(*args)
+
+
+def _loss_of(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, *options: Any
+) -> Any:
+    return run_fused(fused_call((x, weight, target, bias, class_weight), *options))
+
+
+_LOSS_IN_GRAPH = as_graph_function(_loss_of)
 
 
 _SILU = ExpertBody(partial(mlp, F.silu))

@@ -5,17 +5,22 @@ The device's are a roofline of the operations that torch counts and the memory t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from dshard.comm import plain
+from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Kwargs
+from dshard.core.spec import for_shapes
+from dshard.core.trees import tensors_in
 from dshard.cost import work_seconds
 from dshard.topology import Topology
-from dshard.torch_private import OpOverload
+from dshard.torch_private import OpOverload, disable_modes
 
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
 """Operators that reserve memory and do not touch it."""
@@ -58,6 +63,25 @@ class LocalCall(NamedTuple):
         dtype = str((*self.fresh, *self.operands)[0].dtype).removeprefix("torch.")
         seconds = work_seconds(flops, nbytes, topology, dtype)
         return seconds - topology.launch if topology.dispatch else seconds
+
+
+@plain()
+@disable_modes()
+def seconds_of_local_work(run: Callable[[], object], topology: Topology) -> float:
+    """Seconds of the operators that `run` calls on plain tensors without data, as the timeline of a step has them."""
+    calls: list[LocalCall] = []
+
+    def called(func: Any, args: Args, kwargs: Kwargs) -> object:
+        operands = tensors_in((args, kwargs))
+        before = {StorageWeakRef(x.untyped_storage()) for x in operands}
+        out = func(*args, **kwargs)
+        fresh = [x for x in tensors_in(out) if StorageWeakRef(x.untyped_storage()) not in before]
+        calls.append(LocalCall(func, args, kwargs, out, operands, fresh))
+        return out
+
+    with torch.no_grad(), for_shapes(), OperatorMode(called):
+        run()
+    return sum(call.seconds(call.flops(), topology) for call in calls if call.works)
 
 
 def _with_all_heads(args: Args) -> Args:

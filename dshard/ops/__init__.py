@@ -6,6 +6,7 @@ matmul/              matmuls: chosen by loops, run whole or in panels, different
 random/              random values that do not depend on the mesh
 attention/           attention: loops b, h, q and k, merged partial results
 experts/             experts: loops t, e and f, and the ragged exchange of tokens
+fused_loss/          cross entropy of a linear layer, by chunks of rows
 composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
 packed_gradients     gradients of equal parts, joined in blocks

@@ -30,6 +30,7 @@ from dshard.layout import replicated
 from dshard.mesh import Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
+from dshard.ops.fused_loss.fused_call import OF_WHOLE_LOGITS
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.reachable_state import ReachableState
@@ -380,7 +381,13 @@ def _traced(
     of_inputs = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
     known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs]
     values = ForwardValues(model, known, lambda *call: tracer.heads.extend(_heads_of(*call)))
-    with reached.replaced(stand_ins), experts_as_operators(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with (
+        reached.replaced(stand_ins),
+        experts_as_operators(model),
+        OF_WHOLE_LOGITS.entered(None),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
         run, found = _outside_bodies(tracer)

@@ -1,0 +1,282 @@
+"""The program of a rank: the loss of its rows, and the gradients, one chunk of rows after the other.
+
+Of a chunk the logits are there, in a dtype in which sums are exact enough, and nothing else of their size. The
+gradients are those of a sum of the rows' losses, and accumulate with the loss: in the backward pass they are multiplied
+by the gradient of the result alone (Liger Kernel, Hsu et al. 2024). Ranks with some of the classes join two numbers of
+each row (Megatron-LM, vocab-parallel cross entropy), ranks with some of the features the logits of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dshard.comm import Program, Session, planned_backend, redistributed, steps_of, sum_dtype
+from dshard.layout import Layout
+from dshard.mesh import Coordinate, Mesh
+from dshard.ops.fused_loss.chunk_arithmetic import (
+    ChunkTargets,
+    LossOptions,
+    Probabilities,
+    chunk_targets,
+    gradient_of_logits,
+    linear_terms,
+)
+from dshard.placements import Partial, ReduceOp, Replicate
+from dshard.redistribute import Plan, plan
+from dshard.topology import Topology
+
+FEWEST_CHUNKS, FEWEST_ROWS, ROWS = 8, 128, 1024
+"""Rows of a chunk: an eighth of them, or fewer, but of few rows at least 128, and of many 1024: each chunk reads and
+writes the sum of the weight's gradient, which takes as long as a product with few rows."""
+
+
+def rows_of_chunk(rows: int, classes: int, features: int) -> int:
+    """The rows of a chunk: so many that their logits take about as much memory as all rows, or an eighth.
+
+    >>> rows_of_chunk(65536, 32768, 1024), rows_of_chunk(8192, 32768, 1024), rows_of_chunk(200, 32768, 1024)
+    (2048, 1024, 128)
+    """
+    eighth, alike = -(-rows // FEWEST_CHUNKS), -(-rows * features // max(1, classes))
+    return max(1, min(rows, max(min(eighth, max(alike, ROWS)), FEWEST_ROWS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The mesh axes over which ranks join what each has of a row's loss: those that shard rows, classes, features."""
+
+    mesh: Mesh
+    rows: tuple[int, ...]
+    classes: tuple[int, ...]
+    features: tuple[int, ...]
+    topology: Topology
+
+    def plan(self, axes: Sequence[int], elements: int, op: ReduceOp, itemsize: int) -> Plan:
+        """The reduction of so many numbers over some mesh axes, completed on all ranks."""
+        whole = Layout(self.mesh, (Replicate(),) * self.mesh.ndim)
+        partial_sum = whole
+        for axis in axes:
+            partial_sum = partial_sum.replace(axis, Partial(op))
+        return plan(partial_sum, whole, (elements,), itemsize, self.topology)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLoss:
+    """A cross entropy of rows times a weight; without `joining`, a rank has all rows, classes and features.
+
+    `operands` are x (rows..., d), weight (classes, d) and target (rows...), and perhaps bias and class weights, both
+    (classes,). `classes` is the layout of the weight. `most` are the rows of the rank with the most, `size` those of a
+    chunk.
+    """
+
+    options: LossOptions
+    has_bias: bool
+    has_weight: bool
+    most: int
+    size: int
+    joining: Joining | None = None
+    classes: Layout | None = None
+
+    def held(self, at: Coordinate) -> range:
+        """The classes of the rank at a coordinate."""
+        if self.classes is None:
+            return range(self.options.classes)
+        return self.classes.dim_range(0, self.options.classes, at)
+
+    @property
+    def most_classes(self) -> int:
+        """The classes of the rank with the most."""
+        classes = self.options.classes
+        return classes if self.classes is None else self.classes.largest_shape((classes, 1))[0]
+
+    def program(
+        self, needed: Sequence[bool], at: Coordinate, space: Session, tensors: Sequence[Tensor]
+    ) -> Program[tuple[Tensor, ...]]:
+        """The loss, and, if it is reduced to a number, the factor of the gradients that follow: of x, weight and bias.
+
+        Those not `needed` have no elements.
+        """
+        rank, is_number = _Rank(self, at, space, tensors), self.options.reduction != "none"
+        gradients = _Gradients(rank, [is_needed and is_number for is_needed in needed])
+        losses, total, count = [], rank.zero(), rank.zero()
+        for part in rank.parts():
+            targets = rank.targets(part)
+            loss, probabilities = yield from rank.rows_loss(part, targets, gradients.any)
+            loss = loss.where(targets.kept, 0)
+            if not is_number:
+                losses.append(loss)
+                continue
+            total += loss.sum()
+            if self.options.reduction == "mean":
+                count += targets.weights(rank.wide).sum()
+            if probabilities is not None:
+                gradient = gradient_of_logits(probabilities, targets, rank.x.dtype)
+                del probabilities  # which is as large, and of a wider dtype
+                gradients.add(part, gradient, targets.kept)
+                del gradient  # before the logits of the next chunk are there
+        if not is_number:
+            rows = yield from rank.joined(torch.cat(losses), rank.axes("classes"), "sum", rank.most_rows)
+            return (rows.to(rank.result).reshape(rank.target_shape),)
+        loss, factor = yield from self._reduced(rank, total, count)
+        return (loss, factor, *gradients.results())
+
+    def gradients(
+        self, needed: Sequence[bool], at: Coordinate, space: Session, tensors: Sequence[Tensor]
+    ) -> Program[tuple[Tensor, ...]]:
+        """The gradients of x, weight and bias, of rows whose losses have gradients of their own, the first tensor."""
+        grad, *operands = tensors
+        rank = _Rank(self, at, space, operands)
+        gradients, of_rows = _Gradients(rank, needed), grad.reshape(-1).to(rank.wide)
+        for part in rank.parts():
+            targets = rank.targets(part)
+            _, probabilities = yield from rank.rows_loss(part, targets, True)
+            assert probabilities is not None
+            factor = of_rows[part].where(targets.kept, 0)
+            gradient = gradient_of_logits(probabilities, targets, rank.x.dtype)
+            del probabilities
+            gradients.add(part, gradient, factor)
+            del gradient
+        return gradients.results()
+
+    @staticmethod
+    def scaled(grad: Tensor, factor: Tensor, *gradients: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+        """Gradients of the sum of all rows times the gradient of the result and its factor, in these dtypes."""
+        times = grad.to(factor.dtype) * factor
+        return tuple(
+            torch.mul(each, times, out=torch.empty_like(each, dtype=dtype))
+            for each, dtype in zip(gradients, dtypes, strict=True)
+        )
+
+    def _reduced(self, rank: _Rank, total: Tensor, count: Tensor) -> Program[tuple[Tensor, Tensor]]:
+        """The sum or mean of all rows, and the factor of its gradient: none where no row counts."""
+        axes = (*rank.axes("rows"), *rank.axes("classes"))
+        if self.options.reduction == "sum":
+            total = yield from rank.joined(total.reshape(1), axes, "sum", 1)
+            return total.reshape(()).to(rank.result), total.new_ones(())
+        numbers = torch.stack([total, count if rank.is_first("classes") else torch.zeros_like(count)])
+        total, count = (yield from rank.joined(numbers, axes, "sum", 2)).unbind()
+        return (total / count).to(rank.result), count.reciprocal().where(count != 0, 0)
+
+
+class _Rank:
+    """The rank at a coordinate: its rows, and what joins its numbers with those of others."""
+
+    def __init__(self, loss: ChunkedLoss, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> None:
+        self.loss, self.at, self.space, self.held = loss, at, space, loss.held(at)
+        x, self.weight, target, *rest = tensors
+        self.shape, self.target_shape, self.target = x.shape, target.shape, target.reshape(-1).long()
+        self.x = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        self.bias = rest[0] if loss.has_bias else None
+        self.class_weight = rest[-1] if loss.has_weight else None
+        self.wide, self.result = sum_dtype(x.dtype), loss.options.dtype or x.dtype
+
+    def zero(self) -> Tensor:
+        """A sum of nothing."""
+        return self.x.new_zeros((), dtype=self.wide)
+
+    def parts(self) -> Iterator[slice]:
+        """Yield the rows of each chunk, of which there are equally many on all ranks."""
+        for start in range(0, self.most_rows, self.loss.size):
+            yield slice(min(start, len(self.x)), min(start + self.loss.size, len(self.x)))
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the rank with the most, or one."""
+        return max(self.loss.most, 1)
+
+    def axes(self, what: str) -> tuple[int, ...]:
+        """The mesh axes that shard rows, classes or features."""
+        return () if self.loss.joining is None else getattr(self.loss.joining, what)
+
+    def is_first(self, what: str) -> bool:
+        """Whether this is the first of the ranks that share a row's classes, or its features."""
+        return not any(self.at[axis] for axis in self.axes(what))
+
+    def targets(self, part: slice) -> ChunkTargets:
+        """The targets of a chunk."""
+        return chunk_targets(self.target[part], self.held, self.class_weight, self.loss.options, self.wide)
+
+    def rows_loss(
+        self, part: slice, targets: ChunkTargets, differentiated: bool
+    ) -> Program[tuple[Tensor, Probabilities | None]]:
+        """What this rank's classes add to the loss of each row, and their probabilities, if these are needed."""
+        logits = yield from self._logits(part)
+        if not self.axes("classes"):
+            wide = logits.to(self.wide)
+            del logits
+            logarithms = wide.log_softmax(1)
+            del wide
+            return linear_terms(logarithms, targets), Probabilities(logarithms) if differentiated else None
+        wide, rows = logits.to(self.wide), self.loss.size
+        del logits
+        most = wide.amax(1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf)
+        wide -= (yield from self.joined(most, self.axes("classes"), "max", rows)).unsqueeze(1)
+        loss = linear_terms(wide, targets)
+        exponentials = wide.exp_()
+        total = yield from self.joined(exponentials.sum(1), self.axes("classes"), "sum", rows)
+        if self.is_first("classes"):
+            log_sum = total.log()
+            loss += log_sum if targets.share is None else log_sum.mul_(targets.share)
+        return loss, Probabilities(exponentials, total.reciprocal()) if differentiated else None
+
+    def _logits(self, part: slice) -> Program[Tensor]:
+        """The logits of this rank's classes, of some rows."""
+        x, bias = self.x[part], self.bias
+        if not self.axes("features"):
+            return x @ self.weight.t() if bias is None else torch.addmm(bias, x, self.weight.t())
+        terms, most = (x @ self.weight.t()).to(self.wide), self.loss.size * self.loss.most_classes
+        logits = (yield from self.joined(terms.reshape(-1), self.axes("features"), "sum", most)).reshape(terms.shape)
+        return logits if bias is None else logits + bias
+
+    def joined(self, x: Tensor, axes: Sequence[int], op: ReduceOp, elements: int) -> Program[Tensor]:
+        """The reduction of flat numbers over mesh axes; all ranks send so many `elements`, whatever they have."""
+        joining, n = self.loss.joining, len(x)
+        if joining is None or not axes:
+            return x
+        moved = joining.plan(axes, elements, op, x.itemsize)
+        runtime = self.space.runtime
+        backend = planned_backend(joining.mesh) if runtime is None else runtime.backend
+        steps = steps_of(moved, None, self.at, x.dtype, backend)
+        if not steps:
+            return x
+        sent = x.contiguous() if n == elements else torch.cat([x, x.new_zeros(elements - n)])
+        arrived = yield from redistributed(steps, sent, self.space)
+        result: Tensor = arrived[:n].clone() if self.space.lends else arrived[:n]
+        self.space.give(arrived)
+        return result
+
+
+class _Gradients:
+    """The gradients of x, weight and bias, which sum over chunks, in a dtype in which sums are exact enough."""
+
+    def __init__(self, rank: _Rank, needed: Sequence[bool]) -> None:
+        self.rank, wide = rank, rank.wide
+        for_x, for_weight, for_bias = needed
+        self.any = any(needed)
+        self.of_x = torch.empty_like(rank.x, memory_format=torch.contiguous_format) if for_x else None
+        self.of_weight = torch.zeros_like(rank.weight, dtype=wide) if for_weight else None
+        self.of_bias = None if rank.bias is None or not for_bias else torch.zeros_like(rank.bias, dtype=wide)
+
+    def add(self, part: slice, gradient: Tensor, factor: Tensor) -> None:
+        """Add what a chunk adds, of the gradient by its logits and a factor for each row."""
+        rank = self.rank
+        if self.of_bias is not None and rank.is_first("features"):
+            self.of_bias += factor.to(gradient.dtype) @ gradient
+        rows = factor.to(gradient.dtype).unsqueeze(1)
+        if self.of_weight is not None:
+            scaled = rank.x[part] * rows
+            if self.of_weight.dtype == gradient.dtype:
+                torch.addmm(self.of_weight, gradient.t(), scaled, out=self.of_weight)
+            else:
+                self.of_weight += gradient.t() @ scaled
+        if self.of_x is not None:
+            self.of_x[part] = (gradient @ rank.weight).mul_(rows)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """The gradients; those of which there are none have no elements."""
+        empty = self.rank.x.new_empty(0)
+        of_x = empty if self.of_x is None else self.of_x.view(self.rank.shape)
+        return (of_x, *(empty if each is None else each for each in (self.of_weight, self.of_bias)))

@@ -1,0 +1,225 @@
+"""The entry of a fused cross entropy: `dshard.linear_cross_entropy`, and torch's function of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dshard.autograd.crossing import redistribute
+from dshard.comm import Scoped, has_only_shape, on_each, publish_failure
+from dshard.core.call_key import call_key
+from dshard.core.context import planning_context
+from dshard.core.operands import common_mesh, spec_like
+from dshard.core.plain_tensors import replicated_tensor
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.torch_function import autocast, bind_arguments
+from dshard.core.transforms import is_differentiating_forward
+from dshard.core.wrapper import Wrapper
+from dshard.errors import ArgumentError, DtypeError, ShapeError
+from dshard.ops.composite import run_executable
+from dshard.ops.fused_loss.chunk_arithmetic import LossOptions, Reduction
+from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, rows_of_chunk
+from dshard.ops.fused_loss.fused_choice import FusedCandidates, FusedChoice
+from dshard.ops.fused_loss.fused_executable import FusedLoss, LocalFusedLoss, run_recorded_loss
+from dshard.ops.lookup import refuse
+from dshard.ops.losses import cross_entropy
+from dshard.ops.matmul import functions
+from dshard.ops.matmul.rules import same_dtype
+from dshard.rules.strategy import completed_layout
+from dshard.torch_private import is_transforming, no_torch_function
+from dshard.validate import shown
+
+OF_WHOLE_LOGITS: Scoped[None, bool] = Scoped("losses of whole logits", bool)
+"""Within its blocks the loss of plain tensors is computed by its definition: a trace then sees what shares a factor."""
+
+
+class FusedCall(NamedTuple):
+    """A call of the function: x, weight, target, bias and class weights, and its options; `rows` are of a chunk."""
+
+    tensors: tuple[Any, Any, Any, Any | None, Any | None]
+    options: LossOptions
+    rows: int | None = None
+
+    @property
+    def present(self) -> list[Any]:
+        """The operands that are there."""
+        return [t for t in self.tensors if t is not None]
+
+    @property
+    def template(self) -> FusedCall:
+        """The call without its tensors: only which of them there are."""
+        return self._replace(tensors=tuple(t is not None or None for t in self.tensors))  # type: ignore[arg-type]
+
+    @property
+    def has(self) -> tuple[bool, bool]:
+        """Whether there is a bias, and class weights."""
+        return self.tensors[3] is not None, self.tensors[4] is not None
+
+
+def fused_call(
+    tensors: Sequence[Any], ignored: int, reduction: object, smoothing: float, rows: int | None
+) -> FusedCall:
+    """A call, once its arguments are checked.
+
+    Raises:
+        ShapeError: shapes that do not fit each other.
+        DtypeError: targets that are no class indices.
+        ArgumentError: another reduction, smoothing or number of rows.
+    """
+    x, weight, target, bias, class_weight = tensors
+    for name, t in zip(("x", "weight", "target", "bias", "class_weight"), tensors, strict=True):
+        if not isinstance(t, Tensor) and (t is not None or name in ("x", "weight", "target")):
+            raise ArgumentError(f"linear_cross_entropy: {name} is {shown(t)}; give a tensor")
+    _check_shapes(x, weight, target, bias, class_weight)
+    if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
+        raise DtypeError(
+            f"linear_cross_entropy: the target is of {target.dtype}; it takes class indices, whole numbers: for "
+            "probabilities write F.cross_entropy(F.linear(x, weight, bias), target)"
+        )
+    if reduction not in get_args(Reduction):
+        raise ArgumentError(f"linear_cross_entropy: reduction={shown(reduction)}; use 'mean', 'sum' or 'none'")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ArgumentError(f"linear_cross_entropy: label_smoothing={smoothing}; give a number from 0 to 1")
+    if rows is not None and rows < 1:
+        raise ArgumentError(f"linear_cross_entropy: rows={rows}; a chunk has at least one row: leave it out")
+    if class_weight is not None and class_weight.requires_grad:
+        raise ArgumentError("linear_cross_entropy: class_weight has no gradient, as in torch; give it detached")
+    options = LossOptions(weight.shape[0], ignored, reduction, float(smoothing))  # type: ignore[arg-type]
+    return FusedCall((x, weight, target, bias, class_weight), options, rows)
+
+
+def _check_shapes(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)}"
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ShapeError(f"linear_cross_entropy of {shapes}: give x as (..., d) and weight as (classes, d)")
+    if target.shape != x.shape[:-1]:
+        raise ShapeError(
+            f"linear_cross_entropy of {shapes}: give target the shape {tuple(x.shape[:-1])}, a class a row"
+        )
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        if vector is not None and tuple(vector.shape) != (weight.shape[0],):
+            raise ShapeError(
+                f"linear_cross_entropy of {shapes}: {name} has shape {tuple(vector.shape)}; give ({weight.shape[0]},)"
+            )
+
+
+def run_fused(call: FusedCall) -> Any:
+    """The loss of a call, of plain or distributed tensors, and of plain ones that are the same on all ranks."""
+    distributed = [t for t in call.present if isinstance(t, Wrapper)]
+    with no_torch_function():
+        if is_transforming() or is_differentiating_forward() or (not distributed and OF_WHOLE_LOGITS.value()):
+            return composite(call)
+        call = _autocast(call)
+        same_dtype("linear_cross_entropy", [t.dtype for t in call.tensors[:2]])
+        if not distributed:
+            return _run_plain(call)
+        try:
+            return _run_distributed(call)
+        except Exception as error:
+            publish_failure(error, distributed[0]._spec.layout.mesh.ranks)
+            raise
+
+
+def _autocast(call: FusedCall) -> FusedCall:
+    """The call with its operands in the dtype of autocast, where it is on, as those of `F.linear` are.
+
+    The loss is then in single precision, as that of `F.cross_entropy` is.
+    """
+    given, target, class_weight = [t for t in call.present if t is not call.tensors[2]], *call.tensors[2:5:2]
+    given = given[: 2 + call.has[0]]
+    x, weight, *rest = cast = autocast(given)
+    if cast is given or x.dtype == torch.float64:
+        return call
+    options = replace(call.options, dtype=torch.float32)
+    return call._replace(tensors=(x, weight, target, rest[0] if rest else None, class_weight), options=options)
+
+
+def _run_plain(call: FusedCall) -> Any:
+    x, weight, target, *_ = call.tensors
+    _refuse_targets(call, target)
+    most = prod(x.shape[:-1])
+    size = rows_of_chunk(most, *weight.shape) if call.rows is None else max(1, min(call.rows, most))
+    loss = ChunkedLoss(call.options, *call.has, most, size)
+    return run_recorded_loss(LocalFusedLoss(loss, partial(_recorded, call.template)), call.present)
+
+
+def _run_distributed(call: FusedCall) -> Any:
+    mesh = common_mesh("linear_cross_entropy", call.present)
+    laid = tuple(t if t is None or isinstance(t, Wrapper) else replicated_tensor(t, mesh) for t in call.tensors)
+    call = call._replace(tensors=laid)  # type: ignore[arg-type]
+    tensors = call.present
+    on_each(partial(_refuse_targets, call), call.tensors[2]._local_tensor)
+    needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+    key = call_key(("linear_cross_entropy", call.options, call.has, needed, call.rows), tensors)
+    choices = planning_context().choices
+    choice: FusedChoice | None = choices.get(key)
+    if choice is None:
+        specs = [spec_like(t, mesh) for t in tensors]
+        choice = choices.add(key, FusedCandidates(specs, call.options, call.has, needed, call.rows).choice())
+    else:
+        choices.hits += 1
+    return run_executable(FusedLoss(choice, partial(_recorded, call.template)), tensors)
+
+
+def _refuse_targets(call: FusedCall, target: Tensor) -> None:
+    """Refuse targets that are no class, as torch does."""
+    classes = call.options.classes
+    if not has_only_shape(target):
+        refuse(target, ((target < 0) | (target >= classes)) & (target != call.options.ignored), classes, 1)
+
+
+def _recorded(call: FusedCall, tensors: Sequence[Any]) -> Any:
+    """The loss of operands in place of those of a call, by operators whose gradients have gradients."""
+    rest = iter(tensors)
+    operands = tuple(None if t is None else next(rest) for t in call.tensors)
+    return composite(call._replace(tensors=operands))  # type: ignore[arg-type]
+
+
+def composite(call: FusedCall) -> Any:
+    """The loss by its definition, of whole logits."""
+    x, weight, target, bias, class_weight = call.tensors
+    options = call.options
+    named: dict[str, Any] = {
+        "ignore_index": options.ignored,
+        "reduction": options.reduction,
+        "label_smoothing": options.smoothing,
+    }
+    with no_torch_function():
+        if not isinstance(x, Wrapper):
+            logits = F.linear(x, weight, bias)
+            return F.cross_entropy(_classes_second(logits), target, class_weight, **named)
+        logits = functions.linear(F.linear, (x, weight, bias), {})
+        logits = _classes_second(redistribute(logits, completed_layout(logits._spec.layout)))
+        out = cross_entropy(F.cross_entropy, (logits, target, class_weight), named)
+        return F.cross_entropy(logits, target, class_weight, **named) if out is None else out
+
+
+def _classes_second(logits: Tensor) -> Tensor:
+    """Logits with classes in the dim in which `F.cross_entropy` expects them."""
+    return logits.movedim(-1, 1) if logits.dim() > 2 else logits
+
+
+_OF_TORCH = (
+    *("input", "linear_weight", "target", "linear_bias", "weight"),
+    *("reduction", "ignore_index", "label_smoothing", "options"),
+)
+
+
+def torch_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.nn.functional.linear_cross_entropy` of class indices; any other call is left to torch's decomposition."""
+    bound = bind_arguments(_OF_TORCH, args, kwargs)
+    x, weight, target, bias, class_weight, reduction, ignored, smoothing, options = bound
+    if weight.dim() != 2 or x.dim() not in (1, 2) or target.is_floating_point():
+        return NotImplemented
+    rows = None if options is None else options.batch_chunk_size
+    rows = rows if isinstance(rows, int) and rows > 0 else None
+    reduction, ignored = "mean" if reduction is None else reduction, -100 if ignored is None else ignored
+    call = fused_call((x, weight, target, bias, class_weight), ignored, reduction, smoothing or 0.0, rows)
+    return run_fused(call)
