@@ -8,6 +8,7 @@ class of `nn.Module` is known by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -390,14 +391,14 @@ def _traced(
     ):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
-        run, found = _outside_bodies(tracer)
-        with OperatorMode(run), values, observing(_unseen, found=found):
+        run, told = (tracer.run, nullcontext()) if stand_in is without_data else _outside_bodies(tracer)
+        with OperatorMode(run), values, told:
             model(*args, **kwargs)
     return tracer.ended(values.answers)
 
 
-def _outside_bodies(tracer: Tracer) -> tuple[Callable[[Any, Args, Kwargs], Any], Callable[[object], None]]:
-    """How operators run and what a layer of experts tells, so that one that runs on data counts as one operator."""
+def _outside_bodies(tracer: Tracer) -> tuple[Callable[[Any, Args, Kwargs], Any], AbstractContextManager[object]]:
+    """How operators run within a block, so that there a layer of experts that runs on data counts as one operator."""
     running: list[object] = []
 
     def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -409,7 +410,7 @@ def _outside_bodies(tracer: Tracer) -> tuple[Callable[[Any, Args, Kwargs], Any],
             if call.out is not None:
                 tracer.join(call.rule, call.operands, [call.out])
 
-    return run, found
+    return run, observing(_unseen, found=found)
 
 
 def _unseen(decision: object) -> None:

@@ -226,7 +226,9 @@ def planned(
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
-    axes, mesh = refined(roles, axes_of(plan, mesh), mesh, partial(_nodes, planning_context().topology_of(mesh)))
+    axes = axes_of(plan, mesh)
+    if any(axis.experts for axis in axes):
+        axes, mesh = refined(roles, axes, mesh, partial(_nodes, planning_context().topology_of(mesh)))
     roles = fitted_roles(roles, axes, mesh)
     if idle := idle_experts(roles, axes, mesh):
         warn_user(idle, mesh)
