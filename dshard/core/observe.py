@@ -206,11 +206,13 @@ def finish_observed(decision: Decision, finish: Callable[[], T]) -> T:
             running[:] = before
 
 
-def tell_observers(found: object) -> None:
-    """Call the observers of this thread with what an operator found of the values that it was given."""
-    for watch in _OBSERVERS.value():
-        if watch.found is not None:
-            watch.found(found)
+def tell_observers(find: Callable[[], object]) -> None:
+    """Call observers of this thread with what `find` finds of an operator's values; it is called if one would know."""
+    told = [watch.found for watch in _OBSERVERS.value() if watch.found is not None]
+    if told:
+        found = find()
+        for tell in told:
+            tell(found)
 
 
 # -- operators on local tensors, and their memory

@@ -28,7 +28,7 @@ from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
-from dshard.ops.experts.routed_tokens import tell_routed
+from dshard.ops.experts.routed_tokens import routed_tokens
 from dshard.ops.matmul.options import current_options
 from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
@@ -82,9 +82,9 @@ def run_experts(
 
 
 def _observed(rule: Rule, operands: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
-    tell_observers(PlainExperts(rule, operands))
+    tell_observers(partial(PlainExperts, rule, operands))
     out = run()
-    tell_observers(PlainExperts(rule, operands, out))
+    tell_observers(partial(PlainExperts, rule, operands, out))
     return out
 
 
@@ -127,7 +127,8 @@ def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None],
     out = run_executable(executable, tensors)
     if OBSERVERS:
         rows = max(executable.arrived, default=0) if isinstance(executable, RaggedExperts) else None
-        tell_routed(choice, rule.inputs[OPERANDS].index(("e",)), tensors[1], rows)
+        dim = rule.inputs[OPERANDS].index(("e",))
+        tell_observers(partial(routed_tokens, choice, dim, tensors[1], rows))
     return out
 
 

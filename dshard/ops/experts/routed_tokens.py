@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dshard.comm import has_only_shape, measuring, of_first_rank, on_all_ranks, on_each
 from dshard.core.moves import local_redistribution, run_on_ranks
-from dshard.core.observe import tell_observers, unobserved
+from dshard.core.observe import unobserved
 from dshard.core.operands import spec_like
 from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper
@@ -44,8 +44,8 @@ class RoutedTokens:
     all_ranks: bool
 
 
-def tell_routed(choice: ExpertsChoice, dim: int, index: Tensor, rows: int | None) -> None:
-    """Tell observers how indices spread tokens over experts, dim `dim` of parameters.
+def routed_tokens(choice: ExpertsChoice, dim: int, index: Tensor, rows: int | None) -> RoutedTokens | None:
+    """How indices spread tokens over experts, dim `dim` of parameters; None if they have no data.
 
     The host reads nothing, and nothing is sent unless all ranks measure.
     """
@@ -54,7 +54,7 @@ def tell_routed(choice: ExpertsChoice, dim: int, index: Tensor, rows: int | None
     spec = spec_like(index, mesh)
     local = index._local_tensor if isinstance(index, Wrapper) else on_all_ranks(index, mesh)
     if has_only_shape(local) or spec.has_partial:
-        return
+        return None
     split = [isinstance(placement, Shard) for placement in spec.layout.placements]
     of_ranks = Layout(mesh, tuple([Partial("sum") if each else Replicate() for each in split]))
     summed = of_first_rank(local) is not local or measuring()
@@ -68,15 +68,13 @@ def tell_routed(choice: ExpertsChoice, dim: int, index: Tensor, rows: int | None
     parts = [experts.dim_range(dim, total, mesh.coordinate(rank)) for rank in mesh.ranks]
     held = {(part.start, part.stop): part for part in parts if part}
     words = [f"{name}:{row}" for name, row in zip(mesh.names, choice.strategy.rows, strict=True) if row is not None]
-    tell_observers(
-        RoutedTokens(
-            loops=choice.strategy.name or " ".join(words),
-            held=tuple([held[ends] for ends in sorted(held)]),
-            tokens=max(on_each(lambda x: prod(x.shape[:-1]), local)),
-            rows=rows,
-            counts=of_first_rank(counts),
-            all_ranks=summed or not any(split),
-        )
+    return RoutedTokens(
+        loops=choice.strategy.name or " ".join(words),
+        held=tuple([held[ends] for ends in sorted(held)]),
+        tokens=max(on_each(lambda x: prod(x.shape[:-1]), local)),
+        rows=rows,
+        counts=of_first_rank(counts),
+        all_ranks=summed or not any(split),
     )
 
 
