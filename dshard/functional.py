@@ -18,8 +18,8 @@ from dshard.ops.attention.flex import flex_attention as flex_attention  # public
 from dshard.ops.experts.capacity import Beyond
 from dshard.ops.experts.experts_call import run_experts
 from dshard.ops.experts.local_experts import Body, mlp
+from dshard.ops.fused_loss import fused_call
 from dshard.ops.fused_loss.chunk_arithmetic import Reduction
-from dshard.ops.fused_loss.fused_call import fused_call, run_fused
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement
@@ -239,21 +239,10 @@ def linear_cross_entropy(
     options = (class_weight, ignore_index, reduction, label_smoothing, rows)
     if is_dynamo_compiling():
         return call_in_graph(_LOSS_IN_GRAPH, x, weight, target, bias, *options)
-    return _linear_cross_entropy(x, weight, target, bias, *options)
+    return fused_call.linear_cross_entropy(x, weight, target, bias, *options)
 
 
-@own_call
-def _linear_cross_entropy(*args: Any) -> Any:
-    return _loss_of(*args)
-
-
-def _loss_of(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, *options: Any
-) -> Any:
-    return run_fused(fused_call((x, weight, target, bias, class_weight), *options))
-
-
-_LOSS_IN_GRAPH = as_graph_function(_loss_of)
+_LOSS_IN_GRAPH = as_graph_function(fused_call.linear_cross_entropy)
 
 
 _SILU = ExpertBody(partial(mlp, F.silu))

@@ -40,7 +40,13 @@ from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding, embedding_form
-from dshard.ops.fused_loss.fused_call import torch_linear_cross_entropy
+from dshard.ops.fused_loss.fused_call import (
+    linear_cross_entropy,
+    linear_cross_entropy_form,
+    own_linear_cross_entropy,
+    torch_linear_cross_entropy,
+    torch_linear_cross_entropy_form,
+)
 from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
 from dshard.ops.matmul.functions import (
     addmm,
@@ -371,7 +377,10 @@ FUNCTIONS: dict[object, FunctionRow] = {
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
     F.embedding: FunctionRow(embedding, form=embedding_form),
     F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
-    **_of_names(FunctionRow(torch_linear_cross_entropy), ("linear_cross_entropy",), F),
+    **_of_names(
+        FunctionRow(torch_linear_cross_entropy, form=torch_linear_cross_entropy_form), ("linear_cross_entropy",), F
+    ),
+    linear_cross_entropy: FunctionRow(own_linear_cross_entropy, "with plain", form=linear_cross_entropy_form),
     F.ctc_loss: FunctionRow(ctc_loss, "with plain", rewrites=True),
     F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm), form=rms_norm_form),
     F.batch_norm: FunctionRow(batch_norm),

@@ -32,6 +32,7 @@ from dshard.comm import CommEvent, listen
 from dshard.core.observe import Decision, observing
 from dshard.ops.fused_loss.chunked_loss import rows_of_chunk
 from dshard.ops.fused_loss.fused_choice import FusedCandidates
+from dshard.parallel.trace_step import trace_step
 from dshard.rules.expand import Expansion
 from dshard.simulate import Recorded, record
 from dshard.testing import distribute, simulated, whole
@@ -396,3 +397,18 @@ def test_models_that_compute_their_loss(strategy: str) -> None:
         same(whole(loss) if isinstance(loss, dshard.DTensor) else loss, expected.detach())
         for name, parameter in model.named_parameters():
             same(whole(parameter.grad), gradients[name])
+
+
+def test_a_traced_step_has_the_loss_as_one_call() -> None:
+    graph = trace_step(Labeller().double(), (torch.randn(8, 8, dtype=torch.float64), torch.arange(8)), {})
+    loss = graph.calls[-1]
+    assert loss.name == "linear_cross_entropy"
+    assert str(loss.rule) == "_0 [d], [v] [d], _0 -> "
+    (way,) = loss.alternatives
+    assert str(way[1]) == "_0 [d], v [d], _0 -> "
+
+
+def test_plain_tensors_beside_simulated_ranks_are_written_once() -> None:
+    x, weight, target, *_ = Case((6, 4), 5, 1, (False, False), False).tensors
+    with simulated(MESH):
+        same(linear_cross_entropy(x, weight, target, rows=2), F.cross_entropy(F.linear(x, weight), target))

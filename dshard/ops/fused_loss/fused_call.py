@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from dshard.autograd.crossing import redistribute
 from dshard.comm import Scoped, has_only_shape, on_each, publish_failure
+from dshard.core.call import OperatorForm
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.operands import common_mesh, spec_like
@@ -26,12 +28,13 @@ from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.ops.composite import run_executable
 from dshard.ops.fused_loss.chunk_arithmetic import LossOptions, Reduction
 from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, rows_of_chunk
-from dshard.ops.fused_loss.fused_choice import FusedCandidates, FusedChoice
+from dshard.ops.fused_loss.fused_choice import CLASSES, FEATURES, FusedCandidates, FusedChoice, fused_loss_rule
 from dshard.ops.fused_loss.fused_executable import FusedLoss, LocalFusedLoss, run_recorded_loss
 from dshard.ops.lookup import refuse
 from dshard.ops.losses import cross_entropy
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.rules import same_dtype
+from dshard.ops.small_reductions import SMALL_REDUCTIONS
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import is_transforming, no_torch_function
 from dshard.validate import shown
@@ -206,6 +209,48 @@ def _classes_second(logits: Tensor) -> Tensor:
     return logits.movedim(-1, 1) if logits.dim() > 2 else logits
 
 
+def linear_cross_entropy(*arguments: Any) -> Any:
+    """`dshard.linear_cross_entropy`, a function to which `__torch_function__` applies, as it does to torch's own.
+
+    The arguments are x, weight, target, bias, class weights, the ignored index, reduction, smoothing, and rows.
+    """
+    given = [t for t in arguments[:OPERANDS] if isinstance(t, Tensor)]
+    if has_torch_function(given):
+        return handle_torch_function(linear_cross_entropy, given, *arguments)
+    return run_fused(_bound(arguments))
+
+
+OPERANDS = 5
+"""The number of operands, of which the last two may be None."""
+
+
+def own_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`dshard.linear_cross_entropy` of distributed tensors, and of plain ones that are the same on all ranks."""
+    return run_fused(_bound(args))
+
+
+def linear_cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`dshard.linear_cross_entropy` as one operator, with whole or with sharded classes."""
+    return _form(_bound(args))
+
+
+def _bound(arguments: Args) -> FusedCall:
+    return fused_call(arguments[:OPERANDS], *arguments[OPERANDS:])
+
+
+def _form(call: FusedCall) -> OperatorForm | None:
+    """A call as one operator; with class weights, of which each rank needs all, it is planned as several."""
+    has_bias, has_weight = call.has
+    if has_weight:
+        return None
+    operands = tuple(call.present)
+    shapes, is_number = [tuple(t.shape) for t in operands], call.options.reduction != "none"
+    rule = fused_loss_rule(shapes, has_bias, has_weight, is_number)
+    whole = replace(rule, loops=False, unsharded=frozenset({CLASSES, FEATURES}))
+    by_classes = replace(whole, unsharded=frozenset({FEATURES}))
+    return OperatorForm(operands, whole, ((SMALL_REDUCTIONS, by_classes),))
+
+
 _OF_TORCH = (
     *("input", "linear_weight", "target", "linear_bias", "weight"),
     *("reduction", "ignore_index", "label_smoothing", "options"),
@@ -214,12 +259,22 @@ _OF_TORCH = (
 
 def torch_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.nn.functional.linear_cross_entropy` of class indices; any other call is left to torch's decomposition."""
+    call = _bound_of_torch(args, kwargs)
+    return NotImplemented if call is None else run_fused(call)
+
+
+def torch_linear_cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
+    """`torch.nn.functional.linear_cross_entropy` of class indices as one operator."""
+    call = _bound_of_torch(args, kwargs)
+    return None if call is None else _form(call)
+
+
+def _bound_of_torch(args: Args, kwargs: Kwargs) -> FusedCall | None:
     bound = bind_arguments(_OF_TORCH, args, kwargs)
     x, weight, target, bias, class_weight, reduction, ignored, smoothing, options = bound
     if weight.dim() != 2 or x.dim() not in (1, 2) or target.is_floating_point():
-        return NotImplemented
+        return None
     rows = None if options is None else options.batch_chunk_size
     rows = rows if isinstance(rows, int) and rows > 0 else None
     reduction, ignored = "mean" if reduction is None else reduction, -100 if ignored is None else ignored
-    call = fused_call((x, weight, target, bias, class_weight), ignored, reduction, smoothing or 0.0, rows)
-    return run_fused(call)
+    return fused_call((x, weight, target, bias, class_weight), ignored, reduction, smoothing or 0.0, rows)

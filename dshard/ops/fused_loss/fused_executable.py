@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.comm import Program, Session, run_program, sum_dtype
+from dshard.comm import Program, Session, plain, run_program, sum_dtype
 from dshard.core.executable import ComposedExecutable
 from dshard.core.moves import run_on_ranks
 from dshard.core.signature import Args, Context, Kwargs
@@ -84,16 +84,18 @@ class FusedLoss(ComposedExecutable):
 
 
 class LocalFusedLoss:
-    """A fused cross entropy of plain tensors."""
+    """A fused cross entropy of plain tensors: on simulated ranks they are one tensor of all, and so written to once."""
 
     def __init__(self, loss: ChunkedLoss, recorded: Recorded) -> None:
         self.loss, self.recorded = loss, recorded
 
+    @plain()
     def forward(self, tensors: Sequence[Tensor], needed: Needed) -> list[Tensor]:
         """The loss; with one that is a number, also the factor of the gradients that follow, of those needed."""
         loss, *rest = self._finished(self.loss.program(needed, (), Session(), tensors))
         return [loss, *rest[:1], *_of(rest[1:], needed)]
 
+    @plain()
     def backward(self, grad: Tensor, tensors: Sequence[Tensor], kept: Sequence[Tensor], needed: Needed) -> list[Tensor]:
         """The gradients that are needed: of what the forward pass has kept, or of the operands once more."""
         x, weight, _, *rest = tensors

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import dshard
 from dshard import Layout, RankError, init_device_mesh, linear_cross_entropy
@@ -95,3 +96,40 @@ def compiled_is_eager() -> bool:
 
 def test_a_compiled_loss_is_the_eager_one(ranks: RankPool) -> None:
     assert ranks.run(compiled_is_eager) == [True] * 4
+
+
+class Labeller(nn.Module):
+    """A model that computes its loss itself, of its head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 12), nn.Linear(12, 10, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return linear_cross_entropy(self.up(x).relu(), self.head.weight, target)
+
+
+def wrong_steps(strategy: str) -> list[str]:
+    """The steps of a parallelized model after which this rank has other parameters than one device."""
+    torch.manual_seed(0)
+    model, wrong = Labeller().double(), []
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batches = [(torch.randn(8, 8, dtype=torch.float64), torch.randint(10, (8,))) for _ in range(6)]
+    dshard.parallelize(model, mesh, strategy, *batches[0])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for i, (x, target) in enumerate(batches):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x, target).backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        if not all(torch.allclose(whole(a), b, rtol=1e-12, atol=1e-12) for a, b in pairs):  # type: ignore[arg-type]
+            wrong.append(f"{i}: {model.rehearsed}")
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", ["data x megatron", "fsdp x data", "fsdp x megatron"])
+def test_steps_of_models_that_compute_their_loss(ranks: RankPool, strategy: str) -> None:
+    """From the third step on what autograd and dshard do is answered from a record."""
+    assert ranks.run(wrong_steps, strategy) == [[]] * 4
