@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -36,7 +35,6 @@ from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.placements import Placement, Replicate
-from dshard.topology import Topology
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
@@ -228,17 +226,11 @@ def planned(
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
     axes = axes_of(plan, mesh)
     if any(axis.experts for axis in axes):
-        axes, mesh = refined(roles, axes, mesh, partial(_nodes, planning_context().topology_of(mesh)))
+        axes, mesh = refined(roles, axes, mesh, planning_context().topology_of(mesh).hosts)
     roles = fitted_roles(roles, axes, mesh)
     if idle := idle_experts(roles, axes, mesh):
         warn_user(idle, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))
-
-
-def _nodes(topology: Topology, mesh: Mesh, axis: str) -> int:
-    """The number of hosts that a group along a mesh axis spans; 1 if that is not known."""
-    spanned = topology.nodes(mesh, (axis,))
-    return 1 if spanned is None else spanned[0]
 
 
 def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:

@@ -227,7 +227,7 @@ def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh
 
 
 def refined(
-    roles: Roles, axes: tuple[Axis, ...], mesh: Mesh, nodes: Callable[[Mesh, str], int]
+    roles: Roles, axes: tuple[Axis, ...], mesh: Mesh, hosts_of: Callable[[Mesh, str], int]
 ) -> tuple[tuple[Axis, ...], Mesh]:
     """The axes and the mesh with more of them where the number of experts, or of hosts, asks for it.
 
@@ -245,10 +245,10 @@ def refined(
         if 1 < split < n:
             axes, mesh = _as_two(axes, mesh, name, n // split, GATHERED)
             name = mesh.names[mesh.axis(f"{name}0") + 1]
-        hosts, within = nodes(mesh, name), mesh.shape[mesh.axis(name)]
+        hosts, within = hosts_of(mesh, name), mesh.shape[mesh.axis(name)]
         if 1 < hosts < within and within % hosts == 0:
             of_hosts, finer = _as_two(axes, mesh, name, hosts, axis)
-            if nodes(finer, f"{name}1") == 1:
+            if hosts_of(finer, f"{name}1") == 1:
                 axes, mesh = of_hosts, finer
     return axes, mesh
 

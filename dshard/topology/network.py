@@ -18,7 +18,7 @@ from dshard.topology import json_files
 from dshard.topology.algorithms import Algorithm
 from dshard.topology.links import COLLECTIVES, Collective, Device, Hardware, Layer, Link, Measured, check_name
 from dshard.topology.presets import CPU, PRESETS, Backend, parts_of, torus_layers
-from dshard.topology.sharing import DIRECT, groups_of, link_within, measured_link, nodes_of, shared_link
+from dshard.topology.sharing import DIRECT, groups_of, host_size, link_within, measured_link, nodes_of, shared_link
 from dshard.validate import as_int, as_tuple, check_type, shown, suggestion
 
 
@@ -115,6 +115,11 @@ class Topology(Interned, Drawn):
     def nodes(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, Hardware | None] | None:
         """The number of nodes that a group along `axes` spans, and the connection within a node; None if unknown."""
         return nodes_of(self.layers, groups_of(mesh, axes))
+
+    def hosts(self, mesh: Mesh, axis: str) -> int:
+        """The number of hosts that a group along a mesh axis spans; 1 if unknown, or if each rank is on its own."""
+        size = host_size(self.layers, groups_of(mesh, mesh.names))
+        return 1 if size == 1 else max(len({rank // size for rank in group}) for group in groups_of(mesh, (axis,)))
 
     def flops(self, dtype: str = "") -> float:
         """Floating-point operations per second of one rank, for the dtype of this name or by default."""

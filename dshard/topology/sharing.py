@@ -125,6 +125,20 @@ def nodes_of(layers: tuple[Layer, ...], groups: Groups) -> tuple[int, Hardware |
     return nodes, inside
 
 
+@cached("network", 1024)
+def host_size(layers: tuple[Layer, ...], groups: Groups) -> int:
+    """Return the ranks of one host: of what the innermost network that groups cross connects, or the outermost layer.
+
+    The latter where nobody said what connects; 1 where groups are on one host, or what they cross connects ranks.
+    """
+    size = 0
+    for layer, inner in zip(layers, _ranks_below(layers), strict=True):
+        is_network = layer.hardware == "network" or (layer.hardware is None and not size)
+        if is_network and crossing(layer, inner, groups):
+            size = inner
+    return size or 1
+
+
 def cut_bandwidth(layers: Sequence[Layer], groups: Groups, collective: Collective) -> float:
     """Return an upper bound on one rank's bytes per second, from the bytes that must enter each unit.
 

@@ -308,3 +308,19 @@ def test_a_preset_says_where_its_figures_are_from(name: str, nodes: int) -> None
     assert topology.source
     assert Topology.from_json(topology.to_json()) == topology
     assert nodes == 1 or (topology.size or 0) % nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts"),
+    [
+        (Topology.preset("dgx-h100", nodes=2), (2, 2, 1)),
+        (Topology.preset("dgx-h100"), (1, 1, 1)),
+        (Topology("cpus", (Layer("host", None, GB), Layer("rank", 4, 2 * GB))), (4, 4, 1)),
+        (Topology.flat(GB), (1, 1, 1)),
+    ],
+)
+def test_hosts_of_an_axis_are_those_of_the_slowest_layer(topology: Topology, hosts: tuple[int, ...]) -> None:
+    line = Mesh((16,), ("x",))
+    folded = line.unfolded("x", {"a": 4, "b": 4})
+
+    assert tuple(topology.hosts(mesh, axis) for mesh, axis in ((line, "x"), (folded, "a"), (folded, "b"))) == hosts
