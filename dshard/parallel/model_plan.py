@@ -226,7 +226,8 @@ def planned(
         return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
     axes = axes_of(plan, mesh)
     if any(axis.experts for axis in axes):
-        axes, mesh = refined(roles, axes, mesh, planning_context().topology_of(mesh).hosts)
+        plan, mesh = refined(roles, plan, mesh, planning_context().topology_of(mesh).hosts)
+        axes = axes_of(plan, mesh)
     roles = fitted_roles(roles, axes, mesh)
     if idle := idle_experts(roles, axes, mesh):
         warn_user(idle, mesh)

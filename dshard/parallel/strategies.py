@@ -226,38 +226,39 @@ def _ranks_along(dim: int, roles: tuple[Role, ...], axes: tuple[Axis, ...], mesh
     return prod(size for axis, size in pairs if axis.weights in ("inner", "made") and axis.sharded_dim(roles) == dim)
 
 
-def refined(
-    roles: Roles, axes: tuple[Axis, ...], mesh: Mesh, hosts_of: Callable[[Mesh, str], int]
-) -> tuple[tuple[Axis, ...], Mesh]:
-    """The axes and the mesh with more of them where the number of experts, or of hosts, asks for it.
+def refined(roles: Roles, name: str, mesh: Mesh, hosts_of: Callable[[Mesh, str], int]) -> tuple[str, Mesh]:
+    """The strategy and the mesh with more axes where the number of experts, or of hosts, asks for it.
 
     An axis with more ranks than there are experts becomes two, of which only the second splits experts, so that each
-    of its ranks has some; the first gathers them as it does all parameters. One that spans several hosts becomes an
-    axis of hosts and one within them, which both split experts: so a token may go once to each host. `nodes` is the
-    number of hosts that a group along an axis spans.
+    of its ranks has some; the first gathers them as it does all parameters: "fsdp x expert". One that spans several
+    hosts becomes an axis of hosts and one within them, which both split experts, so that a token may go once to each
+    host: "expert x expert". `hosts_of` is the number of hosts that a group along an axis spans.
     """
     totals = {role.size for dims in roles.parameters.values() for role in dims if role.kind is FeatureKind.EXPERT}
-    for name, axis in zip(mesh.names, axes, strict=True):
-        if not (axis.experts and totals):
-            continue
-        n = mesh.shape[mesh.axis(name)]
-        split = max(k for k in range(1, n + 1) if n % k == 0 and all(chunk(total, k, k - 1) for total in totals))
-        if 1 < split < n:
-            axes, mesh = _as_two(axes, mesh, name, n // split, GATHERED)
-            name = mesh.names[mesh.axis(f"{name}0") + 1]
-        hosts, within = hosts_of(mesh, name), mesh.shape[mesh.axis(name)]
-        if 1 < hosts < within and within % hosts == 0:
-            of_hosts, finer = _as_two(axes, mesh, name, hosts, axis)
-            if hosts_of(finer, f"{name}1") == 1:
-                axes, mesh = of_hosts, finer
-    return axes, mesh
+    along = iter([own for own, axis in zip(mesh.names, axes_of(name, mesh), strict=True) if axis.experts])
+    parts: list[str] = []
+    for part in name.split(" x "):
+        if STRATEGIES[part] == (EXPERT,):
+            axis = next(along)
+            n = mesh.shape[mesh.axis(axis)]
+            split = max(k for k in range(1, n + 1) if n % k == 0 and all(chunk(total, k, k - 1) for total in totals))
+            if 1 < split < n:
+                parts.append("fsdp")
+                mesh, axis = _as_two(mesh, axis, n // split)
+            hosts, within = hosts_of(mesh, axis), mesh.shape[mesh.axis(axis)]
+            if 1 < hosts < within and within % hosts == 0:
+                finer, inner = _as_two(mesh, axis, hosts)
+                if hosts_of(finer, inner) == 1:
+                    parts.append(part)
+                    mesh = finer
+        parts.append(part)
+    return " x ".join(parts), mesh
 
 
-def _as_two(axes: tuple[Axis, ...], mesh: Mesh, name: str, outer: int, use: Axis) -> tuple[tuple[Axis, ...], Mesh]:
-    """The axes and the mesh in which the axis `name` is `outer` groups of ranks, along which it is for `use`."""
-    i = mesh.axis(name)
-    sizes = {f"{name}0": outer, f"{name}1": mesh.shape[i] // outer}
-    return (*axes[:i], use, *axes[i:]), mesh.unfolded(name, sizes)
+def _as_two(mesh: Mesh, axis: str, outer: int) -> tuple[Mesh, str]:
+    """The mesh in which an axis is `outer` groups of ranks, and the name of the axis within them."""
+    sizes = {f"{axis}0": outer, f"{axis}1": mesh.shape[mesh.axis(axis)] // outer}
+    return mesh.unfolded(axis, sizes), f"{axis}1"
 
 
 def idle_experts(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> str:

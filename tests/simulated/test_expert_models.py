@@ -131,25 +131,25 @@ def test_more_ranks_than_experts_are_warned_of() -> None:
 
 @pytest.mark.usefixtures("_taught")
 @pytest.mark.parametrize(
-    ("mesh", "topology", "strategy", "shape", "placements", "gathered"),
+    ("mesh", "topology", "strategy", "finer", "shape", "gathered"),
     [
-        (Mesh((6,), ("x",)), BYTES, "expert", {"x0": 3, "x1": 2}, (Shard(1), Shard(0)), ("x0",)),
-        (Mesh((2, 6), ("a", "x")), BYTES, "data x expert", {"a": 2, "x0": 3, "x1": 2}, None, ("x0",)),
-        (MESH, HOSTS, "expert", {"x0": 2, "x1": 2}, (Shard(0), Shard(0)), ()),
+        (Mesh((6,), ("x",)), BYTES, "expert", "fsdp x expert", {"x0": 3, "x1": 2}, ("x0",)),
+        (Mesh((2, 6), ("a", "x")), BYTES, "data x expert", "data x fsdp x expert", {"a": 2, "x0": 3, "x1": 2}, ("x0",)),
+        (MESH, HOSTS, "expert", "expert x expert", {"x0": 2, "x1": 2}, ()),
         (
             MESH,
             Topology("cpus", (Layer("host", None, 1e9), Layer("rank", 2, 1e10))),
             "expert",
+            "expert x expert",
             {"x0": 2, "x1": 2},
-            None,
             (),
         ),
-        (Mesh((8,), ("x",)), HOSTS, "expert", {"x0": 2, "x10": 2, "x11": 2}, None, ("x0",)),
-        (MESH, BYTES, "expert", {"x": 4}, (Shard(0),), ()),
+        (Mesh((8,), ("x",)), HOSTS, "expert", "fsdp x expert x expert", {"x0": 2, "x10": 2, "x11": 2}, ("x0",)),
+        (MESH, BYTES, "expert", "expert", {"x": 4}, ()),
     ],
 )
 def test_an_axis_of_experts_is_refined_for_their_number_and_for_hosts(
-    mesh: Mesh, topology: Topology, strategy: str, shape: dict[str, int], placements: Any, gathered: tuple[str, ...]
+    mesh: Mesh, topology: Topology, strategy: str, finer: str, shape: dict[str, int], gathered: tuple[str, ...]
 ) -> None:
     alone, x = OwnModel(), torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
     alone(x).backward()
@@ -162,10 +162,13 @@ def test_an_axis_of_experts_is_refined_for_their_number_and_for_hosts(
         for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
 
-    assert plan.strategy == strategy
+        again = dshard.plan_model(OwnModel(), plan.mesh, plan.strategy, x)
+
+    assert plan.strategy == again.strategy == finer
     assert dict(zip(plan.mesh.names, plan.mesh.shape, strict=True)) == shape
-    assert placements in (None, plan.parameters["experts.w2"])
     assert plan.gathered_axes("experts.w2") == gathered
+    assert again.parameters == plan.parameters
+    assert again.mesh == plan.mesh
 
 
 def test_a_model_without_experts_is_refused() -> None:
