@@ -16,12 +16,12 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-LIMIT = 4_000_000
+LIMIT = 8_000_000
 """The most entries of a table that is made by an elimination."""
 
 
@@ -55,13 +55,13 @@ class _Elimination(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EliminationOrder:
-    """An order of elimination for a problem of `sizes`: its nodes, and the variables that each serves.
+    """An order of elimination: its nodes, and the variables that each serves.
 
-    `tables` are the names of given tables, `roots` the number of times that a node ends a part of the problem;
-    `is_exact` is whether no factor was cut.
+       It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables, `roots` the
+       number of times that a node ends a part of the problem;
+    is whether no factor was cut.
     """
 
-    sizes: tuple[int, ...]
     tables: tuple[Hashable, ...]
     nodes: tuple[Node, ...]
     eliminations: tuple[_Elimination, ...]
@@ -115,7 +115,7 @@ class _Orderer:
             self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
         self.cuts: list[_Cut | None] = [None] * len(sizes)
         self.alike: dict[tuple[Node, ...], dict[int, None]] = {}
-        self.waiting: list[tuple[float, int, int, tuple[Node, ...]]] = []
+        self.waiting: list[tuple[bool, float, int, int, tuple[Node, ...]]] = []
 
     def run(self) -> EliminationOrder:
         eliminations, roots, is_exact = list[_Elimination](), dict[int, int](), True
@@ -136,9 +136,7 @@ class _Orderer:
                         roots[node] = roots.get(node, 0) + 1
                 eliminations.append(_Elimination(variable, tuple(zip(made, cut.rests, strict=True))))
                 self._eliminate(variable, cut, made)
-        return EliminationOrder(
-            self.sizes, tuple(self.names), tuple(self.numbers), tuple(eliminations), roots, is_exact
-        )
+        return EliminationOrder(tuple(self.names), tuple(self.numbers), tuple(eliminations), roots, is_exact)
 
     def _add(self, factor: _Made) -> None:
         for variable in factor.variables:
@@ -172,14 +170,15 @@ class _Orderer:
             if self.alike[cut.nodes]:
                 heapq.heappush(self.waiting, self._rank(cut.nodes))
 
-    def _rank(self, nodes: tuple[Node, ...]) -> tuple[float, int, int, tuple[Node, ...]]:
+    def _rank(self, nodes: tuple[Node, ...]) -> tuple[bool, float, int, int, tuple[Node, ...]]:
+        """The order of variables: those that need not be cut, then of the smallest table for each that is alike."""
         variables = self.alike.get(nodes)
         if not variables:
-            return (inf, 0, 0, nodes)
+            return (True, inf, 0, 0, nodes)
         first = next(iter(variables))
         cut = self.cuts[first]
         assert cut is not None
-        return (cut.size / len(variables), cut.depth, first, nodes)
+        return (len(nodes) > 1, cut.size / len(variables), cut.depth, first, nodes)
 
     def _cut(self, variable: int) -> _Cut:
         nodes, rests, size = list[Node](), list[tuple[int, ...]](), 0
@@ -214,7 +213,7 @@ class _Orderer:
 
 
 def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution:
-    """Eliminate all variables; `tables` has those of the order by name, of its sizes.
+    """Eliminate all variables; `tables` has those of the order by name.
 
     An infinite entry forbids a combination.
     """
@@ -246,15 +245,16 @@ def _aligned(table: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
 
 def _choice(plan: EliminationOrder, table: Callable[[int], Tensor]) -> tuple[int, ...]:
     """A value for each variable, the last eliminated first: the least of all its factors, given the others' values."""
-    choice = [0] * len(plan.sizes)
+    choice = [0] * len(plan.eliminations)
     known: dict[tuple[object, ...], int] = {}
     for variable, made in reversed(plan.eliminations):
         at = tuple([(node, tuple([choice[other] for other in rest])) for node, rest in made])
         if at not in known:
-            costs = torch.zeros(plan.sizes[variable], dtype=torch.float64)
+            costs = torch.zeros((), dtype=torch.float64)
             for node, values in at:
+                picked: list[Any] = [*values, slice(None)]
                 for number, dims in plan.nodes[node].terms:
-                    costs = costs + table(number)[tuple([values[d] if d < len(values) else slice(None) for d in dims])]
+                    costs = costs + table(number)[tuple([picked[dim] for dim in dims])]
             known[at] = int(costs.argmin())
         choice[variable] = known[at]
     return tuple(choice)

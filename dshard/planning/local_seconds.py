@@ -15,6 +15,7 @@ from torch import Tensor
 from dshard.caches import Cache
 from dshard.comm import plain, planning
 from dshard.core.call import Call, LocalOp
+from dshard.core.context import use_topology
 from dshard.core.local_work import host_seconds
 from dshard.core.observe import OperatorMode, observing
 from dshard.core.signature import Args, Kwargs
@@ -31,7 +32,7 @@ from dshard.step_timeline import StepTimeline
 from dshard.topology import Topology
 from dshard.torch_private import OpOverload, disable_modes
 
-_SECONDS = Cache("local work of planned calls")
+_SECONDS = Cache("local work of planned calls", 65536)
 _ONE = replicated(Mesh((1,), ("one",)))
 
 
@@ -53,7 +54,7 @@ def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alt
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:
         if alternative:
-            seconds, _ = _by_executor(call, expansion.inputs, topology)
+            seconds = executed(call, expansion.inputs, topology).local
         else:
             seconds = _by_kernels(call, _kernel(call, expansion), shapes, topology)
             if topology.dispatch:
@@ -113,6 +114,8 @@ def _by_kernels(call: GraphCall, kernel: LocalOp | None, shapes: Sequence[Shape]
         torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.needs_grad)
         for shape, x in zip(shapes, call.operands, strict=True)
     ]
+    with torch.enable_grad():
+        operands = [x.clone() for x in operands]  # no leaves, to which a call may not write
     with torch.enable_grad(), OperatorMode(run):
         out = (call.run if call.kernel is None else kernel or call.run)(*operands)
         forward = timeline.seconds("compute")
@@ -129,24 +132,49 @@ def _backward(call: GraphCall, out: object, operands: Sequence[Tensor]) -> None:
         torch.autograd.grad(outs, [x for x in operands if x.requires_grad], gradients, allow_unused=True)
 
 
+class ExecutedCall(NamedTuple):
+    """A call as the executor runs it: seconds of local work, of them the host's, and of what it sends in both passes.
+
+    `outputs` are the layouts of its results.
+    """
+
+    local: LocalSeconds
+    host: LocalSeconds
+    sent: float
+    outputs: tuple[Layout, ...]
+
+
+def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
+    """A call and its backward pass with operands in these layouts, on tensors without data, cached.
+
+    Gradients of the operands are those that the call gives, and are not redistributed.
+    """
+    key = call.signature, tuple(layouts), topology
+    known: ExecutedCall | None = _SECONDS.get(key)
+    return _SECONDS.add(key, _executed(call, layouts, topology)) if known is None else known
+
+
 @plain()
 @planning()
 @disable_modes()
-def _by_executor(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> tuple[LocalSeconds, LocalSeconds]:
-    """The seconds of a call and its backward pass on distributed tensors without data; of them the host's own."""
+def _executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
     operands = []
-    for layout, shape, x in zip(layouts, _local_shapes(layouts, call.operands), call.operands, strict=True):
-        local = torch.empty(shape, dtype=x.dtype, device="meta")
-        wrapped = wrap(local, contiguous_spec(layout, x.shape, x.dtype, local.device)).requires_grad_(x.needs_grad)
-        operands.append(wrapped.view_as(wrapped))  # no leaf, whose gradient would be reduced
+    with torch.enable_grad():
+        for layout, shape, x in zip(layouts, _local_shapes(layouts, call.operands), call.operands, strict=True):
+            local = torch.empty(shape, dtype=x.dtype, device="meta")
+            wrapped = wrap(local, contiguous_spec(layout, x.shape, x.dtype, local.device)).requires_grad_(x.needs_grad)
+            operands.append(wrapped.clone())  # no leaf, whose gradient would be reduced, and to which no call may write
     timeline, host = StepTimeline(topology, for_shapes=True), list[float]()
     observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
-    with torch.enable_grad(), timeline.recorded(), observed:
+    with use_topology(topology), torch.enable_grad(), timeline.recorded(), observed:
         out = call.run(*operands)
         forward, begun = timeline.seconds("compute"), len(host)
         _backward(call, out, operands)
     seconds = LocalSeconds(forward, timeline.seconds("compute") - forward)
-    return seconds, LocalSeconds(sum(host[:begun]), sum(host[begun:]))
+    outs: list[Any] = tensors_in(out)
+    layouts = [x._spec.layout for x in outs]
+    own = LocalSeconds(sum(host[:begun]), sum(host[begun:]))
+    return ExecutedCall(seconds, own, timeline.seconds("network"), tuple(layouts))
 
 
 def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> LocalSeconds:
@@ -155,11 +183,11 @@ def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology
     That is so for functions, which run as one operator or as torch's own.
     """
     if call.kernel is not None:
-        return _by_executor(call, layouts, topology)[1]
+        return executed(call, layouts, topology).host
     key = call.signature, topology
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:
-        seconds = _SECONDS.add(key, _by_executor(call, [_ONE] * len(call.operands), topology)[1])
+        seconds = _SECONDS.add(key, executed(call, [_ONE] * len(call.operands), topology).host)
     return seconds
 
 

@@ -1,0 +1,99 @@
+"""The candidates of a call in a traced step: the expansions of its rule over all rows of every mesh axis.
+
+By itself an operator is sharded only along axes that shard an operand already (`rules.expand.expansions`). A plan of
+the whole step decides what its operands are sharded along, so that here every factor may be on every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from dshard.layout import Layout, replicated
+from dshard.mesh import Mesh
+from dshard.planning.local_seconds import executed, local_seconds
+from dshard.planning.step_graph import GraphCall
+from dshard.rules.expand import Operand, Order, Row, expand, sizes_of
+from dshard.rules.rule import PassThrough, Rule
+from dshard.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class CallCandidate:
+    """A way to run a call: the layouts of its operands, its results, and its operands' gradients.
+
+    `work` are the seconds of its local work and `exchanges` those of what it sends by itself, forward and backward.
+    `name` is that of an alternative to the rule, "" if it is none. `held` are the bytes of its results on a rank.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    rows: tuple[Row, ...]
+    name: str
+    work: float
+    exchanges: float
+    held: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the work, and of what is sent within the call."""
+        return self.work + self.exchanges
+
+
+def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCandidate, ...]:
+    """The candidates of a call on a mesh: of those with the same layouts the cheapest."""
+    best: dict[tuple[tuple[Layout, ...], ...], CallCandidate] = {}
+    for name, rule in (("", call.rule), *call.alternatives):
+        for candidate in _expansions(call, name, rule, mesh, topology):
+            key = (candidate.inputs, candidate.outputs, candidate.gradients)
+            if key not in best or candidate.seconds < best[key].seconds:
+                best[key] = candidate
+    return tuple(best.values())
+
+
+def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: Topology) -> Iterator[CallCandidate]:
+    whole = replicated(mesh)
+    operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
+    outputs = tuple([(value.shape, value.itemsize) for value in call.results])
+    sizes = sizes_of(rule, operands, outputs)
+    beyond = _factors(rule) - _factors(call.rule)
+    for rows in product(_rows(call, rule, sizes), repeat=mesh.ndim):
+        order = _order(rows)
+        if any(sizes[factor] < prod(mesh.shape[axis] for axis in axes) for factor, axes in order.items()):
+            continue
+        if name and beyond.isdisjoint(order):
+            continue
+        expansion = expand(rule, operands, rows, order, sizes)
+        if expansion is None:
+            continue
+        results, sent = expansion.outputs, 0.0
+        if name or any(not shape for shape, _ in outputs):  # it sends something by itself, or completes a number
+            local, _, sent, results = executed(call, expansion.inputs, topology)
+        else:
+            local = local_seconds(call, expansion, topology)
+        held = sum([layout.local_numel(shape) * size for layout, (shape, size) in zip(results, outputs, strict=True)])
+        yield CallCandidate(expansion.inputs, results, expansion.gradients, rows, name, sum(local), sent, held)
+
+
+def _factors(rule: Rule) -> set[str]:
+    """The factors that a mesh axis may shard."""
+    return {name for term in (*rule.inputs, *rule.outputs) for dim in term for name in dim} - rule.unsharded
+
+
+def _rows(call: GraphCall, rule: Rule, sizes: dict[str, int]) -> list[Row]:
+    """The rows of one axis: none, each factor, and sums that pass through of operands that the step itself made."""
+    names = [name for term in (*rule.inputs, *rule.outputs) for dim in term for name in dim]
+    rows: list[Row] = [None, *dict.fromkeys([n for n in names if n not in rule.unsharded and sizes.get(n, 1) > 1])]
+    made = {i for i, value in enumerate(call.operands) if value.kind == "made"}
+    return [*rows, *[PassThrough(p.operands, ("sum",)) for p in rule.passes if "sum" in p.ops and p.operands <= made]]
+
+
+def _order(rows: Sequence[Row]) -> Order:
+    order: Order = {}
+    for axis, row in enumerate(rows):
+        if isinstance(row, str):
+            order[row] = (*order.get(row, ()), axis)
+    return order

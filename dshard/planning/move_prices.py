@@ -1,0 +1,62 @@
+"""Seconds of all redistributions of tensors of one shape: lower bounds at first, exact where a plan needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
+from dshard.redistribute.plan import plan_price
+from dshard.redistribute.space import space_of
+from dshard.topology import Topology
+
+
+class MovePrices:
+    """A matrix of seconds between the layouts of tensors of one shape, in the order in which they were added.
+
+    An entry is 0 where nobody asked, then at most the seconds of the cheapest plan, and these once it is exact. With
+    `joined` a tensor moves together with others, `joined` times as many bytes in all, and takes its share of that.
+    """
+
+    def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int, joined: int = 1) -> None:
+        self.space, self.joined = space_of(mesh, topology, shape, itemsize * joined), joined
+        self.numbers: dict[Layout, int] = {}
+        self.layouts: list[Layout] = []
+        self.seconds = torch.zeros(0, 0, dtype=torch.float64)
+        self.known = torch.zeros(0, 0, dtype=torch.bool)
+        self.priced = torch.zeros(0, 0, dtype=torch.bool)
+
+    def add(self, layouts: Iterable[Layout]) -> Tensor:
+        """The numbers of these layouts, which are added if they are new."""
+        numbers = [self.numbers.setdefault(layout, len(self.numbers)) for layout in layouts]
+        new = len(self.numbers) - len(self.layouts)
+        if new:
+            self.layouts = list(self.numbers)
+            grow = torch.nn.functional.pad
+            self.seconds, self.known, self.priced = (
+                grow(table, (0, new, 0, new)) for table in (self.seconds, self.known, self.priced)
+            )
+            self.known.fill_diagonal_(True)
+            self.priced.fill_diagonal_(True)
+        return torch.tensor(numbers, dtype=torch.long)
+
+    def bound(self, sources: Tensor, destinations: Tensor) -> None:
+        """Have a lower bound for each move from one of the sources to one of the destinations."""
+        states = [self.space.state_of(layout) for layout in self.layouts]
+        rows, columns = sources.unique(), destinations.unique()
+        for row, column in (~self.known[rows][:, columns]).nonzero().tolist():
+            src, dst = int(rows[row]), int(columns[column])
+            self.seconds[src, dst] = self.space.least(states[src], states[dst]) / self.joined
+            self.known[src, dst] = True
+
+    def price(self, src: int, dst: int) -> bool:
+        """Price one move exactly; return whether it was not before."""
+        if self.priced[src, dst]:
+            return False
+        before, after = (self.space.state_of(self.layouts[i]) for i in (src, dst))
+        self.seconds[src, dst] = plan_price(before, after, self.space).seconds / self.joined
+        self.priced[src, dst] = self.known[src, dst] = True
+        return True

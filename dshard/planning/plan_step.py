@@ -1,0 +1,100 @@
+"""The cheapest layouts of all tensors of a step together, and a bound that says how far from it they may be.
+
+The least weighted sum of tables of bounds is a lower bound. The moves that its choice makes are priced exactly, which
+makes that choice an upper bound, and the tables a little less wrong; candidates that no choice up to the upper bound
+has are dropped; and so on, until both bounds agree. At each moment there are the best choice so far and the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from time import process_time
+
+import torch
+from torch import Tensor
+
+from dshard.layout import Layout
+from dshard.planning.call_candidates import CallCandidate
+from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
+from dshard.planning.step_tables import Parts, StepTables, Weights
+from dshard.torch_private import no_functions
+
+EVEN = Weights()
+"""All seconds count, and no bytes."""
+CLOSE = 1e-9
+"""Bounds that differ by this part of themselves are equal."""
+LARGEST = 8 * LIMIT
+"""The most entries of a table where smaller ones tell no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A candidate for each call, and the layout in which each parameter is stored, by the number of its value.
+
+    `parts` are those of the choice; the sum by `weights` is at least `bound` for any choice. `prices` is how many moves
+    were priced exactly, and `passes` the number of eliminations.
+    """
+
+    calls: tuple[CallCandidate, ...]
+    parameters: dict[int, Layout]
+    weights: Weights
+    parts: Parts
+    bound: float
+    prices: int
+    passes: int
+
+    @property
+    def certificate(self) -> float:
+        """How many times the least possible sum this one is at most: 1 if no other choice has a smaller one."""
+        return self.weights.of(self.parts) / self.bound if self.bound > 0 else 1.0
+
+
+def plan_step(tables: StepTables, weights: Weights = EVEN, *, seconds: float = inf, passes: int = 100) -> StepPlan:
+    """The plan of the least weighted sum, or the best that is found in so many seconds of the processor, or passes."""
+    with no_functions():  # such as those that make tensors on another device
+        return _planned(tables, weights, seconds, passes)
+
+
+def _planned(tables: StepTables, weights: Weights, seconds: float, passes: int) -> StepPlan:
+    begin, limit = process_time(), LIMIT
+    alive = [torch.arange(len(domain)) for domain in tables.domains]
+    bound, least, best = 0.0, inf, tuple[int, ...]()
+    parts, prices, count = Parts(), 0, 0
+    order: EliminationOrder | None = None
+    while True:
+        sizes = [len(alive[domain]) for domain in tables.domain_of]
+        if order is None or not order.is_exact:
+            order = elimination_order(sizes, tables.uses, limit)
+        solution = solve(order, tables.tables(weights, alive))
+        bound, count = max(bound, solution.bound), count + 1
+        choice = tuple([int(alive[d][i]) for d, i in zip(tables.domain_of, solution.choice, strict=True)])
+        own, new = tables.price(choice, weights)
+        prices += new
+        if weights.of(own) < least:
+            least, best, parts = weights.of(own), choice, own
+        if least - bound <= CLOSE * least or count >= passes or process_time() - begin > seconds:
+            break
+        dropped = _drop(tables, alive, solution, least)
+        if not new and not dropped:
+            if order.is_exact or limit >= LARGEST:
+                break
+            limit *= 2
+    calls = [tables.domains[tables.domain_of[call.number]][best[call.number]] for call in tables.graph.calls]
+    stored = tables.stored(best, weights)
+    return StepPlan(tuple(calls), stored, weights, parts, bound, prices, count)  # type: ignore[arg-type]
+
+
+def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: float) -> int:
+    """Drop candidates that no choice with at most this sum has, price what the others may need; how many are gone."""
+    excess: dict[int, Tensor] = {}
+    for variable, own in solution.excess.items():
+        domain = tables.domain_of[variable]
+        excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
+    tables.price_likely(alive, excess)
+    dropped = 0
+    for domain, own in excess.items():
+        kept = solution.bound + own <= least * (1 + CLOSE)
+        dropped += len(kept) - int(kept.sum())
+        alive[domain] = alive[domain][kept]
+    return dropped

@@ -1,0 +1,392 @@
+"""The tables of a step: what the candidates of its calls cost, and the moves of tensors between them.
+
+A variable is a call, whose values are its candidates, or a parameter that several calls read, whose values are the
+layouts in which it may be stored. A table is the work of a call; the moves of a tensor from the call that makes it to
+one that reads it, and of its gradient back; or those of a parameter to its use, and of its gradient to where it is
+stored. The backward pass moves what the forward pass moved, the other way, so it needs no variables. A parameter with
+one use lies where that is cheapest, which needs no variable either. Calls that are alike share their tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import inf, prod, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dshard.cost import collective_seconds
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.placements import Placement, Replicate, Shard
+from dshard.planning.call_candidates import CallCandidate, candidates
+from dshard.planning.eliminate import NamedTable
+from dshard.planning.local_seconds import gradient_sum_seconds
+from dshard.planning.move_prices import MovePrices
+from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
+from dshard.topology import Topology
+from dshard.torch_private import no_functions
+
+LIKELY = 8
+"""How many moves of an edge are priced at once beside those of a choice."""
+COPIES = 4
+"""A parameter that is trained, its gradient, and two moments."""
+
+
+class Parts(NamedTuple):
+    """Seconds of moves for which work waits, of work, and of moves that may run beside it; and bytes that are held."""
+
+    exposed: float = 0.0
+    work: float = 0.0
+    beside: float = 0.0
+    memory: float = 0.0
+
+    def plus(self, other: Parts, times: int = 1) -> Parts:
+        """The sum with so many times another."""
+        return Parts(*[a + times * b for a, b in zip(self, other, strict=True)])
+
+
+class Weights(NamedTuple):
+    """The multipliers of a weighted sum: of the seconds of moves that may run beside work, and of a byte."""
+
+    beside: float = 1.0
+    memory: float = 0.0
+
+    def of(self, parts: Parts) -> float:
+        """The weighted sum, in seconds."""
+        return parts.exposed + parts.work + self.beside * parts.beside + self.memory * parts.memory
+
+
+class _Pairs(NamedTuple):
+    """The different layouts of an operand and of its gradient among candidates, and the pair of each candidate."""
+
+    used: Tensor
+    gradients: Tensor
+    of: Tensor
+
+
+class _Edge(NamedTuple):
+    """A tensor between two domains: its layouts where it is made, what its gradient becomes there, and its uses."""
+
+    prices: MovePrices
+    made: Tensor
+    wanted: Tensor
+    of: Tensor
+    pairs: _Pairs
+    domains: tuple[int, int]
+    needs_grad: bool
+
+
+class _Use(NamedTuple):
+    """A parameter and an operand that it is: the layouts in which it may be stored, with the bytes held, and its uses.
+
+    `variable` chooses the layout of one that several calls read.
+    """
+
+    prices: MovePrices
+    stored: Tensor
+    held: Tensor
+    pairs: _Pairs
+    domain: int
+    variable: int | None
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """For each candidate of a domain the seconds of what it sends within, and of its work, and the bytes it leaves."""
+
+    exposed: Tensor
+    work: Tensor
+    held: Tensor
+
+
+class StepTables:
+    """The tables of a step's graph on a mesh, with moves that are bounded from below until they are priced.
+
+    `domains` are the values of variables that are alike, `domain_of` the number of each variable's; the first variables
+    are the calls. `uses` says which tables there are, and between which variables.
+    """
+
+    def __init__(self, graph: StepGraph, mesh: Mesh, topology: Topology) -> None:
+        self.graph, self.mesh, self.topology = graph, mesh, topology
+        self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
+        self.domain_of: list[int] = []
+        self.costs: list[list[tuple[float, float, float]]] = []
+        self.uses: list[NamedTable] = []
+        self.prices: dict[Hashable, MovePrices] = {}
+        self.work: dict[Hashable, _Work] = {}
+        self.edges: dict[Hashable, _Edge] = {}
+        self.parameters: dict[Hashable, _Use] = {}
+        owned = [value for value in graph.values if value.kind == "parameter"]
+        self.bucket = _bucket_bytes(sum([prod(v.shape) * v.dtype.itemsize for v in owned]), mesh, topology)
+        self._add_domains()
+        with no_functions():  # such as those that make tensors on another device
+            self._add_calls()
+            for value in graph.values:
+                for use in value.uses if value.kind == "made" else ():
+                    self._add_edge(value, use)
+            self.of_calls = len(self.domains), len(self.domain_of), len(self.uses)
+            self._add_parameters({})
+
+    def pinned(self, stored: Mapping[str, Layout]) -> StepTables:
+        """The tables of plans that store parameters, by name, in these layouts; prices are known to both."""
+        other = copy(self)
+        domains, variables, uses = self.of_calls
+        other.domains, other.domain_of, other.uses = (
+            self.domains[:domains],
+            self.domain_of[:variables],
+            self.uses[:uses],
+        )
+        other.work, other.parameters = dict(self.work), {}
+        with no_functions():
+            other._add_parameters(stored)
+        return other
+
+    # -- what there is
+
+    def _add_domains(self) -> None:
+        """Add the candidates of all calls, those that are alike once."""
+        known: dict[Hashable, int] = {}
+        for call in self.graph.calls:
+            added = tuple([max(0, len(x.uses) - 1) * x.needs_grad for x in call.results])
+            key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added)
+            if key not in known:
+                known[key] = len(self.domains)
+                own = candidates(call, self.mesh, self.topology)
+                self.domains.append(own)
+                self.costs.append([(c.exchanges, c.work + self._sums(call, c), float(c.held)) for c in own])
+            self.domain_of.append(known[key])
+
+    def _add_calls(self) -> None:
+        for domain, costs in enumerate(self.costs):
+            self.work["work", domain] = _Work(*[torch.tensor(c, dtype=torch.float64) for c in zip(*costs, strict=True)])
+        for call in self.graph.calls:
+            self.uses.append(NamedTable(("work", self.domain_of[call.number]), (call.number,)))
+
+    def _sums(self, call: GraphCall, candidate: CallCandidate) -> float:
+        """Seconds to add the gradients of results that several calls read."""
+        ends = zip(call.results, candidate.outputs, strict=True)
+        return sum([gradient_sum_seconds(value, layout, self.topology) for value, layout in ends])
+
+    def _prices(self, value: Value) -> MovePrices:
+        itemsize, joined = value.itemsize, 1
+        if value.kind == "parameter":  # whose moves are joined with those of others
+            joined = max(1, int(self.bucket) // max(1, prod(value.shape) * itemsize))
+        key = (value.shape, itemsize, joined)
+        if key not in self.prices:
+            self.prices[key] = MovePrices(self.mesh, self.topology, value.shape, itemsize, joined)
+        return self.prices[key]
+
+    def _candidates(self, domain: int) -> tuple[CallCandidate, ...]:
+        return self.domains[domain]  # type: ignore[return-value]  # that of a call
+
+    def _pairs(self, prices: MovePrices, domain: int, operand: int) -> _Pairs:
+        numbers: dict[tuple[Layout, Layout], int] = {}
+        own = self._candidates(domain)
+        of = [numbers.setdefault((c.inputs[operand], c.gradients[operand]), len(numbers)) for c in own]
+        used, gradients = zip(*numbers, strict=True)
+        return _Pairs(prices.add(used), prices.add(gradients), torch.tensor(of))
+
+    def _add_edge(self, value: Value, use: End) -> None:
+        assert value.producer is not None
+        (producer, result), (call, operand) = value.producer, use
+        domains = self.domain_of[producer], self.domain_of[call]
+        key = ("edge", value.shape, value.dtype, value.needs_grad, domains[0], result, domains[1], operand)
+        if key not in self.edges:
+            prices, numbers = self._prices(value), dict[Layout, int]()
+            own = self._candidates(domains[0])
+            of = torch.tensor([numbers.setdefault(c.outputs[result], len(numbers)) for c in own])
+            made, wanted = prices.add(numbers), prices.add([layout.cotangent() for layout in numbers])
+            pairs = self._pairs(prices, domains[1], operand)
+            prices.bound(made, pairs.used)
+            if value.needs_grad:
+                prices.bound(pairs.gradients, wanted)
+            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad)
+        self.uses.append(NamedTable(key, (producer, call)))
+
+    def _add_parameters(self, stored: Mapping[str, Layout]) -> None:
+        for value in self.graph.parameters():
+            pin = stored.get(value.name)
+            self._add_parameter(value, () if pin is None else (pin,))
+
+    def _add_parameter(self, value: Value, own: tuple[Layout, ...]) -> None:
+        """Add the tables of a parameter, stored in one of its `own` layouts, or else in any."""
+        variable, pins = None, own
+        if len(value.uses) > 1:
+            variable, own = len(self.domain_of), own or _layouts(value, self.mesh, ())
+            self.domain_of.append(len(self.domains))
+            self.domains.append(own)
+            nothing = torch.zeros(len(own), dtype=torch.float64)
+            self.work["stored", value.number] = _Work(nothing, nothing, self._held(value, own))
+            self.uses.append(NamedTable(("stored", value.number), (variable,)))
+        for call, operand in value.uses:
+            domain = self.domain_of[call]
+            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, pins)
+            if key not in self.parameters:
+                prices = self._prices(value)
+                pairs = self._pairs(prices, domain, operand)
+                layouts = own or _layouts(value, self.mesh, [prices.layouts[i] for i in pairs.used.unique().tolist()])
+                stored = prices.add(layouts)
+                prices.bound(stored, pairs.used)
+                if value.needs_grad:
+                    prices.bound(pairs.gradients, stored)
+                held = self._held(value, layouts) * (variable is None)
+                self.parameters[key] = _Use(prices, stored, held, pairs, domain, variable, value.needs_grad)
+            self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
+
+    def _held(self, value: Value, layouts: Sequence[Layout]) -> Tensor:
+        nbytes = (COPIES if value.needs_grad else 1) * value.itemsize
+        return torch.tensor([nbytes * layout.local_numel(value.shape) for layout in layouts], dtype=torch.float64)
+
+    # -- tables
+
+    def tables(self, weights: Weights, alive: Sequence[Tensor]) -> dict[Hashable, Tensor]:
+        """All tables by name, of the values of each domain that are alive."""
+        tables: dict[Hashable, Tensor] = {}
+        for name, (variable, *_) in self.uses:
+            if name in self.work and name not in tables:
+                own = self.work[name]
+                total = own.exposed + own.work + weights.memory * own.held
+                tables[name] = total[alive[self.domain_of[variable]]]
+        for name, edge in self.edges.items():
+            made, pairs = (of[alive[d]] for of, d in zip((edge.of, edge.pairs.of), edge.domains, strict=True))
+            tables[name] = self._between(edge)[made][:, pairs]
+        for name, use in self.parameters.items():
+            total = weights.beside * self._moved(use) + weights.memory * use.held[:, None]
+            pairs = use.pairs.of[alive[use.domain]]
+            if use.variable is None:
+                tables[name] = total.amin(0)[pairs]
+            else:
+                tables[name] = total[alive[self.domain_of[use.variable]]][:, pairs]
+        return tables
+
+    def _between(self, edge: _Edge) -> Tensor:
+        """Seconds from each layout in which a tensor is made to each use, and of its gradient back."""
+        moved = edge.prices.seconds[edge.made][:, edge.pairs.used]
+        if edge.needs_grad:
+            moved = moved + edge.prices.seconds[edge.pairs.gradients][:, edge.wanted].T
+        return moved
+
+    def _moved(self, use: _Use) -> Tensor:
+        """Seconds from each layout in which a parameter is stored to each use, there again for the backward pass."""
+        there = use.prices.seconds[use.stored][:, use.pairs.used]
+        if not use.needs_grad:
+            return there
+        return 2 * there + use.prices.seconds[use.pairs.gradients][:, use.stored].T
+
+    # -- exact prices
+
+    def price(self, choice: Sequence[int], weights: Weights) -> tuple[Parts, int]:
+        """Price exactly all that a choice does: its parts, and how many moves had no exact price before."""
+        parts, new = Parts(), 0
+        chosen = Counter([(name, tuple([choice[variable] for variable in variables])) for name, variables in self.uses])
+        for (name, at), times in chosen.items():
+            if name in self.work:
+                own = self.work[name]
+                exposed, work, held = (float(each[at[0]]) for each in (own.exposed, own.work, own.held))
+                done = Parts(exposed, work, 0.0, held)
+            elif name in self.edges:
+                edge = self.edges[name]
+                made, pair = int(edge.of[at[0]]), int(edge.pairs.of[at[1]])
+                new += self._price_edge(edge, made, pair)
+                done = Parts(exposed=float(self._between(edge)[made, pair]))
+            else:
+                use = self.parameters[name]
+                stored, more = self._price_use(use, at, weights)
+                new += more
+                moved = float(self._moved(use)[stored, use.pairs.of[at[-1]]])
+                done = Parts(beside=moved, memory=float(use.held[stored]))
+            parts = parts.plus(done, times)
+        return parts, new
+
+    def _price_edge(self, edge: _Edge, made: int, pair: int) -> int:
+        new: int = edge.prices.price(int(edge.made[made]), int(edge.pairs.used[pair]))
+        if edge.needs_grad:
+            new += edge.prices.price(int(edge.pairs.gradients[pair]), int(edge.wanted[made]))
+        return new
+
+    def _price_use(self, use: _Use, at: Sequence[int], weights: Weights) -> tuple[int, int]:
+        """The position of the layout in which a parameter is stored, priced exactly, and how many moves were not."""
+        pair, new = int(use.pairs.of[at[-1]]), 0
+        used, gradient = int(use.pairs.used[pair]), int(use.pairs.gradients[pair])
+        while True:  # what is cheapest by a bound may not be by its price
+            costs = weights.beside * self._moved(use)[:, pair] + weights.memory * use.held
+            best = int(costs.argmin()) if use.variable is None else at[0]
+            more = int(use.prices.price(int(use.stored[best]), used))
+            if use.needs_grad:
+                more += use.prices.price(gradient, int(use.stored[best]))
+            new += more
+            if not more:
+                return best, new
+
+    def price_likely(self, alive: Sequence[Tensor], excess: Mapping[int, Tensor]) -> None:
+        """Price some moves of each edge: between the candidates whose choices exceed the bound by the least."""
+        for edge in self.edges.values():
+            ends = [
+                _least_of(of, size, alive[domain], excess[domain])
+                for of, size, domain in zip(
+                    (edge.of, edge.pairs.of), (len(edge.made), len(edge.pairs.used)), edge.domains, strict=True
+                )
+            ]
+            score = torch.maximum(ends[0][:, None], ends[1][None])
+            known = edge.prices.priced[edge.made][:, edge.pairs.used]
+            if edge.needs_grad:
+                known = known & edge.prices.priced[edge.pairs.gradients][:, edge.wanted].T
+            score[known] = inf
+            for at in score.flatten().topk(min(LIKELY, score.numel()), largest=False).indices.tolist():
+                made, pair = divmod(at, score.shape[1])
+                if score[made, pair] < inf:
+                    self._price_edge(edge, made, pair)
+
+    def stored(self, choice: Sequence[int], weights: Weights) -> dict[int, Layout]:
+        """The layout in which each parameter is stored, by its number, if a choice is made."""
+        layouts: dict[int, Layout] = {}
+        for name, variables in self.uses:
+            if name in self.parameters:
+                use = self.parameters[name]
+                at, _ = self._price_use(use, [choice[variable] for variable in variables], weights)
+                operand = name[5]  # type: ignore[index]
+                value = self.graph.calls[variables[-1]].operands[operand]
+                layouts[value.number] = use.prices.layouts[int(use.stored[at])]
+        return layouts
+
+
+def _least_of(of: Tensor, size: int, alive: Tensor, excess: Tensor) -> Tensor:
+    """For each layout the least excess of the candidates that have it, infinite without any."""
+    return torch.full((size,), inf, dtype=torch.float64).scatter_reduce(0, of[alive], excess, "amin")
+
+
+def _bucket_bytes(total: int, mesh: Mesh, topology: Topology) -> float:
+    """The bytes of a bucket of gradients, of `total` in all, if all ranks reduce them: as many as end a pass first."""
+    n = mesh.size
+    begin, seconds = (
+        collective_seconds("all_reduce", 2 * (n - 1) / n * nbytes, mesh, mesh.names, topology) for nbytes in (0, total)
+    )
+    return total / max(1, int(sqrt((seconds - begin) / begin))) if begin > 0 else 0.0
+
+
+def _layouts(value: Value, mesh: Mesh, used: Sequence[Layout]) -> tuple[Layout, ...]:
+    """The layouts in which a parameter may be stored: each dim sharded along any axes, and further shards of a use."""
+    dims: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))]
+    layouts = dict.fromkeys([Layout(mesh, placements) for placements in product(dims, repeat=mesh.ndim)])
+    for layout in used:
+        free = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
+        for n in range(1, len(free) + 1):
+            for axes, into in product(combinations(free, n), product(range(len(value.shape)), repeat=n)):
+                finer = layout
+                for axis, dim in zip(axes, into, strict=True):
+                    finer = finer.replace(axis, Shard(dim))
+                layouts[finer] = None
+    return tuple([layout for layout in layouts if _has_parts(layout, value.shape)])
+
+
+def _has_parts(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether no dim is sharded over more ranks than it has entries."""
+    sizes = layout.mesh.shape
+    return all(prod([sizes[axis] for axis in layout.axes_of(dim)]) <= size for dim, size in enumerate(shape))

@@ -1,0 +1,137 @@
+"""Plans of whole steps: no choice of layouts has a smaller sum, and bounds are bounds, whatever was priced before."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dshard import Mesh, Topology
+from dshard.layout import Layout
+from dshard.parallel.trace_step import trace_step
+from dshard.placements import Replicate, Shard
+from dshard.planning.plan_step import plan_step
+from dshard.planning.step_tables import StepTables, Weights
+
+TOPOLOGIES = [Topology.preset("dgx-h100"), Topology.preset("cpu")]
+PARTS = ("linear", "relu", "add", "norm", "tied")
+
+
+class Chain(nn.Module):
+    """A few operators one after the other, each of which reads what the one before made, or the first one's."""
+
+    def __init__(self, parts: list[str], width: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for part in parts if part == "linear")
+        self.tied = nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, linears = x, iter(self.linears)
+        for part in self.parts:
+            match part:
+                case "linear":
+                    x = next(linears)(x)
+                case "relu":
+                    x = F.relu(x)
+                case "add":
+                    x = x + first
+                case "norm":
+                    x = self.norm(x)
+                case "tied":
+                    x = self.tied(x)
+        return x
+
+
+def tables_of(parts: list[str], sizes: tuple[int, int], mesh: Mesh, topology: Topology) -> StepTables:
+    with torch.device("meta"):
+        model, x = Chain(parts, sizes[1]), torch.empty(sizes, requires_grad=True)
+    return StepTables(trace_step(model, (x,), {}).copies(), mesh, topology)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int) -> tuple[StepTables, Weights]:
+    parts = draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=4))
+    sizes = draw(st.sampled_from([(64, 1024), (4096, 64), (6, 10), (1, 5)]))
+    mesh = draw(st.sampled_from([Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))]))
+    beside, byte = draw(st.sampled_from([0.3, 1.0])), draw(st.sampled_from([0.0, 1e-12, 1e-9]))
+    tables = tables_of(parts, sizes, mesh, draw(st.sampled_from(TOPOLOGIES)))
+    while torch.tensor([float(len(tables.domains[d])) for d in tables.domain_of]).prod() > most:
+        parts = parts[:-1] or ["relu"]
+        tables = tables_of(parts, sizes, mesh, tables.topology)
+    return tables, Weights(beside, byte)
+
+
+@given(problems(most=2000))
+def test_no_choice_of_layouts_has_a_smaller_sum(problem: tuple[StepTables, Weights]) -> None:
+    tables, weights = problem
+    plan = plan_step(tables, weights)
+    choices = product(*[range(len(tables.domains[domain])) for domain in tables.domain_of])
+    least = min(weights.of(tables.price(choice, weights)[0]) for choice in choices)
+
+    assert weights.of(plan.parts) == pytest.approx(least, rel=1e-8)
+    assert plan.certificate == pytest.approx(1.0, abs=1e-8)
+
+
+@pytest.mark.thorough
+@given(problems(most=60000))
+def test_no_choice_of_many_has_a_smaller_sum(problem: tuple[StepTables, Weights]) -> None:
+    tables, weights = problem
+    choices = product(*[range(len(tables.domains[domain])) for domain in tables.domain_of])
+    plan = plan_step(tables, weights)
+
+    assert weights.of(plan.parts) <= min(weights.of(tables.price(c, weights)[0]) for c in choices) * (1 + 1e-8)
+
+
+@given(problems(most=10**9), st.integers(1, 3))
+def test_a_plan_that_is_cut_short_has_a_bound(problem: tuple[StepTables, Weights], passes: int) -> None:
+    tables, weights = problem
+    short = plan_step(tables, weights, passes=passes)
+    whole = plan_step(tables, weights)
+
+    assert short.bound <= weights.of(whole.parts) * (1 + 1e-8)
+    assert weights.of(whole.parts) <= weights.of(short.parts) * (1 + 1e-8)
+    assert short.certificate >= 1 - 1e-8
+
+
+def test_pinned_parameters_lie_where_they_are_pinned() -> None:
+    mesh = Mesh((2, 2), ("x", "y"))
+    tables = tables_of(["linear", "relu", "tied", "tied"], (64, 1024), mesh, TOPOLOGIES[0])
+    pins = {
+        "linears.0.weight": Layout(mesh, (Shard(1), Replicate())),
+        "tied.weight": Layout(mesh, (Shard(0), Shard(1))),
+    }
+    names = {value.number: value.name for value in tables.graph.parameters()}
+    free, pinned = plan_step(tables), plan_step(tables.pinned(pins))
+
+    assert {names[number]: layout for number, layout in pinned.parameters.items()} == pins
+    assert pinned.weights.of(pinned.parts) >= free.weights.of(free.parts)
+    assert plan_step(tables).parts == free.parts
+
+
+def test_a_dearer_byte_is_held_less() -> None:
+    tables = tables_of(["linear", "relu", "linear"], (64, 1024), Mesh((4,), ("x",)), TOPOLOGIES[0])
+    held = [plan_step(tables, Weights(memory=byte)).parts.memory for byte in (0.0, 1e-12, 1e-10, 1e-6)]
+
+    assert held == sorted(held, reverse=True)
+    assert held[-1] < held[0]
+
+
+def test_many_equal_blocks_are_planned_as_one() -> None:
+    """Of equal blocks each has the plan of the others, but for the ends, and costs what it adds."""
+
+    def seconds(copies: int) -> float:
+        tables = tables_of(["linear", "relu"] * copies, (4096, 1024), Mesh((2, 2), ("x", "y")), TOPOLOGIES[0])
+        plan: Any = plan_step(tables)
+        assert plan.certificate == pytest.approx(1.0, abs=1e-8)
+        return float(plan.weights.of(plan.parts))
+
+    four, eight, twelve = map(seconds, (4, 8, 12))
+    assert twelve - eight == pytest.approx(eight - four, rel=0.05)  # joined gradients are in larger buckets
