@@ -1,37 +1,51 @@
-"""The cheapest plan for a model: all strategies on all unfoldings of a mesh, and mixtures, priced by a traced step.
+"""The cheapest plan for a model: layouts of all its tensors chosen together, beside strategies by name.
 
-The cheapest layout of one operator may lead to an expensive one for the next, so layouts of a block are chosen
-together. A model is cut into blocks after each addition to the residual stream; each block may follow a strategy of its
-own. The sequence of strategies is a shortest path: a node is a block under a strategy, weighted by its communication
-forward and backward; an edge redistributes the residual stream and its gradient from one layout to the next. The path
-is then traced as a whole, and taken only if it is cheaper than every strategy by itself.
+The cheapest layout of one operator may lead to an expensive one for the next. `dshard.planning` chooses the layouts of
+a step together, by prices of its calls and of the moves between them. The plans that it makes are traced as they run,
+and so is each strategy by name that may be as cheap: the least that any plan with its parameters takes by the same
+prices says which may. So what is taken is the cheapest of all that were traced.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from math import prod
+from math import inf, prod, sqrt
 from time import perf_counter
 
+from dshard.comm import plain
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
-from dshard.layout import Layout
+from dshard.layout import layout_of
 from dshard.mesh import Mesh
-from dshard.parallel.plan_values import Cost, Placements, Plan, PlanOptions
+from dshard.parallel.plan_values import Cost, Plan, PlanOptions
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
-from dshard.redistribute import plan as plan_moves
-from dshard.rules.matmul_loops import Schedule
+from dshard.parallel.whole_plan import as_plan
+from dshard.planning.plan_step import plan_step
+from dshard.planning.step_graph import StepGraph
+from dshard.planning.step_tables import StepTables, Weights
 from dshard.tables import human_bytes
+from dshard.torch_private import disable_modes
 from dshard.validate import as_number
 
 PATIENCE = 1.0
 """Seconds of a search that need no sign of life."""
+WAITED = Weights(beside=1.0)
+"""Moves of parameters count in full, as if nothing ran beside work."""
+BESIDE = Weights(beside=0.3)
+"""Moves of parameters mostly run beside work: what remains are those of the first and last blocks."""
+MARGIN = 1.05
+"""A strategy by name may be cheaper than its least by the prices of the planner says, by this factor."""
+PASSES = 4
+"""Eliminations for the lower bound of a strategy by name."""
+NAMED = 4
+"""The most strategies by name that are traced beside plans that choose all layouts together."""
+CHEAP, HALVED = 256.0, 3
+"""A byte is tried from this part of the price that makes memory as dear as time, to as many times it; then between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +58,90 @@ class Auto:
         if self.memory is not None:
             as_number(self.memory, "memory", StrategyError)
 
+    def allows(self, plan: Plan) -> bool:
+        """Whether a priced plan is within the limit."""
+        return self.memory is None or plan.cost.memory.total <= self.memory
 
-def cheapest(mesh: Mesh, roles: Roles, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost]) -> Plan:
+
+@plain()
+@disable_modes()
+def cheapest(
+    mesh: Mesh,
+    roles: Roles,
+    auto: Auto,
+    options: PlanOptions,
+    price: Callable[[Plan], Cost],
+    graph: StepGraph | None = None,
+) -> Plan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
-    A mesh of one axis is also unfolded into two axes in every way; other meshes are not.
+    `graph` is that of the model's step; without one only strategies by name are considered. A mesh of one axis is also
+    unfolded into two axes in every way; other meshes are not.
     """
-
     shows = _progress()
+    plans: list[Plan] = []
 
     def priced(plan: Plan) -> Plan:
         plan = options.of(plan)
         shows(plan.strategy)
-        return replace(plan, cost=price(plan))
+        plans.append(replace(plan, cost=price(plan)))
+        return plans[-1]
 
-    plans = [priced(plan) for unfolded in unfoldings(mesh) for plan in uniform(roles, unfolded)]
+    named: list[tuple[float, Plan]] = []
     for unfolded in unfoldings(mesh):
-        mixed = mixture(roles, [plan for plan in plans if plan.mesh == unfolded])
-        if mixed is not None:
-            plans.append(priced(mixed))
+        tables = None if graph is None else StepTables(graph, unfolded, planning_context().topology_of(unfolded))
+        if tables is not None:
+            _add_planned(tables, auto, priced)
+        named += [(0.0 if tables is None else least_of(tables, plan), plan) for plan in uniform(roles, unfolded)]
+    likely = sorted(named, key=lambda each: each[0])
+    for least, plan in likely if graph is None or auto.memory is not None else likely[:NAMED]:
+        if least <= MARGIN * min([each.cost.seconds for each in plans if auto.allows(each)], default=inf):
+            priced(plan)
     shows("")
-    fitting = [plan for plan in plans if auto.memory is None or _cost(plan).memory.total <= auto.memory]
+    fitting = [plan for plan in plans if auto.allows(plan)]
     if not fitting:
-        least = min(plans, key=lambda plan: _cost(plan).memory.total)
+        smallest = min(plans, key=lambda plan: plan.cost.memory.total)
         raise StrategyError(
-            f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {least.strategy!r} on "
-            f"({least.mesh}) needs the least, {human_bytes(_cost(least).memory.total)}; "
+            f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {smallest.strategy!r} on "
+            f"({smallest.mesh}) needs the least, {human_bytes(smallest.cost.memory.total)}; "
             "use more ranks or a smaller batch"
         )
-    return min(fitting, key=lambda plan: _cost(plan).seconds)
+    return min(fitting, key=lambda plan: plan.cost.seconds)
+
+
+def _add_planned(tables: StepTables, auto: Auto, priced: Callable[[Plan], Plan]) -> None:
+    """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
+    known: list[tuple[Plan, Plan]] = []
+
+    def planned(weights: Weights) -> Plan:
+        chosen = plan_step(tables, weights)
+        made = as_plan(tables.graph, chosen, tables.mesh)
+        for alike, plan in known:
+            if alike == made:
+                return plan
+        known.append((made, priced(replace(made, certificate=chosen.certificate))))
+        return known[-1][1]
+
+    planned(BESIDE)
+    plan = planned(WAITED)
+    if auto.allows(plan):
+        return
+    parameters = plan.cost.memory.parameters + plan.cost.memory.optimizer
+    low = high = plan.cost.seconds / max(1, parameters) / CHEAP
+    while not auto.allows(planned(WAITED._replace(memory=high))):
+        if high > plan.cost.seconds / max(1, parameters) * CHEAP:
+            return
+        low, high = high, high * 4
+    for _ in range(HALVED if low < high else 0):
+        middle = sqrt(low * high)
+        low, high = (low, middle) if auto.allows(planned(WAITED._replace(memory=middle))) else (middle, high)
+
+
+def least_of(tables: StepTables, plan: Plan) -> float:
+    """A lower bound on the weighted seconds of plans that store parameters as `plan` does, mostly moved beside work."""
+    ndims = {value.name: len(value.shape) for value in tables.graph.parameters()}
+    stored = {name: layout_of(tables.mesh, plan.parameters[name], ndim) for name, ndim in ndims.items()}
+    return plan_step(tables.pinned(stored), BESIDE, passes=PASSES).bound
 
 
 def _progress() -> Callable[[str], None]:
@@ -87,11 +156,6 @@ def _progress() -> Callable[[str], None]:
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
     return show
-
-
-def _cost(plan: Plan) -> Cost:
-    assert plan.cost is not None
-    return plan.cost
 
 
 def unfoldings(mesh: Mesh) -> Iterator[Mesh]:
@@ -139,62 +203,3 @@ def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
         except StrategyError:
             continue
         yield lay_out(fitting, name, axes, mesh)
-
-
-def mixture(roles: Roles, plans: Sequence[Plan]) -> Plan | None:
-    """The plan with the cheapest sequence of strategies over the blocks; None if one strategy serves all."""
-    blocks = roles.blocks
-    if len(blocks) < 2 or len(plans) < 2:
-        return None
-    best = [[_seconds(plan, blocks[0]) for plan in plans]]
-    previous: list[list[int]] = []
-    for block, before in zip(blocks[1:], blocks, strict=False):
-        steps = [[best[-1][i] + _between(roles, before, p, q) for i, p in enumerate(plans)] for q in plans]
-        previous.append([min(range(len(plans)), key=row.__getitem__) for row in steps])
-        best.append([min(row) + _seconds(plan, block) for row, plan in zip(steps, plans, strict=True)])
-    path = [min(range(len(plans)), key=best[-1].__getitem__)]
-    for row in reversed(previous):
-        path.append(row[path[-1]])
-    picked = [plans[i] for i in reversed(path)]
-    return None if len({id(plan) for plan in picked}) == 1 else _joined(roles, picked)
-
-
-def _seconds(plan: Plan, block: tuple[str, ...]) -> float:
-    inside = set(block)
-    return sum(move.seconds for move in _cost(plan).moves if move.module in inside)
-
-
-def _between(roles: Roles, block: tuple[str, ...], p: Plan, q: Plan) -> float:
-    """Seconds to redistribute the residual stream after `block` from plan `p` to `q`, and its gradient back."""
-    last = roles.outputs.get(block[-1])
-    if last is None or p is q:
-        return 0.0
-    src, dst = (Layout(plan.mesh, plan.outputs[block[-1]]) for plan in (p, q))
-    topology = planning_context().topology_of(p.mesh)
-    return sum(plan_moves(a, b, last.shape, last.itemsize, topology).seconds for a, b in ((src, dst), (dst, src)))
-
-
-def _joined(roles: Roles, picked: Sequence[Plan]) -> Plan:
-    """The plan that takes each block from the plan picked for it."""
-    parameters: dict[str, Placements] = {}
-    outputs: dict[str, Placements] = {}
-    products: dict[str, Schedule] = {}
-    gathers: dict[str, tuple[str, ...]] = {}
-    for block, plan in zip(roles.blocks, picked, strict=True):
-        inside = set(block)
-        parameters |= {name: p for name, p in plan.parameters.items() if name.rpartition(".")[0] in inside}
-        outputs |= {name: p for name, p in plan.outputs.items() if name in inside}
-        products |= {name: p for name, p in plan.products.items() if name in inside}
-        gathers |= {name: p for name, p in plan.gathers.items() if name.rpartition(".")[0] in inside}
-    first = picked[0]
-    counts = Counter(plan.strategy for plan in picked)
-    name = ", ".join(f"{strategy} ({n} block{'s' if n > 1 else ''})" for strategy, n in counts.items())
-    parameters = {own: parameters.get(own, placements) for own, placements in first.parameters.items()}
-    gathered = tuple(axis for axis in first.mesh.names if all(axis in plan.gathered for plan in picked))
-    attention = first.attention if all(plan.attention == first.attention for plan in picked) else None
-    return Plan(
-        *(name, first.mesh, parameters, first.batch, outputs, products, first.shared),
-        gathered=gathered,
-        attention=attention,
-        gathers=gathers,
-    )

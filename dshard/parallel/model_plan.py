@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -28,13 +29,16 @@ from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_b
 from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
+from dshard.parallel.forward_values import HostReadMissing
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
+from dshard.parallel.trace_step import trace_step
 from dshard.placements import Placement, Replicate
+from dshard.planning.step_graph import StepGraph
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
@@ -223,7 +227,8 @@ def planned(
     roles = roles_of(trace_factors(model, args, kwargs, reached))
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
-        return cheapest(mesh, roles, auto, options, lambda plan: price(model, plan, args, kwargs, reached))
+        prices = partial(price, model, args=args, kwargs=kwargs, reached=reached)
+        return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached))
     axes = axes_of(plan, mesh)
     if any(axis.experts for axis in axes):
         plan, mesh = refined(roles, plan, mesh, planning_context().topology_of(mesh).hosts)
@@ -232,6 +237,16 @@ def planned(
     if idle := idle_experts(roles, axes, mesh):
         warn_user(idle, mesh)
     return options.of(lay_out(roles, plan, axes, mesh))
+
+
+def _graph(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState
+) -> StepGraph | None:
+    """The graph of a step; None of a model that does not run without data, for which there are strategies by name."""
+    try:
+        return trace_step(model, args, kwargs, reached).copies()
+    except (HostReadMissing, LayoutError, RuntimeError, NotImplementedError):
+        return None
 
 
 def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:

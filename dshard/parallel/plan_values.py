@@ -107,8 +107,9 @@ class Plan(Tabled):
     parameters that are not gathered along all of them, such as experts. `precision` are the dtypes
     in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
     None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
-    is the number of dims of the example batch: an input of fewer is one row, and replicated. Unnamed tensors are
-    replicated, or laid out by cost.
+    is the number of dims of the example batch: an input of fewer is one row, and replicated. Where the layouts of all
+    tensors were chosen together, `certificate` is how many times the least possible seconds, by the prices of the
+    planner, these are at most. Unnamed tensors are replicated, or laid out by cost.
     """
 
     strategy: str
@@ -125,6 +126,7 @@ class Plan(Tabled):
     attention: AttentionLoops | None = None
     ndim: int = 1
     gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    certificate: float | None = None
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name."""
@@ -176,6 +178,8 @@ class Plan(Tabled):
                 f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{overlap}; "
                 f"a rank holds at most {human_bytes(memory.total)}: {held}"
             )
+        if self.certificate is not None:
+            lines.append(f"all layouts chosen together, within {self.certificate:.3f} of any choice by these prices")
         return "\n".join(lines)
 
 

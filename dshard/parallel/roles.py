@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,9 +60,8 @@ class Roles:
     """The roles of all parameters' dims by name, the residual outputs of modules, and the matmuls of modules.
 
     `products` says for modules with one matmul how it uses its weight, `shared` which of these share their input with
-    another; `blocks` are the modules in the order of the forward pass, cut after each addition to the residual stream.
-    `rows` is the batch size. With `has_sequence` the residual stream has a sequence dim; with `of_inputs` that is the
-    second dim of the first input. `heads` is the smallest number of heads of an attention, None without one.
+    another. `rows` is the batch size. With `has_sequence` the residual stream has a sequence dim; with `of_inputs` that
+    is the second dim of the first input. `heads` is the smallest number of heads of an attention, None without one.
     """
 
     parameters: dict[str, tuple[Role, ...]]
@@ -71,7 +69,6 @@ class Roles:
     products: dict[str, Use]
     shared: frozenset[str]
     width: int
-    blocks: tuple[tuple[str, ...], ...]
     rows: int = 1
     has_sequence: bool = False
     of_inputs: bool = False
@@ -114,18 +111,9 @@ def roles_of(traced: ModelTrace) -> Roles:
     second = traced.inputs[0][1].group if traced.inputs and len(traced.inputs[0]) > 1 else None
     sequences = {traced.outputs[name][out.sequence].group for name, out in outputs.items() if out.sequence}
     of_inputs = second is not None and second in sequences
-    blocks, heads = _blocks(traced, outputs), min(traced.heads, default=None)
+    heads = min(traced.heads, default=None)
     n_rows = next((dims[0].size for dims in traced.inputs if dims and dims[0].group is not None), 1)
-    return Roles(parameters, outputs, products, shared, width, blocks, n_rows, bool(sequences), of_inputs, heads)
-
-
-def _blocks(traced: ModelTrace, outputs: Mapping[str, Output]) -> tuple[tuple[str, ...], ...]:
-    blocks: list[list[str]] = [[]]
-    for module in traced.order:
-        blocks[-1].append(module)
-        if module in outputs:
-            blocks.append([])
-    return tuple(tuple(block) for block in blocks if block)
+    return Roles(parameters, outputs, products, shared, width, n_rows, bool(sequences), of_inputs, heads)
 
 
 def _products(traced: ModelTrace, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Use]:
