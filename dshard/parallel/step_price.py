@@ -55,12 +55,22 @@ def price(
         except HostReadMissing:
             answers = trace_factors(model, args, kwargs, reached).answers
             return _priced(model, plan, (args, kwargs), reached, answers)
-    except (HostReadMissing, NotImplementedError) as error:
+    except Exception as error:
+        if not (isinstance(error, HostReadMissing | NotImplementedError) or _runs_on_data_alone(model, args, kwargs)):
+            raise
         reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
         raise LayoutError(
             f"a step of {type(model).__name__} does not run without data{reason}, and is not priced: lay it out by "
             "parallelize, with data and the name of a strategy, or give the placements of its parameters by name"
         ) from error
+
+
+def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether the forward pass of `model` fails without data, and does not with it."""
+    try:
+        return trace_factors(model, args, kwargs).answers is None
+    except Exception:
+        return False
 
 
 def _priced(

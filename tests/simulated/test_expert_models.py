@@ -203,6 +203,10 @@ def test_a_trace_on_data_finds_the_loops_of_experts_as_one_without() -> None:
     assert on_data.answers is None
     assert roles_of(on_data).parameters == roles_of(without).parameters
     assert roles_of(on_data).has_experts
+    with pytest.raises(
+        LayoutError, match=r"does not run without data .*, and is not priced: lay it out by parallelize"
+    ):
+        dshard.plan_model(ModelOfData(), MESH, "expert", x)
 
 
 @pytest.mark.thorough
