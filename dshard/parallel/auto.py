@@ -93,10 +93,13 @@ def cheapest(
         if tables is not None:
             _add_planned(tables, auto, priced)
         named += [(0.0 if tables is None else least_of(tables, plan), plan) for plan in uniform(roles, unfolded)]
-    likely = sorted(named, key=lambda each: each[0])
-    for least, plan in likely if graph is None or auto.memory is not None else likely[:NAMED]:
-        if least <= MARGIN * min([each.cost.seconds for each in plans if auto.allows(each)], default=inf):
-            priced(plan)
+    tried = 0
+    for least, plan in sorted(named, key=lambda each: each[0]):
+        best = min([each.cost.seconds for each in plans if auto.allows(each)], default=inf)
+        if best < inf and graph is not None and (least > MARGIN * best or tried == NAMED):
+            break
+        priced(plan)
+        tried += 1
     shows("")
     fitting = [plan for plan in plans if auto.allows(plan)]
     if not fitting:

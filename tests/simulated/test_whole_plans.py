@@ -1,0 +1,177 @@
+"""Models laid out by plans that choose all layouts together compute what one device does, at the planned price."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dshard import Mesh, Topology, parallelize, use_topology
+from dshard.parallel import Auto, Plan, plan_model
+from dshard.parallel.step_price import price
+from dshard.parallel.trace_step import trace_step
+from dshard.parallel.whole_plan import as_plan
+from dshard.planning.plan_step import plan_step
+from dshard.planning.step_tables import StepTables, Weights
+from dshard.testing import simulated, whole
+from dshard.topology import BYTES
+
+MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.n1(x)
+        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.n2(x))))
+        return out
+
+
+class Language(nn.Module):
+    """A small language model, whose head may be tied to its embedding; it returns its loss."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, tied: bool = False, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), target.flatten())
+
+
+class Adapted(nn.Module):
+    """A linear layer that is not trained, and two that are, beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = (nn.Linear(*size, bias=False) for size in ((12, 20), (12, 3), (3, 20)))
+        self.base.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.base(x) + self.b(self.a(x))).square().mean()
+
+
+def language(rows: int, tied: bool = False, width: int = 16, heads: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(rows)
+    tokens = torch.randint(0, 24, (rows, 8))
+    return Language(24, width, heads, tied).double(), (tokens, tokens.roll(-1, 1))
+
+
+def adapted() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(3)
+    return Adapted().double(), (torch.randn(8, 12, dtype=torch.float64),)
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "language": lambda: language(8),
+    "tied": lambda: language(4, tied=True),
+    "uneven": lambda: language(3, width=15, heads=3),
+    "adapted": adapted,
+}
+
+
+def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights: Weights) -> Plan:
+    graph = trace_step(model, args, {}).copies()
+    plan = as_plan(graph, plan_step(StepTables(graph, mesh, topology), weights), mesh)
+    return replace(plan, ndim=args[0].dim())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("topology", "byte"),
+    [(BYTES, 1e-3), (Topology.preset("dgx-h100"), 0.0), (Topology.preset("cpu"), 1e-6)],
+    ids=["bytes", "time", "memory"],
+)
+def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, topology: Topology, byte: float) -> None:
+    model, args = CASES[case]()
+    alone = copy.deepcopy(model)
+    expected = alone(*args)
+    expected.backward()
+    plan = planned(model, args, mesh, topology, Weights(memory=byte))
+    with simulated(mesh), use_topology(topology):
+        parallelize(model, mesh, plan)
+        for _ in range(2):  # recorded, and as recorded
+            model.zero_grad()
+            loss = model(*args)
+            loss.backward()
+
+        torch.testing.assert_close(whole(loss.detach()), expected.detach())
+        for (name, own), p in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (own.grad is None) == (p.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(whole(own.grad), p.grad)
+
+
+def without_data(vocabulary: int, width: int, rows: int, length: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    with torch.device("meta"):
+        tokens = torch.empty(rows, length, dtype=torch.long)
+        return Language(vocabulary, width, width // 64), (tokens, tokens)
+
+
+NAMES = ("data x data", "data x megatron", "data x megatron-sp", "data x ulysses", "data x fsdp", "fsdp x megatron")
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((2, 4), (32000, 512, 8, 512)),
+        pytest.param((8, 8), (51200, 2048, 8, 2048), marks=pytest.mark.thorough),
+    ],
+)
+def test_auto_is_at_most_as_dear_as_names(shape: tuple[int, ...], sizes: tuple[int, int, int, int]) -> None:
+    """Where rows are fewer than ranks, no strategy by name comes near."""
+    mesh, topology = Mesh(shape, ("x", "y")), Topology.preset("dgx-h100", nodes=max(1, shape[0] * shape[1] // 8))
+    model, args = without_data(*sizes)
+    with use_topology(topology):
+        auto = plan_model(model, mesh, "auto", *args)
+        names = [plan_model(model, mesh, name, *args).cost.seconds for name in NAMES]
+
+    assert auto.cost.seconds <= min(names)
+    assert shape != (8, 8) or auto.cost.seconds * 1.1 < min(names)
+
+
+def test_prices_of_the_planner_are_those_of_the_traced_step() -> None:
+    mesh, topology = Mesh((2, 4), ("x", "y")), Topology.preset("dgx-h100")
+    model, args = without_data(32000, 1024, 8, 1024)
+    graph = trace_step(model, args, {}).copies()
+    chosen = plan_step(StepTables(graph, mesh, topology))
+    with use_topology(topology):
+        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+
+    assert chosen.parts.work == pytest.approx(cost.work, rel=0.02)
+    assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.1)
+
+
+def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
+    mesh = Mesh((8,), ("x",))
+    with torch.device("meta"):
+        model, args = Adapted(), (torch.empty(4096, 12),)
+        model.base.weight.requires_grad_(True)
+    with use_topology(Topology.preset("dgx-h100")):
+        free = plan_model(model, mesh, "auto", *args)
+        tight = plan_model(model, mesh, Auto(memory=free.cost.memory.total // 2), *args)
+
+    assert tight.cost.memory.total <= free.cost.memory.total // 2
+    assert tight.cost.seconds >= free.cost.seconds
