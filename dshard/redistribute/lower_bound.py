@@ -152,8 +152,8 @@ def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
 class _Reductions(NamedTuple):
     """What the reductions before and after say of a plan: its bounds, and which reductions it ends and begins.
 
-    The mesh axes of more than one rank on which it ends one, its terms, the doublings by which they meet at a rank,
-    and the seconds to copy what each rank leaves partial anew.
+    The mesh axes of more than one rank on which it ends one, its terms, the doublings by which they meet at a rank;
+    the seconds of a copy between layouts of other dims, and of one that leaves a reduction partial anew.
     """
 
     least: LeastTerms
@@ -162,21 +162,22 @@ class _Reductions(NamedTuple):
     ended: tuple[int, ...]
     terms: int
     meetings: int
-    copies: float
+    copied: float
+    begun: float
 
 
 class _DimChange(NamedTuple):
     """What the mesh axes that shard a dim before and after say of a plan.
 
     The most of its size that a rank can keep; the fewest chunks that make up the largest after; whether chunks nest,
-    and whether some rank holds none that it needs, see `nested_and_apart`; the seconds of copies; whether it changes.
+    and whether some rank holds none that it needs, see `nested_and_apart`; whether steps copy; whether it changes.
     """
 
     kept: int
     sources: int
     nested: bool
     apart: bool
-    copies: float
+    copies: bool
     changes: bool
 
 
@@ -198,10 +199,12 @@ class LowerBound:
         changed = [axis for axis, (op, target) in enumerate(zip(src, dst, strict=True)) if op != target]
         ends, begins = any(src[axis] for axis in changed), any(dst[axis] for axis in changed)
         ended = tuple([axis for axis in changed if axis in wide and src[axis] is not None])
-        terms, copied = prod([self.sizes[axis] for axis in ended]), any(dst[axis] for axis in changed if axis in wide)
+        terms, left = prod([self.sizes[axis] for axis in ended]), [axis for axis in wide if dst[axis] is not None]
+        unsplit = self.copy * prod([self.sizes[axis] for axis in left])  # at the latest where the last one begins
+        begun = unsplit if any(src[axis] != dst[axis] for axis in left) else 0.0
         partial = frozenset([axis for axis in wide if any(src) and (src[axis] or dst[axis])])
         least, meetings = least_terms(self.mesh, self.topology, partial), (terms - 1).bit_length()
-        found = _Reductions(least, ends, begins, ended, terms, meetings, self.copy * copied)
+        found = _Reductions(least, ends, begins, ended, terms, meetings, self.copy if begun else unsplit, begun)
         self.reductions[src, dst] = found
         return found
 
@@ -209,7 +212,7 @@ class LowerBound:
         have, want = src.local[dim], dst.local[dim]
         sources = -(-want // have) if want > have > 0 else 1
         # all steps but those of chunks of the first dim copy what they leave, or what they begin with
-        copies = self.copy if dim and src.wide[dim] != dst.wide[dim] else 0.0
+        copies = dim > 0 and src.wide[dim] != dst.wide[dim]
         changes = src.axes[dim] != dst.axes[dim]
         change = _DimChange(min(have, want), sources, *nested_and_apart_in(src, dst, dim), copies, changes)
         self.changes[dim][src.axes[dim], dst.axes[dim]] = change
@@ -223,7 +226,7 @@ class LowerBound:
         meet at one rank that needs the sum, and one more for each other rank that needs it. Where dims but the first
         are sharded otherwise some step copies, and one that leaves a reduction partial copies, too.
         """
-        held, sources, nested, separate, copies, changes = 1, 1, True, False, 0.0, False
+        held, sources, nested, separate, copies, changes = 1, 1, True, False, False, False
         for dim, pair in enumerate(zip(src.axes, dst.axes, strict=True)):
             change = self.changes[dim].get(pair) or self._change(src, dst, dim)
             held *= change[0]
@@ -231,17 +234,27 @@ class LowerBound:
                 sources, changes = sources * change[1], True
                 nested, separate, copies = nested and change[2], separate or change[3], copies or change[4]
         reductions = self.reductions.get((src.partial, dst.partial)) or self._reductions(src.partial, dst.partial)
-        least, ends, begins, ended, terms, meetings, left = reductions
+        least, ends, begins, ended, terms, meetings, copied, begun = reductions
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
         latency, lacking, more = least.moves[doublings], float(dst.numel - (0 if separate else held)), 0.0
         if terms > 1:
             if not doublings and self.numel and any(axis not in dst.split for axis in ended):
                 more = least.all_reductions[meetings] - least.reductions[meetings]
             latency += least.reductions[meetings] + more
-            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2) / self.ranks))
+            alone = 0.0 if nested else self._alone(src, dst)
+            lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2 + alone) / self.ranks))
         steps = max(1, begins + ((1 if nested else 2) if ends else changes))
-        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate + copies + left
+        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate + begun + copied * copies
         return seconds + self._crossing(src, dst, least, (doublings, meetings), more) if least.slow else seconds
+
+    def _alone(self, src: State, dst: State) -> float:
+        """The part of the elements, at least, that no rank that needs it holds a term of.
+
+        Where an axis shards another dim, evenly, a rank's index on it is that of what it needs, and of what it holds,
+        for one part in `n` of them.
+        """
+        moved = [axis for axis, dim in src.split.items() if dst.split.get(axis, dim) != dim and _even(src, dst, axis)]
+        return 1 - 1 / max([self.sizes[axis] for axis in moved], default=1)
 
     def _crossing(self, src: State, dst: State, least: LeastTerms, doublings: tuple[int, int], more: float) -> float:
         """The least seconds, beyond those along any axis, for elements that must be sent along a slow axis.
