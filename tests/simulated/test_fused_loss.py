@@ -133,6 +133,24 @@ def test_the_loss_is_that_of_whole_logits_in_any_layouts(data: st.DataObject) ->
             same(whole(mine), other)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rows", [("d", "d"), ("d", "v"), ("_0", "d")])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_sharded_features_with_a_bias(rows: tuple[str, ...], reduction: str) -> None:
+    """Each rank of the features has all logits, and one of them the gradient of the bias."""
+    case = Case((7, 5), 6, 2, (True, True), True)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1}
+    loss, grad, gradients = case.expected(options)
+    whole_layout = Layout(MESH, (Replicate(), Replicate()))
+    with simulated(MESH), by_rows(*rows):
+        laid: list[Any] = [distribute(t, whole_layout) for t in case.tensors if t is not None]
+        for i in (0, 1, 3):
+            laid[i].requires_grad_()
+        found = linear_cross_entropy(*laid[:4], class_weight=laid[4], ignore_index=case.ignored, rows=3, **options)
+        same(whole(found), loss)
+        for mine, other in zip(case.gradients(laid, found, distribute(grad, whole_layout)), gradients, strict=True):
+            same(whole(mine), other)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("shape", [(3, 4, 5), (7, 5), (5,), (0, 5)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
