@@ -3,12 +3,12 @@
     PYTHONPATH=. python benchmarks/step.py [--ranks 8] [--seconds 20] [--json FILE] [--write]
 
 The ranks are calibrated, all of them at once: collectives along every axis of the meshes, products, copies and what
-the host takes for a distributed operator. On that topology `dshard.simulate.setup_search`, which is
-`dshard plan model`, finds the fastest plans of a small transformer; of those that `parallelize` runs, the fastest and
-a few of other kinds then train on the same ranks. Three predictions: the closed form by which the plan was found, the
-program recorded without data, and rehearsed: its local work on as many ranks without a network, and what it sends as
-calibrated. Steps of all plans are interleaved, and a step takes as long as its slowest rank. Into the first two nothing
-measured enters but the calibration, which runs another program.
+the host takes for a distributed operator. On that topology `dshard.parallel.plan_table`, which is
+`dshard plan model`, finds the fastest plans of a small transformer; the fastest of all, and of a few other strategies,
+then train on the same ranks. Three predictions: the price of the plan, a forward and a backward pass; the program
+recorded without data, with the optimiser, and rehearsed: its local work on as many ranks without a network, and what it
+sends as calibrated. Steps of all plans are interleaved, and a step takes as long as its slowest rank. Into the first
+two nothing measured enters but the calibration, which runs another program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,10 +31,10 @@ from torch import Tensor, nn
 from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.calibrate import measure
 from dshard.core.context import use_topology
-from dshard.errors import DShardError
 from dshard.launch import rehearse
 from dshard.launch.processes import share_cores
-from dshard.simulate import Model, Setup, Step, record, search, simulate_step
+from dshard.parallel import RankedPlan, plan_table
+from dshard.simulate import Model, record
 from dshard.tables import text_table
 from dshard.testing import RankPool
 from dshard.topology import Topology
@@ -119,7 +118,7 @@ def measured(plans: Sequence[tuple[tuple[int, ...], tuple[str, ...], str]], topo
 @dataclass(frozen=True)
 class Row:
     setup: str
-    closed: float
+    priced: float
     recorded: float
     rehearsed: float
     times: list[float]
@@ -131,12 +130,12 @@ class Row:
 
     def cells(self) -> list[str]:
         low, middle, high = self.quartiles
-        ms = [f"{seconds * 1e3:.0f}" for seconds in (self.closed, self.recorded, self.rehearsed, middle)]
+        ms = [f"{seconds * 1e3:.0f}" for seconds in (self.priced, self.recorded, self.rehearsed, middle)]
         return [
             self.setup,
             *ms,
             f"{low * 1e3:.0f} to {high * 1e3:.0f}",
-            f"{self.closed / middle:.2f}",
+            f"{self.priced / middle:.2f}",
             f"{self.recorded / middle:.2f}",
             f"{self.rehearsed / middle:.2f}",
         ]
@@ -144,53 +143,45 @@ class Row:
 
 HEADER = [
     "plan",
-    "closed form ms",
+    "priced ms",
     "recorded ms",
     "rehearsed ms",
     "measured ms",
     "quartiles",
-    "closed / measured",
+    "priced / measured",
     "recorded / measured",
     "rehearsed / measured",
 ]
 
 
-def chosen(topology: Topology, ranks: int) -> list[Step]:
-    """The fastest plan of all, and the fastest of each other kind."""
-    found = search(MODEL, ranks, topology, BATCH, dtype="float32", itemsize=4, keep=10_000, runnable=True)
-    first: dict[tuple[str, str], Step] = {}
-    for step in found.steps:
-        if step.setup.microbatches == 1:
-            first.setdefault((step.setup.form.name, step.setup.sharded), step)
+def chosen(topology: Topology, ranks: int) -> list[RankedPlan]:
+    """The fastest plan of all, and the fastest of each other strategy."""
+    model = nn.Sequential(*(Block(MODEL) for _ in range(MODEL.layers))).to("meta")
+    x = torch.empty(BATCH, MODEL.sequence, MODEL.hidden, device="meta")
+    first: dict[str, RankedPlan] = {}
+    for each in plan_table(model, ranks, topology, (x,), {}, dtype="float32").plans:
+        first.setdefault(each.plan.strategy, each)
     return list(first.values())[:PLANS]
 
 
-def recorded(setup: Setup, topology: Topology) -> float:
+def recorded(mesh: Mesh, strategy: str, topology: Topology) -> float:
     """The same program without data and processes."""
-    mesh = Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
     with use_topology(topology):
-        return record(stepper(mesh, setup.strategy, "meta"), topology).seconds
+        return record(stepper(mesh, strategy, "meta"), topology).seconds
 
 
 def rows_of(pool: RankPool, ranks: int, seconds: float) -> tuple[Topology, list[Row]]:
     shapes = [(d, ranks // d) for d in range(2, ranks) if ranks % d == 0] or [(ranks,)]
     topology = pool.run(calibrated, shapes, seconds, timeout=600 + 10 * seconds)[0]
-    steps, laid, prices = [], [], []
-    for step in chosen(topology, ranks):
-        try:
-            prices.append(recorded(step.setup, topology))
-        except DShardError as error:
-            print(f"{step.setup}: left out: {error}", file=sys.stderr)
-            continue
-        steps.append(step)
-        laid.append((step.setup.mesh.shape[1:], step.setup.mesh.names[1:], step.setup.strategy))
+    plans = chosen(topology, ranks)
+    prices = [recorded(mesh, plan.strategy, topology) for plan, mesh in plans]
+    laid = [(mesh.shape, mesh.names, plan.strategy) for plan, mesh in plans]
     times = pool.run(measured, laid, topology, timeout=1200)
     slowest = [[max(each) for each in zip(*found, strict=True)] for found in zip(*times, strict=True)]
     rows = []
-    for step, price, where, found in zip(steps, prices, laid, slowest, strict=True):
-        closed = simulate_step(MODEL, step.setup, topology, BATCH, dtype="float32", itemsize=4, overlap=False)
+    for (plan, mesh), price, where, found in zip(plans, prices, laid, slowest, strict=True):
         again = rehearse(on_mesh, *where, ranks=ranks, topology=topology).seconds
-        rows.append(Row(str(step.setup), closed.seconds, price, again, found))
+        rows.append(Row(f"{plan.strategy}, {mesh}", plan.cost.seconds, price, again, found))
     return topology, rows
 
 

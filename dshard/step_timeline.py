@@ -129,6 +129,8 @@ class StepTimeline:
         self.events: list[Event] = []
         self.running: list[Decision] = []
         self.joined: dict[int, tuple[Event, Decision]] = {}
+        self.levels: list[tuple[str, int]] = []
+        """With `for_shapes`, each operator on a tensor and the bytes alive after it."""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -175,6 +177,8 @@ class StepTimeline:
         self.memory.existed(before)
         if self.memory.add(outputs):
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
+        if self.for_shapes and operands:
+            self.levels.append((str(func), self.memory.alive()))
         fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]
         call = LocalCall(func, args, kwargs, out, operands, fresh)
         if call.works:

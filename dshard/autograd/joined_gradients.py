@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count, groupby
-from math import sqrt
+from math import prod, sqrt
 from operator import attrgetter
 from typing import ClassVar, TypeAlias
 from weakref import ref
@@ -43,6 +43,9 @@ _MOST = 16384
 """With more ways to redistribute gradients on a mesh than this, those that a pass does not need are forgotten."""
 _NUMBER, _OF, _MOVE, _KEY, _LOCAL = map(attrgetter, ("leaf.number", "leaf.of", "move", "key", "local"))
 """The attributes that are read of each gradient in each pass, without a call of Python."""
+
+GRADIENTS: comm.Scoped[float, float] = comm.Scoped("gradients", prod)
+"""By how many times a model has more gradients than the part of it that runs: buckets are cut as for all of them."""
 
 
 class GradientLeaf:
@@ -319,7 +322,7 @@ def _cut(pendings: list[GradientInFlight]) -> Iterable[list[GradientInFlight]]:
     if lane is None:
         return [pendings]
     sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in pendings]
-    limit = bucket_bytes(sum(sizes), lane, planning_context().topology_of(lane.mesh))
+    limit = bucket_bytes(int(sum(sizes) * GRADIENTS.value()), lane, planning_context().topology_of(lane.mesh))
     buckets, nbytes = [list[GradientInFlight]()], 0
     for pending, size in zip(pendings, sizes, strict=True):
         if nbytes and nbytes >= limit:

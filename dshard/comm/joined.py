@@ -19,11 +19,12 @@ from dshard.comm import rank_checks
 from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.pieces import JoinedPieces, JoinedViews
-from dshard.comm.program_steps import Moved, Steps, Transfer, lowered, moved_in
+from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, moved_in
 from dshard.comm.world import Moving, Planned
+from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp
-from dshard.redistribute import Plan, all_reduce_sizes
+from dshard.redistribute import AllGather, AllReduce, Plan, ReduceScatter, Step, after, all_reduce_sizes
 
 
 class Lane(NamedTuple):
@@ -64,10 +65,10 @@ def _steps(plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: B
 
 def _joined(members: Sequence[Moved], dtype: torch.dtype, backend: Backend) -> tuple[Transfer, ...]:
     """The corresponding collectives of several plans as the transfers of one."""
-    after = [moved.after for moved in members]
+    shapes = [moved.after for moved in members]
     sent = JoinedPieces([moved.sent for moved in members], [moved.before for moved in members], dtype)
-    size, gathers = sum(map(prod, after)), members[0].collective.kind == "all_gather"
-    received = JoinedPieces([moved.received for moved in members], after, dtype) if gathers else JoinedViews(after)
+    size, gathers = sum(map(prod, shapes)), members[0].collective.kind == "all_gather"
+    received = JoinedPieces([moved.received for moved in members], shapes, dtype) if gathers else JoinedViews(shapes)
     return lowered(_collective([moved.collective for moved in members], size), sent, received, (size,), dtype, backend)
 
 
@@ -86,7 +87,32 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
 def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
     """The collectives of joined plans of one lane: the kind, axes, and busiest rank's elements of each."""
     mesh = plans[0].src.mesh
+    lane = [*zip(*(plan.shaped_stages() for plan in plans), strict=True)]
+    if all(isinstance(step, AllGather | ReduceScatter | AllReduce) for members in lane for step, _, _ in members):
+        coordinates = [mesh.coordinate(rank) for rank in mesh.ranks]
+        return tuple(
+            (
+                kind_of(members[0][0]) or "all_gather",
+                members[0][0].axes,
+                max(_elements(members, at) for at in coordinates),
+            )
+            for members in lane
+        )
     of_ranks = [_steps(plans, mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
     steps = [[step for step in ranks if isinstance(step, Transfer)] for ranks in zip(*of_ranks, strict=True)]
     firsts = ((ranks, ranks[0].collective) for ranks in steps)
     return tuple((c.kind, c.axes, max(step.elements for step in ranks)) for ranks, c in firsts)
+
+
+def _elements(members: Sequence[tuple[Step, Layout, Shape]], at: Coordinate) -> int:
+    """The elements that a rank receives in the joined gathers or reductions of these tensors."""
+    (step, layout, _), own, then = members[0], 0, 0
+    for each, src, shape in members:
+        own += prod(src.local_shape(shape, at))
+        then += prod(after(each, src).local_shape(shape, at))
+    ranks = layout.mesh.group(step.axes, at)
+    if isinstance(step, AllGather):
+        return then - own
+    if isinstance(step, ReduceScatter):
+        return (len(ranks) - 1) * then
+    return sum(all_reduce_sizes(then, ranks, layout.mesh.rank(at)))

@@ -10,7 +10,7 @@ report_values.py   the values that are returned
 from dshard.explain.explain_calls import explain
 from dshard.explain.explain_matmul import LEGEND, explain_matmul
 from dshard.explain.report_values import Candidate, Explanation, Report
-from dshard.explain.source import describe_tensor, explain_source, parse_dtype, read_layout
+from dshard.explain.source import describe_tensor, explain_source, load_function, parse_dtype, read_layout
 
 __all__ = [
     "LEGEND",
@@ -21,6 +21,7 @@ __all__ = [
     "explain",
     "explain_matmul",
     "explain_source",
+    "load_function",
     "parse_dtype",
     "read_layout",
 ]

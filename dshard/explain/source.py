@@ -90,7 +90,7 @@ def explain_source(source: str, tensors: Mapping[str, DTensor]) -> Report:
     match = _FUNCTION.fullmatch(source.strip())
     if match is None:
         return _run(source, _expression(source, tensors))
-    function = _load(match[1], match[2])
+    function = load_function(match[1], match[2])
     return _run(source, function, **_arguments(source, function, tensors))
 
 
@@ -122,7 +122,8 @@ def _expression(source: str, tensors: Mapping[str, DTensor]) -> Callable[[], Any
     return run
 
 
-def _load(path: str, name: str) -> Function:
+def load_function(path: str, name: str) -> Function:
+    """The function of this name in a module, or a file that ends with .py."""
     try:
         module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except DShardError:

@@ -20,6 +20,7 @@ from dshard.parallel.integrations.torch_styles import (
 )
 from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model_plan import AFTER_PARALLELIZE, parallelize, plan_model
+from dshard.parallel.plan_table import PlanTable, RankedPlan, plan_table
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.precision import Precision
 
@@ -31,10 +32,12 @@ __all__ = [
     "Moves",
     "ParallelStyle",
     "Plan",
+    "PlanTable",
     "Precision",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "RankedPlan",
     "RowwiseParallel",
     "SequenceParallel",
     "batches",
@@ -46,6 +49,7 @@ __all__ = [
     "parallelize",
     "parallelize_module",
     "plan_model",
+    "plan_table",
     "register_experts",
 ]
 

@@ -28,9 +28,10 @@ from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_tables import StepTables, Weights
+from dshard.routing import Routing
 from dshard.tables import human_bytes
 from dshard.torch_private import disable_modes
-from dshard.validate import as_number
+from dshard.validate import as_number, check_type
 
 PATIENCE = 1.0
 """Seconds of a search that need no sign of life."""
@@ -50,11 +51,17 @@ CHEAP, HALVED = 256.0, 3
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them."""
+    """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them.
+
+    Layers of experts are priced for tokens that spread as `routing` says: evenly, where it is None.
+    """
 
     memory: int | None = None
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
+        if self.routing is not None:
+            check_type(self.routing, Routing, "routing", "give a dshard.Routing, such as Routing.zipf(1.0)")
         if self.memory is not None:
             as_number(self.memory, "memory", StrategyError)
 

@@ -7,7 +7,7 @@ class of `nn.Module` is known by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -39,6 +39,8 @@ from dshard.rules.rule import Rule, Term, factor_sizes
 from dshard.torch_private import OpOverload, disable_modes, no_functions
 
 ONE = replicated(Mesh((1,), ("one",)))
+TracedCalls: TypeAlias = Sequence[tuple[str, Hashable]]
+"""The operators of a forward pass in order: the module that calls each, and what it is called with but for values."""
 Nodes = tuple[int, ...]
 """The factors of one dim, major first; none where its size is one."""
 
@@ -104,12 +106,13 @@ Dims: TypeAlias = tuple[TracedDim, ...]
 class ExpertClasses:
     """The classes, and while a model is traced the factors, of layers of experts, and the modules that run these.
 
-    `inner` are features within an expert that a mesh axis may shard.
+    `inner` are features within an expert that a mesh axis may shard; `each` are the dims of the experts of a token.
     """
 
     experts: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
+    each: set[int] = field(default_factory=set)
 
     def note(self, rule: Rule, by_factor: Mapping[str, Nodes], module: str) -> None:
         """Note the factor of experts of a layer in this module, and those within each that leave partial sums."""
@@ -119,8 +122,15 @@ class ExpertClasses:
         for name, nodes in by_factor.items():
             if name == rule.chosen.parts:
                 self.experts.update(nodes)
-            elif name != rule.chosen.each and name not in made and name not in rule.unsharded:
+            elif name == rule.chosen.each:
+                self.each.update(nodes)
+            elif name not in made and name not in rule.unsharded:
                 self.inner.update(nodes)
+
+    def joined(self, classes: Classes) -> ExpertClasses:
+        """The classes of the factors."""
+        experts, inner, each = ({*map(classes.find, own)} for own in (self.experts, self.inner, self.each))
+        return ExpertClasses(experts, inner, self.modules, each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +142,7 @@ class ModelTrace:
     module; `order` the modules in the order in which they began; `answers` the host values that the pass read, None if
     it ran on data; `heads` the number of heads of each attention; `parts` each factor as a dim, and whether views
     made it the major part of one; `experts` what layers of experts have. `packed` are the dims that were split into
-    equal pieces, with the number of these.
+    equal pieces, with the number of these; `calls` the operators.
     """
 
     parameters: dict[str, Dims]
@@ -147,6 +157,7 @@ class ModelTrace:
     parts: list[tuple[TracedDim, bool]]
     experts: ExpertClasses
     packed: dict[TracedDim, int]
+    calls: TracedCalls = ()
 
 
 class Tracer:
@@ -190,7 +201,7 @@ class Tracer:
             answers,
             self.heads,
             [(dim, node in self.majors) for node, dim in enumerate(of)],
-            ExpertClasses({*map(classes.find, experts.experts)}, {*map(classes.find, experts.inner)}, experts.modules),
+            experts.joined(classes),
             {of[node]: n for node, n in classes.packed.items()},
         )
 
@@ -382,6 +393,13 @@ def _traced(
     of_inputs = [(x, data, name) for x, (data, name) in zip(inputs, example, strict=True)]
     known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *of_inputs]
     values = ForwardValues(model, known, lambda *call: tracer.heads.extend(_heads_of(*call)))
+    calls: list[tuple[str, Hashable]] = []
+    run, told = (tracer.run, nullcontext()) if stand_in is without_data else _outside_bodies(tracer)
+
+    def called(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        calls.append((tracer.modules[-1] if tracer.modules else "", (func, _shapes_in((args, kwargs)))))
+        return run(func, args, kwargs)
+
     with (
         reached.replaced(stand_ins),
         experts_as_operators(model),
@@ -391,10 +409,24 @@ def _traced(
     ):
         for name, module in model.named_modules():
             _follow(tracer, name, module)
-        run, told = (tracer.run, nullcontext()) if stand_in is without_data else _outside_bodies(tracer)
-        with OperatorMode(run), values, told:
+        with OperatorMode(called), values, told:
             model(*args, **kwargs)
-    return tracer.ended(values.answers)
+    return replace(tracer.ended(values.answers), calls=calls)
+
+
+def _shapes_in(value: object) -> Hashable:
+    """The arguments of a call, but for values in tensors and in what only has a class of its own."""
+    match value:
+        case Tensor():
+            return tuple(value.shape), value.dtype, value.requires_grad
+        case list() | tuple():
+            return tuple([_shapes_in(each) for each in value])
+        case dict():
+            return tuple([(name, _shapes_in(each)) for name, each in value.items()])
+        case None | bool() | int() | float() | str() | torch.dtype():
+            return value
+        case _:
+            return type(value).__qualname__
 
 
 def _outside_bodies(tracer: Tracer) -> tuple[Callable[[Any, Args, Kwargs], Any], AbstractContextManager[object]]:

@@ -46,13 +46,17 @@ def blocks_of(model: nn.Module) -> Iterator[str]:
 
     Without lists, the entries of the outermost `nn.Sequential`s. Other weights are gathered with the model itself.
     """
-    kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
-    containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
-    outermost = [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
-    for path in outermost:
+    for path in lists_of_blocks(model):
         for name, child in model.get_submodule(path).named_children():
             if next(child.parameters(), None) is not None:
                 yield f"{path}.{name}".lstrip(".")
+
+
+def lists_of_blocks(model: nn.Module) -> list[str]:
+    """The paths of the outermost lists of modules; without any, those of the outermost `nn.Sequential`s."""
+    kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
+    containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
+    return [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
 
 
 def _is_within(path: str, outer: str) -> bool:

@@ -23,6 +23,7 @@ from dshard.distribute import lay_out_assigned
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
+from dshard.ops.matmul.options import use_strategy
 from dshard.parallel.apply_plan import apply_plan
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
@@ -33,12 +34,13 @@ from dshard.parallel.forward_values import HostReadMissing
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
 from dshard.parallel.reachable_state import ReachableState
-from dshard.parallel.roles import roles_of
-from dshard.parallel.step_price import price
+from dshard.parallel.roles import Roles, roles_of
+from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.parallel.trace_step import trace_step
 from dshard.placements import Placement, Replicate
 from dshard.planning.step_graph import StepGraph
+from dshard.routing import Routing
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
@@ -57,17 +59,22 @@ def plan_model(
     *args: object,
     precision: object = None,
     group: object = None,
+    routing: Routing | None = None,
     **kwargs: object,
 ) -> Plan:
     """The plan by which `parallelize` would lay out `model`, with the cost of a training step; `model` is unchanged.
 
     `args` and `kwargs` are an example batch, with data where the forward pass asks for values. Parameters may have no
-    data. The mesh may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`.
+    data. The mesh may be pure, so that no process is needed. `precision` and `group` are as of `parallelize`. Layers of
+    experts are priced for tokens that spread as `routing` says, by their busiest rank.
 
     Raises:
         StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
         LayoutError: a forward pass that asks for values that have no data; a pattern that matches no parameter.
     """
+    if routing is not None:
+        with use_strategy(routing=routing):
+            return plan_model(model, mesh, plan, *args, precision=precision, group=group, routing=None, **kwargs)
     pure = as_mesh(mesh)
     checked = _checked_argument(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
@@ -224,19 +231,31 @@ def planned(
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     reached = ReachableState(model, args, kwargs)
-    roles = roles_of(trace_factors(model, args, kwargs, reached))
+    traced = trace_factors(model, args, kwargs, reached)
+    roles = roles_of(traced)
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
-        prices = partial(price, model, args=args, kwargs=kwargs, reached=reached)
-        return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached))
-    axes = axes_of(plan, mesh)
-    if any(axis.experts for axis in axes):
-        plan, mesh = refined(roles, plan, mesh, planning_context().topology_of(mesh).hosts)
-        axes = axes_of(plan, mesh)
-    roles = fitted_roles(roles, axes, mesh)
-    if idle := idle_experts(roles, axes, mesh):
+        with use_strategy(routing=auto.routing):
+            prices = StepPrices(model, args, kwargs, reached, traced)
+            return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached))
+    named, idle = plan_by_name(roles, plan, mesh)
+    if idle:
         warn_user(idle, mesh)
-    return options.of(lay_out(roles, plan, axes, mesh))
+    return options.of(named)
+
+
+def plan_by_name(roles: Roles, strategy: str, mesh: Mesh) -> tuple[Plan, str]:
+    """The plan by a named strategy, and what to warn of: experts fewer than their ranks.
+
+    Raises:
+        StrategyError: no such strategy, a mesh that it cannot use, or more ranks than there are heads.
+    """
+    axes = axes_of(strategy, mesh)
+    if any(axis.experts for axis in axes):
+        strategy, mesh = refined(roles, strategy, mesh, planning_context().topology_of(mesh).hosts)
+        axes = axes_of(strategy, mesh)
+    roles = fitted_roles(roles, axes, mesh)
+    return lay_out(roles, strategy, axes, mesh), idle_experts(roles, axes, mesh)
 
 
 def _graph(

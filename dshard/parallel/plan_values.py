@@ -72,13 +72,26 @@ class Cost:
     """The cost of a training step, traced on tensors without data: forward and backward of one batch.
 
     `work` are the seconds of local work, equal under all plans on a mesh up to repeated work and copies; `hidden` are
-    the seconds of joined collectives that overlap with it.
+    the seconds of joined collectives that overlap with it. `flops` are the floating-point operations of the first rank.
+    `experts` has the modules that are layers of experts, each with its loops as docs/experts.md names them.
     """
 
     moves: tuple[Moves, ...]
     memory: Memory
     work: float = 0.0
     hidden: float = 0.0
+    flops: float = 0.0
+    experts: tuple[tuple[str, str], ...] = ()
+
+    def loops(self) -> dict[str, str]:
+        """The loops of layers of experts, each with its modules: the first, and the last of several."""
+        modules: dict[str, list[str]] = {}
+        for module, loops in self.experts:
+            modules.setdefault(loops, []).append(module)
+        return {
+            loops: own[0] if len(own) == 1 else f"{own[0]} to {own[-1]} ({len(own)} layers)"
+            for loops, own in modules.items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -167,20 +180,26 @@ class Plan(Tabled):
     def __str__(self) -> str:
         lines = [f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"]
         lines.append(text_table(HEADINGS, self.rows()))
-        if self.cost is not None:
-            memory, hidden = self.cost.memory, f"{self.cost.hidden * 1e3:.3f}"
-            overlap = "" if hidden == "0.000" else f", {hidden} of them beside local work"
-            held = ", ".join(
-                f"{name} {human_bytes(getattr(memory, name))}"
-                for name in ("parameters", "gradients", "optimizer", "activations", "transient")
-            )
-            lines.append(
-                f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{overlap}; "
-                f"a rank holds at most {human_bytes(memory.total)}: {held}"
-            )
+        return "\n".join(lines + self.notes())
+
+    def notes(self) -> list[str]:
+        """What a step receives and holds, and the loops of layers of experts, in sentences."""
+        if self.cost is None:
+            return []
+        memory, hidden = self.cost.memory, f"{self.cost.hidden * 1e3:.3f}"
+        overlap = "" if hidden == "0.000" else f", {hidden} of them beside local work"
+        held = ", ".join(
+            f"{name} {human_bytes(getattr(memory, name))}"
+            for name in ("parameters", "gradients", "optimizer", "activations", "transient")
+        )
+        said = (
+            f"a step receives {human_bytes(self.cost.nbytes)} in {self.cost.communication * 1e3:.3f} ms{overlap}; "
+            f"a rank holds at most {human_bytes(memory.total)}: {held}"
+        )
+        notes = [said, *(f"experts by {loops}: {modules}" for loops, modules in self.cost.loops().items())]
         if self.certificate is not None:
-            lines.append(f"all layouts chosen together, within {self.certificate:.3f} of any choice by these prices")
-        return "\n".join(lines)
+            notes.append(f"all layouts chosen together, within {self.certificate:.3f} of any choice by these prices")
+        return notes
 
 
 HEADINGS = ("module", "parameters", "forward", "backward", "received", "ms")
@@ -247,18 +266,20 @@ def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
     return contents
 
 
+def mesh_of(path: Path) -> Mesh:
+    """A mesh of the shape and names in the file, of the first ranks."""
+    mesh = read_plan(path).get("mesh", {})
+    if not isinstance(mesh, Mapping) or not mesh.get("shape") or not mesh.get("names"):
+        raise StrategyError(f"the plan {path} names no mesh: write one with dshard plan model --out")
+    return Mesh(tuple(mesh["shape"]), tuple(mesh["names"]))
+
+
 def strategy_of(path: Path, mesh: Mesh) -> str:
     """The strategy named in the file, for a mesh of the shape named there."""
     contents = read_plan(path)
     strategy = contents.get("strategy")
     if not isinstance(strategy, str):
         raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
-    if beyond := contents.get("beyond"):
-        raise StrategyError(
-            f"the plan {path} asks for {' and '.join(map(str, beyond))}, which parallelize does not do: write one that "
-            f"it runs with dshard plan model --runnable; or lay out each part, on the mesh of its stage, by "
-            f"parallelize(part, mesh, {strategy!r}, batch), and do the rest with Pipeline, checkpoint or your optimiser"
-        )
     shape = contents.get("mesh", {}).get("shape")
     if shape != list(mesh.shape):
         raise MeshError(f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from dshard.autograd.joined_gradients import GRADIENTS
 from dshard.comm import plain, planning
 from dshard.core.context import planning_context
+from dshard.core.observe import Decision, observing
 from dshard.core.spec import Spec
 from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.distribute import distribute_tensor
@@ -20,49 +24,162 @@ from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.expert_modules import experts_as_operators
-from dshard.parallel.factors import stand_in_for, trace_factors, without_data
+from dshard.parallel.factors import ModelTrace, stand_in_for, trace_factors, without_data
 from dshard.parallel.forward_values import HostReadMissing, HostReads
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.reachable_state import ReachableState
+from dshard.parallel.repeated_blocks import KEPT, SPREAD, BlockLists, Entry, Repeat, ShortModel
 from dshard.placements import Replicate
-from dshard.step_timeline import StepTimeline, makespan
+from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
 
+Levels: TypeAlias = Sequence[tuple[str, int]]
+"""The operators of a pass, and the bytes alive after each."""
 MOMENTS = 2
 """The number of states of each parameter's size in an optimiser such as Adam."""
 
 
-@plain()
-@planning()
-@disable_modes()
-def price(
-    model: nn.Module,
-    plan: Plan,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    reached: ReachableState | None = None,
-) -> Cost:
-    """The cost of a forward and a backward pass of `model` under `plan`; `model` is not changed.
+class _Run(NamedTuple):
+    """What a step costs as it runs, and the bytes alive after each operator of its passes.
 
-    Modes around the call do not see its operators. `seconds` are on the topology in use. `reached` is the state that
-    the model and the batch lead to, for callers that have it.
+    `joined` are the modules whose gradients each collective reduces; `loops` those of layers of experts, in order;
+    `slots` the events.
     """
-    reached = reached or ReachableState(model, args, kwargs)
-    try:
+
+    cost: Cost
+    levels: tuple[Levels, Levels]
+    joined: list[tuple[str, ...]]
+    loops: list[str]
+    slots: tuple[PlacedEvent, ...]
+
+
+class _Case(NamedTuple):
+    """A model, or one with fewer units of repeats, as its steps are run: the state that model and batch lead to."""
+
+    model: nn.Module
+    example: Any
+    reached: ReachableState
+    short: ShortModel | None = None
+
+    def run(self, plan: Plan) -> _Run:
+        """A step under a plan of the whole model."""
+        if self.short is None:
+            return self._run(plan)
+        with GRADIENTS.entered(self.short.gradients()), self.short.applied():
+            return self._run(self.short.plan(plan))
+
+    def _run(self, plan: Plan) -> _Run:
         try:
-            return _priced(model, plan, (args, kwargs), reached, None)
+            return _run(self.model, plan, self.example, self.reached, None)
         except HostReadMissing:
-            answers = trace_factors(model, args, kwargs, reached).answers
-            return _priced(model, plan, (args, kwargs), reached, answers)
-    except Exception as error:
-        if not (isinstance(error, HostReadMissing | NotImplementedError) or _runs_on_data_alone(model, args, kwargs)):
-            raise
-        reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
-        raise LayoutError(
-            f"a step of {type(model).__name__} does not run without data{reason}, and is not priced: lay it out by "
-            "parallelize, with data and the name of a strategy, or give the placements of its parameters by name"
-        ) from error
+            args, kwargs = self.example
+            answers = trace_factors(self.model, args, kwargs, self.reached).answers
+            return _run(self.model, plan, self.example, self.reached, answers)
+
+
+class StepPrices:
+    """Prices of a forward and a backward pass of `model` under plans; `model` is not changed.
+
+    Modes around a call do not see its operators. Seconds are on the topology in use. Blocks that repeat are run a few
+    times, and counted as often as the model has them. `reached` is the state that the model and the batch lead to, and
+    `traced` a trace, for callers that have them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        reached: ReachableState | None = None,
+        traced: ModelTrace | None = None,
+    ) -> None:
+        self.model, self.example = model, (args, kwargs)
+        self.reached = reached or ReachableState(model, args, kwargs)
+        self.traced, self.blocks = traced, BlockLists(model)
+        self.whole = _Case(model, self.example, self.reached)
+        self.cases: dict[tuple[tuple[Repeat, ...], tuple[int, ...]], _Case | None] = {}
+
+    @plain()
+    @planning()
+    @disable_modes()
+    def __call__(self, plan: Plan) -> Cost:
+        """The cost of a step under `plan`.
+
+        Raises:
+            LayoutError: a step that does not run without data.
+        """
+        try:
+            return self._price(plan)
+        except Exception as error:
+            known = isinstance(error, HostReadMissing | NotImplementedError)
+            if not (known or _runs_on_data_alone(self.model, *self.example)):
+                raise
+            reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
+            raise LayoutError(
+                f"a step of {type(self.model).__name__} does not run without data{reason}, and is not priced: lay it "
+                "out by parallelize, with data and the name of a strategy, or give the placements of its parameters by "
+                "name"
+            ) from error
+
+    @plain()
+    @planning()
+    @disable_modes()
+    def slots(self, plan: Plan) -> tuple[PlacedEvent, ...]:
+        """The timeline of a step under `plan`, of all blocks."""
+        return self.whole.run(plan).slots
+
+    def _repeats(self, plan: Plan) -> tuple[Repeat, ...]:
+        if not self.blocks.may_repeat():
+            return ()
+        return self.blocks.repeats(self._trace().calls, plan)
+
+    def _price(self, plan: Plan) -> Cost:
+        repeats = self._repeats(plan)
+        fewest = self._short(repeats, [KEPT] * len(repeats)) if repeats else None
+        if fewest is None or fewest.short is None:
+            whole = self.whole.run(plan)
+            return replace(whole.cost, experts=self._experts(whole.loops, lambda module: module))
+        first = fewest.run(plan)
+        spread = SPREAD if any(map(fewest.short.are_apart, first.joined)) else 1
+        parts = [_Part(fewest.short, first, 0)]
+        for r, repeat in enumerate(repeats):
+            added = min(spread, repeat.times - KEPT)
+            more = self._short(repeats, [KEPT + added * (r == i) for i in range(len(repeats))])
+            if more is None or more.short is None:
+                return self.whole.run(plan).cost
+            parts.append(_Part(more.short, more.run(plan), added))
+        cost = _unfolded(repeats, parts)
+        return replace(cost, experts=self._experts(first.loops, partial(_representative, fewest.short)))
+
+    def _experts(self, loops: Sequence[str], ran: Callable[[str], str]) -> tuple[tuple[str, str], ...]:
+        """The loops of each layer of experts, if it is known which module ran each: `ran` in its place."""
+        if not loops:
+            return ()
+        traced = self._trace()
+        layers = [module for module in traced.order if module in traced.experts.modules]
+        in_order = dict(zip(dict.fromkeys(map(ran, layers)), loops, strict=False))
+        return tuple((module, in_order[ran(module)]) for module in layers if ran(module) in in_order)
+
+    def _trace(self) -> ModelTrace:
+        if self.traced is None:
+            self.traced = trace_factors(self.model, self.example[0], self.example[1], self.reached)
+        return self.traced
+
+    def _short(self, repeats: tuple[Repeat, ...], units: Sequence[int]) -> _Case | None:
+        """The model with so many units of each repeat, if its forward pass is a part of the whole one."""
+        key = repeats, tuple(units)
+        if key not in self.cases:
+            short = ShortModel(self.blocks, repeats, units)
+            with short.applied():
+                reached = ReachableState(self.model, *self.example)
+                try:
+                    calls = trace_factors(self.model, *self.example, reached).calls
+                except Exception:  # whatever a model raises that counts on the entries left out
+                    calls = ()
+            is_part = bool(calls) and short.is_part(calls, self._trace().calls)
+            self.cases[key] = _Case(self.model, self.example, reached, short) if is_part else None
+        return self.cases[key]
 
 
 def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
@@ -73,10 +190,13 @@ def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mappin
         return False
 
 
-def _priced(
-    model: nn.Module, plan: Plan, example: Any, reached: ReachableState, answers: Sequence[object] | None
-) -> Cost:
-    """The cost of a step in which the forward pass reads `answers` as host values."""
+def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
+    """The cost of a forward and a backward pass of `model` under one plan, as `StepPrices` has it."""
+    return StepPrices(model, args, kwargs)(plan)
+
+
+def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, answers: Sequence[object] | None) -> _Run:
+    """Run a step in which the forward pass reads `answers` as host values."""
     state = _state(model, plan, plan.mesh)
     stand_ins = {id(x): stand_in_for(x) for x in reached.tensors}
     stand_ins |= {id(x): state[name] for name, x in (*model.named_parameters(), *model.named_buffers())}
@@ -91,21 +211,37 @@ def _priced(
         yield
         _backward(out)
 
-    runs = partial(_as_planned, model, plan, reached, stand_ins)
-    with runs(), trace() as sent:
+    runs, loops = partial(_as_planned, model, plan, reached, stand_ins), list[str]()
+    with runs(), trace() as sent, observing(_loops_noted(loops)):
         for _ in step():
             in_forward = len(sent.events)
     for own in state.values():
         own.grad = None
     with runs(), timeline.recorded():
         for _ in step():  # gradients are joined in the order in which the pass before gave them
-            activations = timeline.memory.alive()
+            activations, forward = timeline.memory.alive(), len(timeline.levels)
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
     nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
     memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(timeline.memory.most, nbytes))
     work, network = timeline.seconds("compute"), timeline.seconds("network")
-    hidden = work + network - makespan(timeline.slots)
-    return Cost(_moves(sent, in_forward), memory, work, hidden if hidden > 1e-9 * (work + network) else 0.0)
+    slots = timeline.slots
+    hidden = work + network - makespan(slots)
+    flops = sum(event.flops for event in timeline.events)
+    cost = Cost(_moves(sent, in_forward), memory, work, hidden if hidden > 1e-9 * (work + network) else 0.0, flops)
+    joined = [tuple(module.partition(".")[2] for module, _ in event.members) for event in sent.events[in_forward:]]
+    return _Run(cost, (timeline.levels[:forward], timeline.levels[forward:]), joined, loops, slots)
+
+
+def _loops_noted(loops: list[str]) -> Callable[[Decision], None]:
+    """An observer that notes the loops of layers of experts."""
+
+    def note(decision: Decision) -> None:
+        if decision.op == "experts" and decision.strategy is not None:
+            names = decision.strategy.inputs[0].mesh.names
+            rows = zip(names, decision.strategy.rows, strict=True)
+            loops.append(decision.strategy.name or " ".join([f"{name}:{row}" for name, row in rows if row is not None]))
+
+    return note
 
 
 @contextmanager
@@ -152,3 +288,98 @@ def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:
             is_last = module == shares[-1][0]  # with which it is complete
             groups.setdefault(key, []).append((int(is_last), nbytes, seconds))
     return tuple(Moves(*key, *map(sum, zip(*parts, strict=True))) for key, parts in groups.items())
+
+
+# -- steps of models with all units, from steps with few
+
+
+class _Part(NamedTuple):
+    """A step with few units of each repeat, of one with so many `added`."""
+
+    short: ShortModel
+    run: _Run
+    added: int
+
+
+def _unfolded(repeats: Sequence[Repeat], parts: Sequence[_Part]) -> Cost:
+    """The cost of a step with all units: that with the fewest, and for each unit beyond what one more adds."""
+    (fewest, *more), beyond = parts, [each.times - KEPT for each in repeats]
+
+    def total(of: Callable[[Cost], Any]) -> Any:
+        base = of(fewest.run.cost)
+        grown = [n * (of(part.run.cost) - base) / part.added for n, part in zip(beyond, more, strict=True)]
+        return base + (sum(map(round, grown)) if isinstance(base, int) else sum(grown))
+
+    held = Memory(*[total(lambda cost: getattr(cost.memory, name)) for name in _HELD])  # noqa: B023 (called at once)
+    peaks = [_peak([part.run.levels[i] for part in parts], beyond, [part.added for part in more]) for i in range(2)]
+    moves = [replace(each, module=_outer(fewest.short, repeats, each.module)) for each in fewest.run.cost.moves]
+    for r, (repeat, part) in enumerate(zip(repeats, more, strict=True)):
+        for each in part.run.cost.moves:
+            entry, rest = part.short.whole(each.module)
+            at = None if entry is None else part.short.unit(entry)
+            if entry is not None and at is not None and at[0] == r and 1 <= at[1] <= part.added:
+                for unit in range(at[1] + 1, repeat.times - 1, part.added):
+                    ahead = (unit - at[1]) * repeat.period
+                    moves.append(replace(each, module=_named(part.short, entry, ahead, rest)))
+    memory = replace(held, peak=max(*peaks, held.peak))  # which the most bytes of few units bound from below
+    hidden = min(max(0.0, total(lambda cost: cost.hidden)), total(lambda cost: cost.communication))
+    return Cost(tuple(moves), memory, total(lambda cost: cost.work), hidden, total(lambda cost: cost.flops))
+
+
+_HELD = tuple(each.name for each in fields(Memory))
+
+
+def _outer(short: ShortModel, repeats: Sequence[Repeat], module: str) -> str:
+    """The name in the whole model of a module in one with the fewest units: all but the first two of these are last."""
+    entry, rest = short.whole(module)
+    if entry is None:
+        return module
+    at = short.unit(entry)
+    return _named(short, entry, 0 if at is None or at[1] < 2 else _skipped(repeats[at[0]]), rest)
+
+
+def _representative(short: ShortModel, module: str) -> str:
+    """The module of the whole model that ran in place of this one, in a unit that was left out."""
+    entry, rest = short.blocks.entry(module)
+    at = None if entry is None else short.unit(entry)
+    if entry is None or at is None or at[1] < KEPT:
+        return module
+    return _named(short, entry, -(at[1] - KEPT + 1) * short.repeats[at[0]].period, rest)
+
+
+def _skipped(repeat: Repeat) -> int:
+    return (repeat.times - KEPT) * repeat.period
+
+
+def _named(short: ShortModel, entry: Entry, ahead: int, rest: str) -> str:
+    path, position = entry
+    return ".".join(filter(None, (path, short.blocks.names[path][position + ahead], rest)))
+
+
+def _peak(levels: Sequence[Levels], beyond: Sequence[int], added: Sequence[int]) -> int:
+    """The most bytes alive in a pass with all units, from the pass with the fewest and those with units added.
+
+    Counted from either end of the pass, an operator's bytes grow by as much with each unit that is added; of those
+    within units, the first and the last hold the most.
+    """
+    fewest, *more = levels
+    choices: list[list[tuple[int, int, int]]] = []
+    for run in more:
+        names, others = [name for name, _ in fewest], [name for name, _ in run]
+        after = _common(names, others)
+        before = len(names) - _common(names[::-1], others[::-1])
+        choices.append([(0, 0, after), (len(run) - len(fewest), before, len(names))])
+    most = 0
+    for ways in product(*choices):
+        first, end = max(way[1] for way in ways), min(way[2] for way in ways)
+        for j in range(first, end):
+            alive = fewest[j][1]
+            each = zip(beyond, added, more, ways, strict=True)
+            grown = [n * (run[j + way[0]][1] - alive) / units for n, units, run, way in each]
+            most = max(most, alive + round(sum(grown)))
+    return most
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> int:
+    """The number of first names that two sequences share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -3,7 +3,6 @@
 from dshard.simulate.memory import Memory
 from dshard.simulate.recording import Recorded, record
 from dshard.simulate.setup import Setup, host_tiles
-from dshard.simulate.setup_search import SearchResult, search
 from dshard.simulate.tensor_forms import FORMS, Form, form_of
 from dshard.simulate.training_step import Step, simulate_step, timeline
 from dshard.simulate.transformer import Model
@@ -17,13 +16,11 @@ __all__ = [
     "Model",
     "PlacedEvent",
     "Recorded",
-    "SearchResult",
     "Setup",
     "Step",
     "form_of",
     "host_tiles",
     "record",
-    "search",
     "simulate_step",
     "timeline",
 ]

@@ -85,19 +85,6 @@ class Setup:
         return replicas if self.form.name == "data" else f"{replicas} x {self.form.name}"
 
     @property
-    def beyond(self) -> tuple[str, ...]:
-        """The features of this setup that `dshard.parallelize` lacks; if empty, it lays out the whole model.
-
-        Microbatches are the caller's loop over forward and backward passes.
-
-        >>> from dshard.simulate.tensor_forms import form_of
-        >>> Setup(form_of("megatron"), (2,), stages=2, microbatches=4, recompute=True).beyond
-        ('pipeline stages', 'recomputation')
-        """
-        features = ["pipeline stages"] * (self.stages > 1) + ["recomputation"] * self.recompute
-        return (*features, *["a shared optimiser"] * (self.sharded == "optimizer"))
-
-    @property
     def devices(self) -> int:
         """The number of devices."""
         return self.stages * self.data * prod(self.tensor)

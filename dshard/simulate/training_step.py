@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from os import PathLike
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dshard.cost import collective_seconds, work_seconds
 from dshard.errors import ShapeError, StrategyError
 from dshard.explain import parse_dtype
 from dshard.layout import Layout, Shape
-from dshard.parallel.plan_values import read_plan
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.simulate.block import BlockCosts, BlockMatmul, block_events, matmuls, worked_layouts
 from dshard.simulate.memory import Memory, memory_of
 from dshard.simulate.setup import STAGES, Setup
-from dshard.simulate.tensor_forms import form_of
 from dshard.simulate.transformer import Linear, Model
 from dshard.step_timeline import Event, Phase, PlacedEvent, makespan, place_events
 from dshard.topology import Topology
@@ -276,52 +272,3 @@ def _totals(parts: StepEvents, blocks: int, setup: Setup) -> Totals:
             nbytes += times * event.nbytes
             collectives += times * event.collectives
     return Totals(compute + parts.update.seconds, network, flops, nbytes, collectives)
-
-
-# -- setups and steps as plain data, for files and for machines
-
-
-def setup_data(setup: Setup) -> dict[str, Any]:
-    """A setup as JSON values: `read_setup` takes them back, `parallelize` strategy and mesh if nothing is `beyond`."""
-    return {
-        "strategy": setup.strategy,
-        "mesh": {"shape": list(setup.mesh.shape[1:]), "names": list(setup.mesh.names[1:])},
-        "form": setup.form.name,
-        "tensor": list(setup.tensor),
-        "data": setup.data,
-        "stages": setup.stages,
-        "microbatches": setup.microbatches,
-        "sharded": setup.sharded,
-        "recompute": setup.recompute,
-        "beyond": list(setup.beyond),
-    }
-
-
-def step_data(step: Step) -> dict[str, Any]:
-    """A simulated step as JSON values."""
-    return {
-        "setup": setup_data(step.setup),
-        "batch": step.batch,
-        "seconds": step.seconds,
-        "sequences_per_second": step.sequences_per_second,
-        "bubble": step.bubble,
-        "memory": asdict(step.memory) | {"total": step.memory.total},
-        "totals": asdict(step.totals),
-    }
-
-
-def read_setup(path: str | PathLike[str]) -> Setup:
-    """The setup that a file describes."""
-    return setup_from(read_plan(path))
-
-
-def setup_from(values: Mapping[str, Any]) -> Setup:
-    """The setup of JSON values."""
-    if not isinstance(values.get("form"), str):
-        raise StrategyError("form: give the name of a form of tensor parallelism")
-    form, tensor = form_of(values["form"]), values.get("tensor", [])
-    fields = ("data", "stages", "microbatches", "sharded", "recompute")
-    setup = Setup(form, tensor, **{name: values[name] for name in fields if name in values})
-    if len(setup.tensor) != len(form.roles):
-        raise StrategyError(f"tensor: {form.name!r} has {len(form.roles)} mesh axes, but {len(tensor)} sizes are given")
-    return setup

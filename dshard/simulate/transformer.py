@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
 
 from dshard.errors import ShapeError
-from dshard.simulate.config_files import SIZES, config_fields, own_fields
-from dshard.validate import as_int, check_one_of, check_type
+from dshard.validate import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,66 +126,6 @@ class Model:
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.layers * self.block_parameters + tables + self.vectors
 
-    @property
-    def summary(self) -> str:
-        """The sizes and the number of parameters, in a line.
-
-        >>> Model(layers=2, hidden=8, heads=2, sequence=4, vocabulary=10).summary
-        '2 layers, hidden 8, 2 heads of 4, feed-forward 32 not gated, no experts, vocabulary 10 tied, 1,616 parameters'
-        """
-        keys = "" if self.kv_heads in (None, self.heads) else f" ({self.kv_heads} of keys)"
-        gated, tied = "gated" if self.gated else "not gated", "tied" if self.tied else "not tied"
-        return (
-            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads of {self.head}{keys}, feed-forward "
-            f"{self.width} {gated}, no experts, vocabulary {self.vocabulary} {tied}, {self.parameters:,} parameters"
-        )
-
     def core_flops(self, sequences: float) -> float:
         """Operations of attention on `sequences` sequences, forward: scores and their products with the values."""
         return 4.0 * sequences * self.sequence**2 * self.query
-
-    @classmethod
-    def from_json(cls, text: str, **changes: int) -> Model:
-        """The model of a file with this library's names, or of a Hugging Face configuration, which transformers reads.
-
-        Windows of attention count as attention to all keys; `changes` are sizes in place of the file's, of a
-        configuration the sequence alone.
-
-        >>> Model.from_json('{"layers": 1, "hidden": 8, "heads": 2, "sequence": 4}').width
-        32
-
-        Raises:
-            ShapeError: no JSON object, a key that is not understood, a size that is missing or no integer.
-        """
-        check_type(text, str, "the model", "give its JSON as text; Model.load reads a file", ShapeError)
-        for name in changes:
-            check_one_of(name, SIZES, "a size of the model", ShapeError)
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ShapeError(f"the model is no JSON: {error}") from None
-        if not isinstance(config, Mapping):
-            raise ShapeError("the model is no JSON object: give one with the keys " + ", ".join(SIZES))
-        if "model_type" in config and changes.keys() - {"sequence"}:
-            raise ShapeError(f"{', '.join(changes)}: change the configuration itself, all but the sequence")
-        fields = (config_fields if "model_type" in config else own_fields)(config) | changes
-        missing = [name for name in ("layers", "hidden", "heads", "sequence") if name not in fields]
-        if missing:
-            raise ShapeError(f"the model lacks {', '.join(missing)}")
-        return cls(**fields)
-
-    @classmethod
-    def load(cls, path: str | PathLike[str], **changes: int) -> Model:
-        """The model of a configuration file, see `from_json`.
-
-        Raises:
-            ShapeError: no such file, or one that does not hold a model.
-        """
-        try:
-            with open(fspath(path), encoding="utf-8") as file:  # not as a Path: that of "" is the directory
-                return cls.from_json(file.read(), **changes)
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ShapeError(f"the model {str(path)!r} cannot be read: {why}") from None
-        except ShapeError as error:
-            raise ShapeError(f"{path}: {error}") from None

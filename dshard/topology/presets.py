@@ -77,6 +77,13 @@ GB200 = Device(
     launch=5e-6,
     memory=186e9,
 )
+_OF_MATMULS = "optimized matmuls reach 80 to 90 % of the peak"
+EFFICIENCY: dict[str, tuple[float, str]] = {
+    A100.name: (0.85, f"{_OF_MATMULS} (Dao, FlashAttention-2, arXiv 2307.08691, section 1)"),
+    A100_PCIE.name: (0.85, f"{_OF_MATMULS} (Dao, FlashAttention-2, arXiv 2307.08691, section 1)"),
+    H100.name: (0.85, f"{_OF_MATMULS} (Shah et al., FlashAttention-3, arXiv 2407.08608, section 1)"),
+}
+"""The share of a device's stated rate that large matmuls reach, with its source; of others nothing is known."""
 # Jouppi et al., TPU v4 (arXiv 2304.01433), table 4: 275 TFLOPS bfloat16, 32 GiB of 1,200 GB/s.
 TPU_V4 = Device("TPU v4", flops=(("bfloat16", 275e12),), memory_bandwidth=1.2e12, launch=1e-6, memory=2**35)
 

@@ -17,7 +17,12 @@ from dshard import launch
 from dshard.tools.cli import _parser, main
 from dshard.tools.report import progress
 
-MODEL = '{"layers": 2, "hidden": 64, "heads": 4, "sequence": 16}'
+MODEL = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+"""
 ENDS = ["--shape", "8x8", "--from", "S(0)", "--to", "R"]
 STARTS = ("demo", "selftest", "topology measure")
 """They start ranks: `--json` of these is tested beside them."""
@@ -26,10 +31,10 @@ CALLS = {
     "plan redistribute": ["--mesh", "4", *ENDS],
     "plan reshard": ["--mesh", "2", "--to-mesh", "3", *ENDS],
     "plan matmul": ["--m", "64", "--k", "64", "--n", "64", "--mesh", "2x2"],
-    "plan model": ["--devices", "4", "--model", "MODEL", "--batch", "8"],
+    "plan model": ["--devices", "4", "--model", "MODEL", "--batch", "8", "--sequence", "4"],
     "explain": ["x.sum()", "--mesh", "4", "--tensor", "x: 8x8 S(0)"],
     "topology": [],
-    "simulate step": ["--model", "MODEL", "--batch", "8", "--tensor", "4"],
+    "simulate step": ["--model", "MODEL", "--batch", "8", "--sequence", "4", "--mesh", "4"],
     "simulate pipeline": ["--stages", "2", "--microbatches", "4"],
     "completion": ["bash"],
 }
@@ -50,9 +55,9 @@ COMMANDS = dict(commands(_parser()))
 
 
 def call(path: str, tmp_path: Path) -> list[str]:
-    file = tmp_path / "model.json"
+    file = tmp_path / "model.py"
     file.write_text(MODEL)
-    return [*path.split(), *(str(file) if word == "MODEL" else word for word in CALLS[path])]
+    return [*path.split(), *(f"{file}:make" if word == "MODEL" else word for word in CALLS[path])]
 
 
 def test_every_command_prints_for_machines_and_is_tried_here_or_starts_ranks() -> None:
@@ -119,9 +124,9 @@ def test_a_closed_pipe_or_a_full_disk_ends_without_a_traceback(
 def test_what_cannot_be_is_one_line_and_no_traceback(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model.json").write_text(MODEL)
+    (tmp_path / "model.py").write_text(MODEL)
 
-    assert main([str(tmp_path / "model.json") if word == "MODEL" else word for word in words]) == 1
+    assert main([f"{tmp_path}/model.py:make" if word == "MODEL" else word for word in words]) == 1
 
     said = capsys.readouterr().err
     assert said.startswith("error: ")

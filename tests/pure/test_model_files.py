@@ -9,8 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dshard import Mesh, Routing, Topology, plan_model, use_topology
 from dshard.errors import ShapeError
-from dshard.simulate import Model
+from dshard.parallel import Precision
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.integrations.config_models import model_of_config, read_config
+from dshard.parallel.model_summary import model_summary
+from dshard.parallel.roles import roles_of
 from dshard.tools.cli import main
 
 
@@ -37,6 +42,11 @@ OPT_125M = {
 BLOOM_560M = {"n_layer": 24, "n_head": 16, "hidden_size": 1024, "vocab_size": 250880, "seq_length": 2048}
 TIED = {"tie_word_embeddings": True}
 
+EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
+OF_128 = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+T5_BASE = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128}
+T5_BASE |= {"decoder_start_token_id": 0}
+
 PUBLISHED = [
     ("llama", sizes(32, 4096, 32, 11008, 32000), 6_738_415_616),  # Llama 2 7B
     ("llama", sizes(32, 4096, 32, 14336, 128256, 8) | {"mlp_bias": False}, 8_030_261_248),  # Llama 3 8B
@@ -52,6 +62,11 @@ PUBLISHED = [
     ("falcon", {"num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71}, 6_921_720_704),
     ("opt", OPT_125M, 125_239_296),
     ("bloom", BLOOM_560M, 559_214_592),
+    ("mixtral", sizes(32, 4096, 32, 14336, 32000, 8) | EIGHT, 46_702_792_704),
+    ("qwen3_moe", sizes(48, 2048, 32, 6144, 151936, 4) | OF_128, 30_532_122_624),
+    ("gpt_oss", {}, 116_829_156_672),
+    ("deepseek_v3", {}, 671_026_404_352),
+    ("t5", T5_BASE, 222_903_552),
 ]
 """Types, what their files give, and the elements of the weights that were published."""
 
@@ -60,10 +75,9 @@ PUBLISHED = [
 def test_a_configuration_has_the_parameters_that_were_published(
     kind: str, config: dict[str, Any], parameters: int
 ) -> None:
-    model = Model.from_json(json.dumps({"model_type": kind, **config}))
+    model = model_of_config({"model_type": kind, **config})
 
-    assert model.parameters == parameters
-    assert f"{parameters:,} parameters" in model.summary
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 @pytest.mark.parametrize(
@@ -77,60 +91,106 @@ def test_small_configurations_have_the_parameters_of_the_module(kind: str, biase
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **own))
 
-    assert Model.from_json(json.dumps(config)).parameters == sum(p.numel() for p in made.parameters())
+    names = {name: tuple(p.shape) for name, p in model_of_config(config).named_parameters()}
+    assert names == {name: tuple(p.shape) for name, p in made.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "summary"),
+    [
+        ("llama", sizes(32, 4096, 32, 11008, 32000), "32 layers, gated, 6.74 B parameters"),
+        ("gpt2", {}, "12 layers, 124.4 M parameters"),
+        ("mixtral", sizes(32, 4096, 32, 14336, 32000, 8) | EIGHT, "46.70 B parameters, experts 8 of which 2"),
+    ],
+)
+def test_what_was_read_is_said(kind: str, config: dict[str, Any], summary: str) -> None:
+    model, ids = model_of_config({"model_type": kind, **config}), torch.empty(2, 64, dtype=torch.long, device="meta")
+    traced = trace_factors(model, (), {"input_ids": ids, "labels": ids})
+
+    assert model_summary(model, traced, roles_of(traced)).endswith(summary)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"model_type": "mixtral", "num_local_experts": 8},
-            "num_local_experts=8.*has no experts: plan the module itself",
-        ),
-        ({"model_type": "qwen3_moe", "num_experts": 128}, "num_experts=128.*has no experts"),
-        ({"model_type": "mixtral"}, r"model_type=mixtral.*experts.gate_up_proj \(8, 28672, 4096\) is no matrix"),
-        ({"model_type": "llama", "num_experts": 8}, "num_experts=8"),
-        ({"model_type": "gpt2", "add_cross_attention": True}, "sizes do not explain .*1536, 2304"),
-        ({"model_type": "opt", "word_embed_proj_dim": 512}, "project_out.weight"),
-        ({"model_type": "mamba"}, "no number at num_attention_heads"),
-        ({"model_type": "recurrent_gemma"}, "no matrix of a plain block"),
-        ({"model_type": "none"}, "model_type=none is not understood"),
+        ({"hidden_size": 8, "layers": 2}, r"model_type is None \(it has hidden_size, layers\): give a config.json"),
+        ({"model_type": "none"}, "model_type='none' is not known to transformers .*or make the module yourself"),
         ({"model_type": "llama", "hidden_size": "eight"}, "hidden_size"),
-        ({"model_type": "bloom", "n_layer": 2}, "lacks sequence"),
-        ({"hidden_size": 8, "layers": 2}, "model's hidden_size: a file without model_type"),
-        ({"layers": 2, "num_experts": 8}, "model's num_experts"),
-        ({"layers": True}, "model's layers is True: give an integer"),
-        ({"gated": "silu"}, "model's gated is 'silu': give true or false"),
+        ({"model_type": "llama", "hidden_act": "sillu"}, "sillu"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        Model.from_json(json.dumps(config))
+        model_of_config(config)
 
 
-def test_of_a_configuration_the_sequence_alone_is_changed() -> None:
-    text = json.dumps({"model_type": "gpt2", "n_layer": 2})
+def test_files_that_are_no_configurations_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(ShapeError, match="'' cannot be read: No such file"):
+        read_config("")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ShapeError, match="is no JSON object"):
+        read_config(tmp_path / "list.json")
 
-    assert Model.from_json(text, sequence=128).parameters == Model.from_json(text).parameters
-    with pytest.raises(ShapeError, match="layers: change the configuration itself"):
-        Model.from_json(text, layers=3)
 
-
-def test_commands_print_what_they_read_and_as_many_rows_as_asked(tmp_path: Any, capsys: Any) -> None:
+@pytest.fixture(name="small")
+def small_model(tmp_path: Any) -> str:
+    """The file of a small mixture of experts."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama"} | sizes(4, 64, 8, 256, 100, 2)))
-    common = ["--model", str(file), "--batch", "8", "--topology", "dgx-h100"]
+    config = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2} | sizes(2, 64, 8, 64, 96, 2)
+    file.write_text(json.dumps(config))
+    return str(file)
 
-    for command in (["plan", "model", "--devices", "2", "--form", "data"], ["simulate", "step", "--form", "data"]):
-        assert main([*command, *common]) == 0
-        out = " ".join(capsys.readouterr().out.split())
-        assert "4 layers, hidden 64, 8 heads of 8 (2 of keys), feed-forward 256 gated, no experts" in out
-        assert main([*command, *common, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["model"]["parameters"] == 250_944
 
+COMMON = ("--batch", "8", "--sequence", "16", "--topology", "dgx-h100")
+
+
+def test_the_command_and_plan_model_agree_to_the_digit(small: str, capsys: Any) -> None:
+    command = ["plan", "model", "--devices", "4", "--model", small, *COMMON]
+    assert main([*command, "--strategy", "expert", "--efficiency", "1", "--routing", "zipf:1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["plans"]
+
+    model, ids = model_of_config(read_config(small)), torch.empty(8, 16, dtype=torch.long, device="meta")
+    precision = Precision(torch.bfloat16, torch.float32)
+    with use_topology(Topology.preset("dgx-h100")):
+        plan = plan_model(
+            *(model, Mesh((4,), ("expert",)), "expert"),
+            precision=precision,
+            routing=Routing.zipf(1.0),
+            input_ids=ids,
+            labels=ids,
+        )
+    assert (row["seconds"], row["received"], row["memory"]["total"]) == (
+        plan.cost.seconds,
+        plan.cost.nbytes,
+        plan.cost.memory.total,
+    )
+    assert row["experts"] == dict(plan.cost.experts)
+    assert set(row["experts"]) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+
+
+def test_the_table_says_what_was_read_and_has_as_many_rows_as_asked(small: str, tmp_path: Any, capsys: Any) -> None:
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     for top in (1, 3):
-        assert main(["plan", "model", "--devices", "2", "--form", "data", "--top", str(top), *common]) == 0
-        rows = [
-            line for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("B") and "fit" not in line
-        ]
-        assert len(rows) == top
+        command = ["plan", "model", "--devices", "4", "--model", small, *COMMON, "--out", str(plan)]
+        assert main([*command, "--top", str(top)]) == 0
+        out = capsys.readouterr().out
+        assert "2 layers, gated, " in out
+        assert "experts 4 of which 2" in out
+        assert sum("%" in line and "=" in line for line in out.splitlines()) == top
+    assert main(["simulate", "step", "--plan", str(plan), "--model", small, *COMMON, "--trace", str(trace)]) == 0
+    assert "a rank holds at most" in " ".join(capsys.readouterr().out.split())
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--routing", "zipf"), "'zipf' is no routing: write uniform, zipf:1.0"),
+        (("--routing", "zipf:-1"), "is no routing"),
+        (("--efficiency", "85"), "'85' is no share"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(option: tuple[str, str], message: str, small: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "model", "--devices", "4", "--model", small, *COMMON, *option])
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,26 +1,18 @@
-"""Simulated steps: the published volumes, the search against all setups, files, errors."""
+"""Simulated steps in closed form: the published volumes, overlap, errors."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import pairwise
 from math import isclose, log2
-from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from dshard import Mesh, plan_model
-from dshard.errors import MeshError, ShapeError, StrategyError
-from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, search, simulate_step, timeline
+from dshard.errors import MeshError, ShapeError
+from dshard.simulate import FORMS, Model, Setup, form_of, host_tiles, simulate_step, timeline
 from dshard.simulate.block import BlockCosts, block_events
 from dshard.simulate.memory import memory_of
-from dshard.simulate.setup_search import MOST_TENSOR, setups
-from dshard.simulate.training_step import parts_of, read_setup, setup_data, setup_from
+from dshard.simulate.training_step import parts_of
 from dshard.step_timeline import Event, makespan, place_events
-from dshard.tools.cli import main
 from dshard.topology import BYTES, Topology
 
 MODEL = Model(layers=4, hidden=64, heads=16, sequence=32, vocabulary=0)
@@ -100,39 +92,6 @@ def test_attention_whose_sequences_are_split_sends_the_closed_form(form: str, he
         assert [sum(each) for each in sent] == [sum(by_queries)] * 2
 
 
-def test_a_long_sequence_is_split_and_many_are_not() -> None:
-    model = Model(layers=2, hidden=1024, heads=8, sequence=65536)
-    splits = [search(model, 8, DGX, batch, keep=1).steps[0].setup.chunks_of_sequence for batch in (1, 8)]
-
-    assert splits[0] > 1
-    assert splits[1] == 1
-
-
-def test_the_search_finds_the_fastest_of_all_setups() -> None:
-    found = search(MODEL, 8, DGX, 16, keep=5)
-    every = [
-        simulate_step(MODEL, setup, DGX, 16, exact=False).seconds
-        for setup in setups(MODEL, 8, 16, list(FORMS.values()), MOST_TENSOR)
-    ]
-    assert len(every) == found.tried
-    assert [step.seconds for step in found.steps[:5]] == pytest.approx(sorted(every)[:5])
-    fastest = min(step.seconds for step in search(MODEL, 8, DGX, 16, keep=1000).steps if not step.setup.beyond)
-    runnable = search(MODEL, 8, DGX, 16, keep=5, runnable=True).steps
-    assert runnable[0].seconds == fastest
-    assert not any(step.setup.beyond for step in runnable)
-    front = found.front
-    assert all(a.seconds < b.seconds and a.memory.total > b.memory.total for a, b in pairwise(front))
-
-
-def test_the_search_keeps_to_the_memory_and_says_what_is_least() -> None:
-    most = sorted(step.memory.total for step in search(MODEL, 8, DGX, 16, keep=1000).steps)
-    found = search(MODEL, 8, DGX, 16, memory=most[len(most) // 2], keep=1000)
-    assert 0 < found.fitting < found.tried
-    assert all(step.memory.total <= most[len(most) // 2] for step in found.steps)
-    with pytest.raises(StrategyError, match=f"the least is {most[0]} bytes"):
-        search(MODEL, 8, DGX, 16, memory=1000)
-
-
 def test_memory_shrinks_by_what_is_shared_out() -> None:
     setup = Setup(form_of("megatron"), (2,), data=4)
     costs = BlockCosts(MODEL, setup, DGX)
@@ -203,41 +162,6 @@ def test_constant_efficiency_takes_work_as_the_papers_say() -> None:
     assert slopes == pytest.approx({"megatron": 0.0, "optimus": 0.0}, abs=0.06)
 
 
-def test_setups_survive_files(tmp_path: object) -> None:
-    for setup in setups(MODEL, 8, 16, list(FORMS.values()), MOST_TENSOR):
-        assert setup_from(json.loads(json.dumps(setup_data(setup)))) == setup
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"form": 3}, "form: give the name"),
-        ({"form": "best"}, "no form of tensor parallelism 'best': use data, megatron"),
-        ({"tensor": [0]}, "tensor: a size: 0 is not a whole number above 0"),
-        ({"tensor": [2, 2]}, "tensor: 'megatron' has 1 mesh axes, but 2 sizes"),
-        ({"data": True}, "data: True is not a whole number"),
-        ({"sharded": "some"}, "sharded: 'some' is none: use none, optimizer, all"),
-        ({"recompute": 1}, "recompute: 1 is an int: give True or False"),
-    ],
-)
-def test_plans_with_a_wrong_field_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        setup_from(setup_data(Setup(form_of("megatron"), (2,))) | changes)
-
-
-def test_unreadable_plans_and_models_are_refused(tmp_path: object) -> None:
-    with pytest.raises(StrategyError, match="cannot be read"):
-        read_setup(f"{tmp_path}/none.json")
-    with pytest.raises(ShapeError, match="cannot be read"):
-        Model.load(f"{tmp_path}/none.json")
-    with pytest.raises(ShapeError, match="lacks layers, heads"):
-        Model.from_json('{"hidden": 8, "sequence": 4}')
-    with pytest.raises(ShapeError, match="model's hidden is 'eight': give an integer"):
-        Model.from_json('{"hidden": "eight"}')
-    with pytest.raises(ShapeError, match="heads do not divide the hidden size"):
-        Model(1, 10, 3, 4)
-
-
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
@@ -255,41 +179,3 @@ def test_setups_that_cannot_run_say_why(setup: Setup, message: str) -> None:
 def test_a_width_that_leaves_ranks_without_features() -> None:
     with pytest.raises(ShapeError, match="a width of 4 is less than the 8 ranks that share it"):
         simulate_step(replace(MODEL, ffn=4), Setup(form_of("megatron"), (8,)), DGX, SEQUENCES)
-
-
-def test_the_command_line_plans_and_simulates(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 16, "n_positions": 32, "vocab_size": 128}
-    with open(f"{tmp_path}/model.json", "w") as file:
-        json.dump(config, file)
-    common = ["--model", f"{tmp_path}/model.json", "--batch", "16", "--topology", "dgx-h100", "--json"]
-    assert main(["plan", "model", "--devices", "8", "--memory", "1GB", "--out", f"{tmp_path}/plan.json", *common]) == 0
-    found = json.loads(capsys.readouterr().out)
-    fastest = found["setups"][0]
-    assert fastest["memory"]["total"] <= 1e9
-    command = ["simulate", "step", "--plan", f"{tmp_path}/plan.json", "--trace", f"{tmp_path}/trace.json", *common]
-    assert main(command) == 0
-    step = json.loads(capsys.readouterr().out)
-    assert step["setup"] == fastest["setup"]
-    assert step["totals"]["nbytes"] == fastest["totals"]["nbytes"]
-    with open(f"{tmp_path}/trace.json") as file:
-        assert json.load(file)["traceEvents"]
-
-
-def test_parallelize_takes_the_plan_of_a_file(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to("meta")
-    batch = torch.empty(16, 64, device="meta")
-    for setup in (Setup(form_of("megatron"), (4,), data=2), Setup(form_of("optimus"), (2, 2), data=2, sharded="all")):
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(setup_data(setup)))
-        mesh = Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
-        found = plan_model(model, mesh, path, batch)
-        assert found.parameters == plan_model(model, mesh, setup.strategy, batch).parameters
-        with pytest.raises(MeshError, match="make one of that shape"):
-            plan_model(model, Mesh((8,)), path, batch)
-    for beyond in (Setup(setup.form, (2, 2), stages=2), replace(setup, recompute=True)):
-        path.write_text(json.dumps(setup_data(beyond)))
-        with pytest.raises(StrategyError, match=f"asks for {beyond.beyond[0]}, which parallelize does not do: write"):
-            plan_model(model, mesh, path, batch)
-    path.write_text("{}")
-    with pytest.raises(StrategyError, match="names no strategy"):
-        plan_model(model, mesh, path, batch)

@@ -53,7 +53,7 @@ from dshard.explain import explain_matmul, parse_dtype
 from dshard.layout import parse_layout
 from dshard.pipeline import Costs, Edge, Pipeline, Program, Stage, StageCost, chain
 from dshard.placements import parse_placement, parse_placements
-from dshard.simulate import Model, Setup, form_of, host_tiles, search, simulate_step
+from dshard.simulate import Model, Setup, form_of, host_tiles, simulate_step
 from dshard.testing import RankPool, check_call, check_rule, distribute, parts, simulated, whole, whole_numbers
 from dshard.tools.cli import main
 from dshard.topology import Device, Layer, Link, Measured
@@ -116,11 +116,6 @@ def setup(**changes: Any) -> Setup:
 def stepped(**changes: Any) -> object:
     """A simulated step."""
     return simulate_step(**({"model": model(), "setup": setup(), "topology": DGX, "batch": 4} | changes))
-
-
-def searched(**changes: Any) -> object:
-    """A search for setups."""
-    return search(**({"model": model(), "devices": 4, "topology": DGX, "batch": 4} | changes))
 
 
 def measured(**changes: Any) -> Measured:
@@ -581,9 +576,6 @@ SIMULATIONS: list[Row] = [
     (lambda: model(layers=True), ShapeError, "True is not a whole number"),
     (lambda: model(vocabulary=-1), ShapeError, "a model of -1 vocabulary"),
     (lambda: model(hidden="8"), ShapeError, "'8' is not a whole number"),
-    (lambda: Model.from_json(None), ShapeError, "give its JSON as text"),
-    (lambda: Model.from_json("{}", layer=3), ShapeError, "'layer' is none: use layers.*did you mean 'layers'"),
-    (lambda: Model.load(__file__[:-3] + "pyc"), ShapeError, "cannot be read"),
     (lambda: form_of("megatro"), StrategyError, "did you mean 'megatron'"),
     (lambda: form_of(["megatron"]), StrategyError, "there is no form"),
     (lambda: form_of("optimus").shapes(-4), StrategyError, "-4 is not a whole number above 0"),
@@ -603,16 +595,6 @@ SIMULATIONS: list[Row] = [
     (lambda: stepped(itemsize=0), ShapeError, "itemsize: 0"),
     (lambda: stepped(model={"layers": 2}), ShapeError, "give a dshard.simulate.Model"),
     (lambda: stepped(setup="megatron"), StrategyError, "give a dshard.simulate.Setup"),
-    (lambda: searched(devices=0), ShapeError, "devices: 0"),
-    (lambda: searched(devices="4"), ShapeError, "devices: '4'"),
-    (lambda: searched(forms=["megatro"]), StrategyError, "did you mean 'megatron'"),
-    (lambda: searched(forms="megatron"), StrategyError, "give names of forms in a list"),
-    (lambda: searched(memory="80GB"), ShapeError, "memory: '80GB' is not a number"),
-    (lambda: searched(memory=nan), ShapeError, "memory: nan"),
-    (lambda: searched(keep=0), ShapeError, "keep: 0"),
-    (lambda: searched(topology="dgx-a100"), TopologyError, "is the name of a preset"),
-    (lambda: searched(dtype="bf17"), NotationError, "'bf17' is no dtype"),
-    (lambda: searched(progress=3), ArgumentError, "progress: 3 cannot be called"),
     (lambda: host_tiles(4, 4, -4), MeshError, "per_host: -4"),
     (lambda: host_tiles(0, 4, 4), MeshError, "rows: 0"),
     (lambda: dshard_record(3), ArgumentError, "record: 3 cannot be called"),

@@ -166,7 +166,9 @@ class TokenExchange:
     def _every(self) -> Held:
         """The experts of each rank in order, or of the ranks that one reaches later: of this group, and of others."""
         mesh = self.experts.mesh
-        held = {(part.start, part.stop): part for at in map(mesh.coordinate, mesh.ranks) for part in self.held(at)}
+        along = [mesh.axis(name) for name in self.axes]
+        firsts = [at for at in map(mesh.coordinate, mesh.ranks) if not any(at[axis] for axis in along)]  # of each group
+        held = {(part.start, part.stop): part for at in firsts for part in self.held(at)}
         return tuple([held[ends] for ends in sorted(held)])
 
     def _expected(self, at: Coordinate, tokens: int, pairs: int) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:

@@ -61,12 +61,15 @@ def planned_on(arguments: argparse.Namespace, ranks: int) -> tuple[Topology, str
     return Topology.preset(name, nodes=needed), why
 
 
-def add_common(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
-    """Add the arguments that all planning commands share."""
+def add_common(
+    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int], *, itemsize: bool = True
+) -> None:
+    """Add the arguments that all planning commands share; `itemsize` for those whose tensors have no dtype."""
     known = ", ".join(PRESETS)
     parser.add_argument("--topology", metavar="NAME", help=f"a .json file, or one of {known}")
     parser.add_argument("--nodes", type=parse_positive, metavar="N", help="how many of these machines")
-    parser.add_argument("--itemsize", type=parse_positive, default=2, metavar="N", help="bytes of one element (2)")
+    if itemsize:
+        parser.add_argument("--itemsize", type=parse_positive, default=2, metavar="N", help="bytes of one element (2)")
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.set_defaults(command=command)
 

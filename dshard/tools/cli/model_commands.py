@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from dshard.explain import parse_dtype
-from dshard.simulate import FORMS, Model, Setup, form_of, search, simulate_step, timeline
-from dshard.simulate.training_step import read_setup, setup_data, step_data
+import torch
+from torch import nn
+
+from dshard.core.context import use_topology
+from dshard.errors import DShardError, NotationError
+from dshard.explain import load_function, parse_dtype
+from dshard.mesh import Mesh
+from dshard.parallel import Precision, plan_model, plan_table
+from dshard.parallel.integrations.config_models import model_of_config, read_config
+from dshard.parallel.plan_table import with_efficiency
+from dshard.parallel.plan_values import mesh_of, strategy_of
+from dshard.parallel.step_price import StepPrices
+from dshard.routing import Routing
 from dshard.step_timeline import chrome_trace
 from dshard.tools import report
 from dshard.tools.cli.arguments import (
@@ -18,128 +29,172 @@ from dshard.tools.cli.arguments import (
     add_common,
     add_files,
     parse_devices,
+    parse_mesh,
     parse_output,
     parse_positive,
+    parse_seconds,
     planned_on,
     print_result,
     topology_data,
 )
-from dshard.tools.report.setup_tables import SHOWN, below_model, setups_table, step_table
+from dshard.tools.report.plan_tables import SHOWN, plans_data, plans_table
+from dshard.topology import Topology
+from dshard.topology.presets import EFFICIENCY
+from dshard.validate import article, as_tuple
 
 _BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def add_plan_model(kinds: Commands) -> None:
     """Add `model` to what can be planned."""
-    summary = "every way to spread a transformer over devices, the fastest that fit in memory first"
-    parser = add_command(kinds, "model", summary)
+    parser = add_command(kinds, "model", "strategies to lay out a model on devices, the fastest that fit first")
     parser.add_argument("--devices", type=parse_devices, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
-    form = f"a form of tensor parallelism to try, repeatable (all): {', '.join(FORMS)}"
-    parser.add_argument("--form", action="append", choices=FORMS, metavar="NAME", help=form)
+    names = "a name as parallelize has it, on every folding, repeatable (those that are common)"
+    parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help=names)
+    parser.add_argument("--seconds", type=parse_seconds, default=50.0, metavar="N", help="to price plans in (50)")
     parser.add_argument("--top", type=parse_positive, default=SHOWN, metavar="N", help=f"how many to show ({SHOWN})")
-    parser.add_argument("--runnable", action="store_true", help="only what parallelize runs by itself")
-    parser.add_argument(
-        "--out", type=parse_output, metavar="FILE", help="write the fastest as a plan, for simulate step"
-    )
+    parser.add_argument("--out", type=parse_output, metavar="FILE", help="write the fastest as a plan, for parallelize")
     _add_model(parser)
-    add_common(parser, _plan_model)
+    add_common(parser, _plan_model, itemsize=False)
     add_files(parser)
 
 
 def add_simulate_step(kinds: Commands) -> None:
     """Add `step` to what can be simulated."""
-    summary = "a training step of a transformer: seconds, bytes and memory, before it is launched"
+    summary = "a training step of a model: seconds, bytes and memory by module, before it is launched"
     parser = add_command(kinds, "step", summary)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="one that plan model wrote, in place of the next six")
-    form = f"of tensor parallelism: {', '.join(FORMS)}; default: %(default)s"
-    parser.add_argument("--form", choices=FORMS, default="megatron", metavar="NAME", help=form)
-    parser.add_argument("--tensor", type=_sizes, default=(), metavar="SIZES", help="of its mesh axes, such as 2x4")
-    for name, what in ("data", "replicas"), ("stages", "pipeline stages"), ("microbatches", "microbatches"):
-        parser.add_argument(f"--{name}", type=parse_positive, default=1, metavar="N", help=f"{what} (1)")
-    shares = ("none", "optimizer", "all")
-    parser.add_argument("--sharded", choices=shares, default="none", help="what replicas share out (none)")
-    parser.add_argument("--recompute", action="store_true", help="run each block again for its backward pass")
-    parser.add_argument("--no-overlap", action="store_true", help="collectives and work wait for each other")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="one that plan model wrote, in place of the next two")
+    parser.add_argument("--strategy", default="fsdp", metavar="NAME", help="as parallelize has it; default: fsdp")
+    parser.add_argument("--mesh", type=parse_mesh, default=Mesh((8,)), metavar="SIZES", help="such as 64x8 (8)")
     parser.add_argument("--trace", type=parse_output, metavar="FILE", help="write the timeline as a Chrome trace")
     _add_model(parser)
-    add_common(parser, _simulate_step)
+    add_common(parser, _simulate_step, itemsize=False)
     add_files(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="FILE", help="its sizes, or a Hugging Face config.json")
+    model = "a Hugging Face config.json, or file.py:function of yours that returns a module, or it and a batch"
+    parser.add_argument("--model", required=True, metavar="FILE", help=model)
     parser.add_argument("--batch", type=parse_positive, required=True, metavar="N", help="sequences of a step")
-    parser.add_argument("--sequence", type=parse_positive, metavar="N", help="tokens of one, if not the model's")
+    parser.add_argument("--sequence", type=parse_positive, default=4096, metavar="N", help="tokens of one (4096)")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="of the products; default: %(default)s")
+    spread = "how experts get tokens: uniform, zipf:S, or a .json file with a number of each expert"
+    parser.add_argument("--routing", type=parse_routing, metavar="HOW", help=spread)
+    share = "the share of the stated rate that products reach (what is known of the device, or 1)"
+    parser.add_argument("--efficiency", type=parse_share, metavar="SHARE", help=share)
 
 
 def _plan_model(arguments: argparse.Namespace) -> int:
-    model = _model(arguments)
     topology, why = planned_on(arguments, arguments.devices)
+    efficiency, source = _efficiency(arguments, topology)
+    with report.waiting("reading the model"):
+        model, args, kwargs = model_and_batch(arguments.model, arguments.batch, arguments.sequence)
     with report.search_progress(visible=True) as progress:
-        setups = search(
+        plans = plan_table(
             model,
             arguments.devices,
             topology,
-            arguments.batch,
+            args,
+            kwargs,
+            strategies=arguments.strategy,
             memory=arguments.memory,
-            forms=arguments.form,
-            dtype=_dtype(arguments),
-            itemsize=arguments.itemsize,
-            runnable=arguments.runnable,
+            precision=_precision(arguments),
+            routing=arguments.routing,
+            efficiency=efficiency,
+            dtype=str(parse_dtype(arguments.dtype)).removeprefix("torch."),
+            seconds=arguments.seconds,
             progress=progress,
         )
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(setup_data(setups.steps[0].setup), indent=2) + "\n")
-    rows = [step_data(step) for step in setups.steps[: arguments.top]]
-    front = [step_data(step) for step in setups.front]
-    value = {"tried": setups.tried, "fitting": setups.fitting, "memory": setups.memory, "setups": rows, "front": front}
-    table = below_model(model, setups_table(setups, why, arguments.top))
-    return print_result(arguments, value | _model_data(model) | topology_data(topology, why), table)
+        arguments.out.write_text(json.dumps(plans.plans[0].data(), indent=2) + "\n")
+    said = f"products at {efficiency:.0%} of the peak{source}"
+    value = plans_data(plans, arguments.top) | {"efficiency": efficiency} | topology_data(topology, why)
+    return print_result(arguments, value, plans_table(plans, why, arguments.top, said))
+
+
+def _efficiency(arguments: argparse.Namespace, topology: Topology) -> tuple[float, str]:
+    """The share of their rate that products reach, and who says so."""
+    if arguments.efficiency is not None:
+        return arguments.efficiency, ""
+    share, source = EFFICIENCY.get(topology.device.name, (1.0, ""))
+    return share, f": {source}" if source else ""
+
+
+def _precision(arguments: argparse.Namespace) -> Precision | None:
+    """Products in the dtype that was asked for; weights, gradients and moments in single precision."""
+    dtype = parse_dtype(arguments.dtype)
+    return None if dtype == torch.float32 else Precision(dtype, torch.float32)
+
+
+def model_and_batch(source: str, batch: int, sequence: int) -> tuple[nn.Module, tuple[object, ...], dict[str, object]]:
+    """The model of a config.json, or that a function makes, and a batch for it: of tokens, or as the function says.
+
+    Raises:
+        ShapeError: a file that is no configuration, or one that is not understood.
+        NotationError: no such function, or one that makes no module.
+    """
+    tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+    path, colon, name = source.rpartition(":")
+    if not colon or source.endswith(".json"):
+        return model_of_config(read_config(source)), (), {"input_ids": tokens, "labels": tokens}
+    with torch.device("meta"):
+        made = load_function(path, name)()
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, (tokens,))
+    if not isinstance(model, nn.Module):
+        raise NotationError(f"{source} returned {article(model)}: return an nn.Module, or it and its batch")
+    return (
+        (model, (), dict(given)) if isinstance(given, Mapping) else (model, as_tuple(given, "the batch", "give it"), {})
+    )
+
+
+def parse_routing(text: str) -> Routing:
+    """How tokens spread over experts, such as uniform, zipf:1.0 or counts.json."""
+    try:
+        if text.endswith(".json"):
+            return Routing.of(json.loads(Path(text).read_text()))
+        if text.startswith("zipf:"):
+            return Routing.zipf(float(text.removeprefix("zipf:")))
+        if text == "uniform":
+            return Routing.uniform()
+    except (OSError, ValueError, DShardError) as error:
+        why = f" ({error})"
+    else:
+        why = ""
+    raise argparse.ArgumentTypeError(f"{text!r} is no routing{why}: write uniform, zipf:1.0 or a .json file of counts")
+
+
+def parse_share(text: str) -> float:
+    """A share above 0, of at most 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write a number above 0, of at most 1")
+    return share
 
 
 def _simulate_step(arguments: argparse.Namespace) -> int:
-    model, setup = _model(arguments), _setup(arguments)
-    topology, why = planned_on(arguments, setup.devices)
-    overlap = not arguments.no_overlap
-    kinds = {"dtype": _dtype(arguments), "itemsize": arguments.itemsize, "overlap": overlap}
-    with report.waiting("simulating"):
-        step = simulate_step(model, setup, topology, arguments.batch, **kinds)
-        slots = timeline(model, setup, topology, arguments.batch, **kinds)
-    if arguments.trace is not None:
-        arguments.trace.write_text(chrome_trace(slots))
-    table = below_model(model, step_table(step, slots, topology, why))
-    return print_result(arguments, step_data(step) | _model_data(model) | topology_data(topology, why), table)
-
-
-def _model(arguments: argparse.Namespace) -> Model:
-    changes = {} if arguments.sequence is None else {"sequence": arguments.sequence}
-    with report.waiting("reading the model"):
-        return Model.load(arguments.model, **changes)
-
-
-def _model_data(model: Model) -> dict[str, object]:
-    return {"model": asdict(model) | {"parameters": model.parameters}}
-
-
-def _dtype(arguments: argparse.Namespace) -> str:
-    """Return the full name of the requested dtype, as topologies spell it."""
-    return str(parse_dtype(arguments.dtype)).removeprefix("torch.")
-
-
-def _setup(arguments: argparse.Namespace) -> Setup:
+    mesh, strategy = arguments.mesh, arguments.strategy
     if arguments.plan is not None:
-        return read_setup(arguments.plan)
-    return Setup(
-        form_of(arguments.form),
-        arguments.tensor,
-        arguments.data,
-        arguments.stages,
-        arguments.microbatches,
-        arguments.sharded,
-        arguments.recompute,
-    )
+        mesh = mesh_of(arguments.plan)
+        strategy = strategy_of(arguments.plan, mesh)
+    topology, why = planned_on(arguments, mesh.size)
+    efficiency, _ = _efficiency(arguments, topology)
+    with report.waiting("reading the model"):
+        model, args, kwargs = model_and_batch(arguments.model, arguments.batch, arguments.sequence)
+    reached = with_efficiency(topology, efficiency)
+    with report.waiting("simulating"), use_topology(reached):
+        plan = plan_model(
+            model, mesh, strategy, *args, precision=_precision(arguments), routing=arguments.routing, **kwargs
+        )
+        if arguments.trace is not None:
+            arguments.trace.write_text(chrome_trace(StepPrices(model, args, kwargs).slots(plan)))
+    cost, moves = plan.cost, [asdict(each) for each in plan.cost.moves]
+    value = {"strategy": strategy, "mesh": str(mesh), "seconds": cost.seconds, "received": cost.nbytes, "moves": moves}
+    value |= {"memory": asdict(cost.memory) | {"total": cost.memory.total}, "efficiency": efficiency}
+    return print_result(arguments, value | topology_data(topology, why), report.model_table(plan))
 
 
 def parse_bytes(text: str) -> float:
@@ -152,7 +207,3 @@ def parse_bytes(text: str) -> float:
     if not 0 < size < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it like 80GB or 80GiB")
     return size
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(parse_positive(part) for part in text.split("x"))

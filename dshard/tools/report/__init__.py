@@ -19,13 +19,13 @@ from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
+from dshard.parallel import PlanTable
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.pipeline import Choice, Timeline
 from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
-from dshard.simulate import SearchResult
 from dshard.tables import human_bytes
 from dshard.tools.demo import Predicted, Row, Settings
 from dshard.tools.report.console import WIDE, Drawing, count, table, title
@@ -35,14 +35,14 @@ from dshard.tools.report.console import error as error
 from dshard.tools.report.console import note as note
 from dshard.tools.report.console import show as show
 from dshard.tools.report.console import text as text
+from dshard.tools.report.plan_tables import plans_table
 from dshard.tools.report.progress import checkpoint_progress as checkpoint_progress
 from dshard.tools.report.progress import demo_progress as demo_progress
 from dshard.tools.report.progress import measure_progress as measure_progress
 from dshard.tools.report.progress import search_progress as search_progress
 from dshard.tools.report.progress import waiting as waiting
-from dshard.tools.report.setup_tables import selftest_failures as selftest_failures
-from dshard.tools.report.setup_tables import selftest_table as selftest_table
-from dshard.tools.report.setup_tables import setups_table
+from dshard.tools.report.selftest_tables import selftest_failures as selftest_failures
+from dshard.tools.report.selftest_tables import selftest_table as selftest_table
 from dshard.tools.report.timelines import simulation_table, timeline_table
 from dshard.tools.selftest import SelfTest
 from dshard.topology import BYTES, Topology
@@ -52,7 +52,7 @@ from dshard.traced_experts import NUMBERS as EXPERT_NUMBERS
 from dshard.traced_experts import expert_rows
 
 Exported: TypeAlias = (
-    Report | Explanation | Trace | Comparison | ModelPlan | Topology | Choice | Timeline | SearchResult | SelfTest
+    Report | Explanation | Trace | Comparison | ModelPlan | Topology | Choice | Timeline | PlanTable | SelfTest
 )
 """Values that have a table."""
 MOST_CHAINS = 64
@@ -101,8 +101,8 @@ def drawing_of(value: Exported | Drawing) -> Drawing:
             return simulation_table(value)
         case Timeline():
             return timeline_table(value)
-        case SearchResult():
-            return setups_table(value)
+        case PlanTable():
+            return plans_table(value)
         case SelfTest():
             return selftest_table(value)
         case _:
@@ -273,9 +273,9 @@ def comparison_table(comparison: Comparison) -> Group:
 
 def model_table(model_plan: ModelPlan) -> Group:
     """Modules of a model with their layouts and the collectives of each in a step."""
-    first, *_, last = str(model_plan).split("\n")
+    first = str(model_plan).partition("\n")[0]
     heads = [f">{head}" if head in ("received", "ms") else head for head in PLAN_HEADINGS]
-    return Group(title(first), table(heads, model_plan.rows()), Text(last if model_plan.cost is not None else ""))
+    return Group(title(first), table(heads, model_plan.rows()), Text("\n".join(model_plan.notes())))
 
 
 def measured_table(topology: Topology) -> Group:

@@ -1,10 +1,12 @@
-"""What `plan model` ranks and says that `parallelize` runs, it runs, and it equals one device."""
+"""What `plan model` ranks, `parallelize` runs, and it equals one device."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,20 +14,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import DeviceMesh, Mesh, Replicate, Shard, parallelize
+from dshard import DeviceMesh, Mesh, Replicate, Shard, Topology, parallelize, plan_model, use_topology
 from dshard.comm import as_mesh, plain
-from dshard.errors import StrategyError
+from dshard.errors import MeshError, StrategyError
+from dshard.parallel import PlanTable, plan_table
 from dshard.parallel.strategies import axes_of
 from dshard.pipeline import Pipeline, Stage
-from dshard.simulate import FORMS, Model, Setup
-from dshard.simulate.setup_search import MOST_TENSOR, setups
-from dshard.simulate.training_step import setup_data
+from dshard.simulate import Model
 from dshard.testing import rank_pool, simulated, whole
 
 MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)
 DEVICES, BATCH = 8, 8
-RANKED = list(setups(MODEL, DEVICES, BATCH, list(FORMS.values()), MOST_TENSOR))
-QUICK = {"tesseract, d=2 r=2 c=2", "ulysses x megatron-sp, cp=4 tp=2, 4 microbatches"}
+STRATEGIES = (
+    "data x megatron",
+    "fsdp x megatron-sp",
+    "fsdp x context",
+    "ulysses x megatron-sp",
+    "tesseract",
+    "fsdp x atp",
+)
 
 
 class Block(nn.Module):
@@ -63,54 +70,67 @@ def alone() -> tuple[Tensor, list[Tensor]]:
     return out.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def written(setup: Setup, folder: Path) -> tuple[Path, Mesh]:
-    """The file of a plan, and a mesh as it asks for."""
-    path = folder / "plan.json"
-    path.write_text(json.dumps(setup_data(setup)))
-    return path, Mesh(setup.mesh.shape[1:], setup.mesh.names[1:])
+@cache
+def ranked() -> PlanTable:
+    """What is ranked for eight devices: all that is common, and all foldings of some."""
+    model, x = build().to("meta"), batch().to("meta")
+    topology = Topology.preset("dgx-h100")
+    tables = [plan_table(model, DEVICES, topology, (x,), {}, strategies=names) for names in ((), STRATEGIES)]
+    return replace(tables[0], plans=(*tables[0].plans, *tables[1].plans))
 
 
-ROWS = [
-    pytest.param(setup, id=str(setup), marks=[] if str(setup) in QUICK else pytest.mark.thorough)
-    for setup in RANKED
-    if not setup.beyond
-]
-
-
-@pytest.mark.parametrize("setup", ROWS)
-def test_every_row_that_is_said_to_run_equals_one_device(setup: Setup, tmp_path: Path) -> None:
-    path, mesh = written(setup, tmp_path)
+def test_every_row_equals_one_device(tmp_path: Path) -> None:
     expected, gradients = alone()
-    with simulated(mesh):
-        model = parallelize(build(), mesh, path, batch())
-        found = []
-        for part in batch().chunk(setup.microbatches):
-            out = model(part)
+    rows = {(each.plan.strategy, each.mesh): each for each in ranked().plans}
+    assert len(rows) > 12
+    for i, each in enumerate(rows.values()):
+        path = tmp_path / f"{i}.json"
+        path.write_text(json.dumps(each.data()))
+        with simulated(each.mesh):
+            model = parallelize(build(), each.mesh, path, batch())
+            out = model(batch())
             out.square().sum().backward()
-            found.append(whole(out.detach()))
-
-        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-9, atol=1e-9)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(whole(out.detach()), expected, rtol=1e-9, atol=1e-9)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-9, atol=1e-9)
 
 
-def test_every_other_row_is_refused_with_what_it_asks_for(tmp_path: Path) -> None:
-    others = [setup for setup in RANKED if setup.beyond]
-    for setup in others:
-        path, mesh = written(setup, tmp_path)
-        with pytest.raises(StrategyError, match=f"asks for {' and '.join(setup.beyond)}, which parallelize does not"):
-            parallelize(nn.Linear(2, 2), mesh, path, batch())
-    assert {what for setup in others for what in setup.beyond} == {
-        "pipeline stages",
-        "recomputation",
-        "a shared optimiser",
-    }
-    assert len(others) + len(ROWS) == len(RANKED)
+def test_the_table_and_plan_model_agree_to_the_digit() -> None:
+    model, x = build().to("meta"), batch().to("meta")
+    with use_topology(Topology.preset("dgx-h100")):
+        for each in ranked().plans[:6]:
+            assert plan_model(model, each.mesh, each.plan.strategy, x).cost == each.plan.cost
+
+
+def test_a_plan_is_for_a_mesh_of_its_shape(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(ranked().plans[0].data()))
+    with pytest.raises(MeshError, match="make one of that shape"):
+        plan_model(build(), Mesh((2, 2, 2)), path, batch())
+    path.write_text("{}")
+    with pytest.raises(StrategyError, match="names no strategy"):
+        plan_model(build(), Mesh((8,)), path, batch())
 
 
 # -- pipelines: each stage laid out by the strategy of the file, on real ranks
 
-PIPED = [setup for setup in RANKED if setup.beyond == ("pipeline stages",)]
+
+class Piped(NamedTuple):
+    """Stages, each laid out by a strategy on a mesh of this shape."""
+
+    strategy: str
+    shape: tuple[int, ...]
+    stages: int
+    microbatches: int
+
+
+PIPED = [
+    Piped("data x megatron", (2, 2), 2, 2),
+    Piped("fsdp x megatron", (2, 2), 2, 4),
+    Piped("data x megatron-sp", (2, 2), 2, 4),
+    Piped("data x data", (1, 4), 2, 2),
+    Piped("optimus", (2, 2), 2, 2),
+]
 
 
 @plain()
@@ -118,10 +138,10 @@ def target() -> Tensor:
     return batch().flip(0)
 
 
-def piped(setup: Setup) -> float:
+def piped(setup: Piped) -> float:
     """The largest error of the loss and of the gradients of this rank's stage, in the second of two steps."""
-    ranks = torch.arange(DEVICES).view(setup.mesh.shape)
-    meshes = [DeviceMesh("cpu", part, mesh_dim_names=setup.mesh.names[1:]) for part in ranks]
+    ranks = torch.arange(DEVICES).view(setup.stages, *setup.shape)
+    meshes = [DeviceMesh("cpu", part, mesh_dim_names=("dp", "tp")) for part in ranks]
     single, blocks = build(), build()
     expected = F.mse_loss(single(batch()), target())
     expected.backward()
@@ -144,6 +164,6 @@ def piped(setup: Setup) -> float:
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("setup", [pytest.param(setup, id=str(setup)) for setup in PIPED])
-def test_every_pipeline_of_laid_out_stages_equals_one_device(setup: Setup) -> None:
+def test_every_pipeline_of_laid_out_stages_equals_one_device(setup: Piped) -> None:
     """Claim E5 on eight ranks: stages of data and tensor parallelism, two stages of (2, 2) among them."""
     assert max(rank_pool(DEVICES).run(piped, setup, timeout=300)) < 1e-9

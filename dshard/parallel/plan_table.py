@@ -1,0 +1,272 @@
+"""Plans of a model by named strategies on all foldings of some devices, priced: what people compare, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dshard.core.context import use_topology
+from dshard.errors import StrategyError
+from dshard.layout import Layout
+from dshard.mesh import Mesh
+from dshard.notebook import Tabled
+from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.model_plan import plan_by_name
+from dshard.parallel.model_summary import model_summary
+from dshard.parallel.plan_values import Plan, PlanOptions
+from dshard.parallel.precision import Precision
+from dshard.parallel.reachable_state import ReachableState
+from dshard.parallel.roles import Roles, roles_of
+from dshard.parallel.step_price import MOMENTS, StepPrices
+from dshard.parallel.strategies import STRATEGIES, axes_of
+from dshard.routing import Routing
+from dshard.tables import human_bytes, text_table
+from dshard.topology import Topology
+from dshard.validate import as_int, as_number
+
+Progress = Callable[[int, int], object]
+"""Called with the number of plans that are done, and their total."""
+HEADINGS = ("", "strategy", "mesh", "seconds", "MFU", "memory", "network s", "hidden s", "received")
+
+
+class RankedPlan(NamedTuple):
+    """A plan with its cost, and the mesh to give `parallelize`, which "expert" may refine."""
+
+    plan: Plan
+    mesh: Mesh
+
+    def data(self) -> dict[str, Any]:
+        """What `parallelize(model, mesh, Path(...))` reads, as JSON values."""
+        mesh = {"shape": list(self.mesh.shape), "names": list(self.mesh.names)}
+        return {"strategy": self.plan.strategy, "mesh": mesh}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanTable(Tabled):
+    """Priced plans of a model on some devices: those that fit, the fastest first, then the others, the smallest first.
+
+    Attributes:
+        plans: With their costs; of plans that cost and hold the same, the first alone.
+        summary: What the model is.
+        memory: Bytes of each device, None where they are not known.
+        flops: Operations of a step of the model, on however many devices.
+        topology: That the plans are priced on, with rates as devices reach them.
+        peak: Operations per second that the maker states for a device.
+        skipped: Plans that are not priced, as weights and their optimiser's moments alone do not fit.
+        left: Plans that are not priced, as the time was over.
+    """
+
+    plans: tuple[RankedPlan, ...]
+    summary: str
+    memory: float | None
+    flops: float
+    topology: Topology
+    peak: float
+    skipped: int = 0
+    left: int = 0
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a device has the memory for the plan."""
+        return self.memory is None or plan.cost.memory.total <= self.memory
+
+    def mfu(self, plan: Plan) -> float:
+        """The share of all devices' operations per second that a step of the plan achieves (model FLOPs utilisation).
+
+        Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B.
+        """
+        return self.flops / (self.peak * plan.mesh.size * plan.cost.seconds) if plan.cost.seconds else 0.0
+
+    def rows(self) -> list[list[str]]:
+        """A row for each plan: cells under `HEADINGS`, of which the first is "-" where it does not fit."""
+        return [
+            [
+                "" if self.fits(plan) else "-",
+                plan.strategy,
+                str(mesh),
+                f"{plan.cost.seconds:.4g}",
+                f"{self.mfu(plan):.1%}",
+                human_bytes(plan.cost.memory.total),
+                f"{plan.cost.communication:.3g}",
+                f"{plan.cost.hidden:.3g}",
+                human_bytes(plan.cost.nbytes),
+            ]
+            for plan, mesh in self.plans
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{text_table(HEADINGS, self.rows())}"
+
+
+def plan_table(
+    model: nn.Module,
+    devices: int,
+    topology: Topology,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    strategies: Sequence[str] = (),
+    memory: float | None = None,
+    precision: Precision | None = None,
+    routing: Routing | None = None,
+    efficiency: float = 1.0,
+    dtype: str = "",
+    seconds: float = inf,
+    progress: Progress | None = None,
+) -> PlanTable:
+    """Plans of `model` for a batch, by the `strategies` on all foldings of `devices`; by default those that are common.
+
+    Each is priced as `plan_model` prices it. Devices reach `efficiency` of the stated rate of `dtype` in matmuls.
+    After `seconds` no other plan is begun; at least one is priced.
+
+    Raises:
+        StrategyError: no strategy fits the devices, or one that is not known.
+        LayoutError: a step that does not run without data.
+    """
+    begin, options = perf_counter(), PlanOptions(precision, None)
+    devices = as_int(devices, "devices", StrategyError, least=1)
+    efficiency = as_number(efficiency, "efficiency", StrategyError)
+    reached = ReachableState(model, args, kwargs)
+    traced = trace_factors(model, args, kwargs, reached)
+    roles, prices = roles_of(traced), StepPrices(model, args, kwargs, reached, traced)
+    memory = topology.device.memory if memory is None else memory
+    peak = topology.flops(dtype)
+    topology = with_efficiency(topology, efficiency)
+    done: list[RankedPlan] = []
+    with use_topology(topology), use_strategy(routing=routing):
+        laid = [*_candidates(roles, devices, _within_host(topology, devices), strategies)]
+        tried = [each for each in laid if memory is None or _state_bytes(model, each.plan) <= memory]
+        tried = tried or sorted(laid, key=lambda each: _state_bytes(model, each.plan))
+        flops = prices(options.of(plan_by_name(roles, "data", Mesh((1,), ("x",)))[0])).flops
+        for plan, mesh in tried:
+            if done and perf_counter() - begin > seconds:
+                break
+            if progress is not None:
+                progress(len(done), len(tried))
+            plan = options.of(plan)
+            done.append(RankedPlan(replace(plan, cost=prices(plan)), mesh))
+    table = PlanTable((), model_summary(model, traced, roles), memory, flops, topology, peak)
+    distinct = {(c.seconds, c.nbytes, c.memory): each for each in reversed(done) for c in [each.plan.cost]}
+    fitting = [each for each in distinct.values() if table.fits(each.plan)]
+    others = [each for each in distinct.values() if not table.fits(each.plan)]
+    fitting.sort(key=lambda each: each.plan.cost.seconds)
+    others.sort(key=lambda each: each.plan.cost.memory.total)
+    return replace(table, plans=(*fitting, *others), skipped=len(laid) - len(tried), left=len(tried) - len(done))
+
+
+def with_efficiency(topology: Topology, efficiency: float) -> Topology:
+    """The topology whose devices reach this share of their rates."""
+    if efficiency == 1.0:
+        return topology
+    device = topology.device
+    return replace(topology, device=replace(device, flops=tuple((d, rate * efficiency) for d, rate in device.flops)))
+
+
+def _within_host(topology: Topology, devices: int) -> int:
+    """The ranks within one unit of the outermost level of the network."""
+    inside = prod(layer.ranks or 1 for layer in topology.layers[1:])
+    return inside if len(topology.layers) > 1 else topology.layers[0].ranks or devices
+
+
+def _state_bytes(model: nn.Module, plan: Plan) -> int:
+    """Bytes of the parameters of the first rank, their gradients and moments: no step holds less."""
+    first, total = (0,) * plan.mesh.ndim, 0
+    for name, parameter in model.named_parameters():
+        layout = Layout(plan.mesh, plan.parameters[name])
+        total += prod(layout.local_shape(tuple(parameter.shape), first)) * parameter.itemsize
+    return total * (2 + MOMENTS)
+
+
+# -- candidates
+
+COMMON: tuple[tuple[str, str], ...] = (
+    ("expert", "one"),
+    ("fsdp x expert", "experts"),
+    ("fsdp", "one"),
+    ("fsdp x megatron-sp", "host"),
+    ("data x megatron", "host"),
+    ("data", "one"),
+    ("expert x megatron", "host"),
+    ("data x fsdp", "inner"),
+    ("fsdp x megatron", "host"),
+    ("fsdp x context", "rows"),
+    ("fsdp x ulysses", "rows"),
+)
+"""What is compared unless strategies are named, in the order in which it is priced, and the sizes of the inner axis."""
+
+
+def _candidates(roles: Roles, devices: int, within: int, strategies: Sequence[str]) -> Iterator[RankedPlan]:
+    """The plans to be priced, the first of each strategy before the second of any.
+
+    Raises:
+        StrategyError: there are none; a strategy that was asked for by name and is not known.
+    """
+    named = [(name, "any") for name in strategies] or COMMON
+    folded = [(name, [*_foldings(devices, within, roles, name, kind)]) for name, kind in named]
+    why, found = "", False
+    for turn in range(max(len(meshes) for _, meshes in folded)):
+        for name, meshes in folded:
+            if turn >= len(meshes):
+                continue
+            mesh = meshes[turn]
+            axes = axes_of(name, mesh)
+            ways = prod(n for axis, n in zip(axes, mesh.shape, strict=True) if axis.batch)
+            if roles.rows % ways:
+                why = why or f"a batch of {roles.rows} rows does not divide among the {ways} ranks that share it"
+                continue
+            try:
+                plan, idle = plan_by_name(roles, name, mesh)
+            except StrategyError as error:
+                why = str(error)
+                continue
+            if not idle:
+                found = True
+                yield RankedPlan(plan, mesh)
+    if not found:
+        raise StrategyError(f"no strategy fits {devices} devices: {why or 'they have no such folding'}")
+
+
+def _foldings(devices: int, within: int, roles: Roles, name: str, kind: str) -> Iterator[Mesh]:
+    """The meshes on which a strategy is tried, the most usual first; axes that send most lie within hosts."""
+    axes = [axis.name for axis in axes_of(name, Mesh((1,) * _ndim(name)))]
+    names = tuple(f"{axis}{i}" if axes.count(axis) > 1 else axis for i, axis in enumerate(axes))
+    if len(axes) == 1:
+        yield Mesh((devices,), names)
+        return
+    divisors = [n for n in range(2, devices) if devices % n == 0]
+    usual = min((n for n in divisors if n >= within), default=0)
+    sizes = {
+        "host": [n for n in reversed(divisors) if n <= within],
+        "inner": [n for n in divisors if n == usual],
+        "experts": [n for n in divisors if n >= min(within, 8)],
+        "rows": [n for n in divisors if roles.rows % devices and roles.rows % (devices // n) == 0][:1],
+        "any": divisors,
+    }[kind]
+    for size in sizes:
+        if len(axes) == 2:
+            yield Mesh((devices // size, size), names)
+        else:  # further axes share what is outside as evenly as may be
+            yield from (Mesh((*outer, size), names) for outer in _products(devices // size, len(axes) - 1))
+
+
+def _ndim(strategy: str) -> int:
+    return sum(len(STRATEGIES.get(part, ())) for part in strategy.split(" x ")) or 1
+
+
+def _products(n: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write `n` as so many factors.
+
+    >>> [*_products(4, 2)]
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    if factors == 1:
+        yield (n,)
+        return
+    for first in range(1, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _products(n // first, factors - 1))
