@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
-        "dshard.parallel": "Auto Plan Cost Memory Moves Precision checkpoint from_pretrained loss_parallel "
+        "dshard.parallel": "Auto Plan Cost Memory Moves plan_table PlanTable RankedPlan Precision checkpoint from_pretrained loss_parallel "
         "register_experts",
     },
     "Styles of torch": {
@@ -66,7 +66,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Edge Crossing computes edges_of lead_of play rank_schedules",
     },
     "A step before it runs": {
-        "dshard.simulate": "Model Setup Step search SearchResult simulate_step record Recorded Memory Event timeline",
+        "dshard.simulate": "Model Setup Step simulate_step record Recorded Memory Event timeline",
         "dshard.launch": "rehearse Rehearsed",
     },
     "Checkpoints": {
