@@ -33,7 +33,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
-        "dshard.parallel": "Auto Plan Cost Memory Moves plan_table PlanTable RankedPlan Precision checkpoint from_pretrained loss_parallel "
+        "dshard.parallel": "Auto Plan Cost Memory Moves plan_table PlanTable RankedPlan "
+        "Precision checkpoint from_pretrained loss_parallel "
         "register_experts",
     },
     "Styles of torch": {
