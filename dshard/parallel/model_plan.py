@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar

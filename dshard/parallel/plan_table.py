@@ -36,7 +36,7 @@ HEADINGS = ("", "strategy", "mesh", "seconds", "MFU", "memory", "network s", "hi
 
 
 class RankedPlan(NamedTuple):
-    """A plan with its cost, and the mesh to give `parallelize`, which "expert" may refine."""
+    """A plan with its cost, and its mesh, which is to be given to `parallelize` with its strategy."""
 
     plan: Plan
     mesh: Mesh
@@ -226,7 +226,7 @@ def _candidates(roles: Roles, devices: int, within: int, strategies: Sequence[st
                 continue
             if not idle:
                 found = True
-                yield RankedPlan(plan, mesh)
+                yield RankedPlan(plan, plan.mesh)
     if not found:
         raise StrategyError(f"no strategy fits {devices} devices: {why or 'they have no such folding'}")
 
