@@ -357,6 +357,9 @@ def test_chunks() -> None:
         size = rows_of_chunk(rows, classes, features)
         assert 1 <= size <= max(rows, 1)
         assert size <= max(-(-rows // 8), 128)
+        on_host = rows_of_chunk(rows, classes, features, "cpu")
+        assert min(size, 128) <= on_host <= size
+        assert on_host <= max(2**22 // classes, 128)
 
 
 ROWS, WEIGHT, TARGET = torch.zeros(6, 4), torch.zeros(5, 4), torch.zeros(6, dtype=torch.int64)

@@ -34,14 +34,25 @@ FEWEST_CHUNKS, FEWEST_ROWS, ROWS = 8, 128, 1024
 writes the sum of the weight's gradient, which takes as long as a product with few rows."""
 
 
-def rows_of_chunk(rows: int, classes: int, features: int) -> int:
+ON_HOST = 2**22
+"""Logits of a chunk on a CPU: larger tensors get new pages from the system each time, and leave its caches."""
+
+
+def rows_of_chunk(rows: int, classes: int, features: int, device: str = "cuda") -> int:
     """The rows of a chunk: so many that their logits take about as much memory as all rows, or an eighth.
+
+    On a CPU chunks are smaller.
 
     >>> rows_of_chunk(65536, 32768, 1024), rows_of_chunk(8192, 32768, 1024), rows_of_chunk(200, 32768, 1024)
     (2048, 1024, 128)
+    >>> rows_of_chunk(8192, 8192, 1024, "cpu")
+    512
     """
     eighth, alike = -(-rows // FEWEST_CHUNKS), -(-rows * features // max(1, classes))
-    return max(1, min(rows, max(min(eighth, max(alike, ROWS)), FEWEST_ROWS)))
+    size = min(eighth, max(alike, ROWS))
+    if device == "cpu":
+        size = min(size, ON_HOST // max(1, classes))
+    return max(1, min(rows, max(size, FEWEST_ROWS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,11 @@ class FusedCandidates:
             self.topology,
         )
         most = prod(shape[:-1])
-        size = rows_of_chunk(most, matrix[0], shape[-1]) if self.rows is None else max(1, min(self.rows, most))
+        size = (
+            rows_of_chunk(most, matrix[0], shape[-1], self.mesh.device_type)
+            if self.rows is None
+            else max(1, min(self.rows, most))
+        )
         return ChunkedLoss(self.options, *self.has, most, size, joining, weight)
 
     def _sent(self, loss: ChunkedLoss) -> tuple[PlannedCollective, ...]:
