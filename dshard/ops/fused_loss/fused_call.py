@@ -148,7 +148,11 @@ def _run_plain(call: FusedCall) -> Any:
     x, weight, target, *_ = call.tensors
     _refuse_targets(call, target)
     most = prod(x.shape[:-1])
-    size = rows_of_chunk(most, *weight.shape, x.device.type) if call.rows is None else max(1, min(call.rows, most))
+    size = (
+        rows_of_chunk(most, call.options.classes, x.shape[-1], x.device.type)
+        if call.rows is None
+        else max(1, min(call.rows, most))
+    )
     loss = ChunkedLoss(call.options, *call.has, most, size)
     return run_recorded_loss(LocalFusedLoss(loss, partial(_recorded, call.template)), call.present)
 
