@@ -145,7 +145,7 @@ def _autocast(call: FusedCall) -> FusedCall:
 
 
 def _run_plain(call: FusedCall) -> Any:
-    x, weight, target, *_ = call.tensors
+    x, _, target, *_ = call.tensors
     _refuse_targets(call, target)
     most = prod(x.shape[:-1])
     size = (
