@@ -230,12 +230,12 @@ def planned(
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     reached = ReachableState(model, args, kwargs)
-    traced = trace_factors(model, args, kwargs, reached)
-    roles = roles_of(traced)
+    model_trace = trace_factors(model, args, kwargs, reached)
+    roles = roles_of(model_trace)
     if plan == AUTO or isinstance(plan, Auto):
         auto = plan if isinstance(plan, Auto) else Auto()
         with use_strategy(routing=auto.routing):
-            prices = StepPrices(model, args, kwargs, reached, traced)
+            prices = StepPrices(model, args, kwargs, reached, model_trace)
             return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached))
     named, idle = plan_by_name(roles, plan, mesh)
     if idle:

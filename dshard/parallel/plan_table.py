@@ -132,8 +132,8 @@ def plan_table(
     devices = as_int(devices, "devices", StrategyError, least=1)
     efficiency = as_number(efficiency, "efficiency", StrategyError)
     reached = ReachableState(model, args, kwargs)
-    traced = trace_factors(model, args, kwargs, reached)
-    roles, prices = roles_of(traced), StepPrices(model, args, kwargs, reached, traced)
+    model_trace = trace_factors(model, args, kwargs, reached)
+    roles, prices = roles_of(model_trace), StepPrices(model, args, kwargs, reached, model_trace)
     memory = topology.device.memory if memory is None else memory
     peak = topology.flops(dtype)
     topology = with_efficiency(topology, efficiency)
@@ -150,7 +150,7 @@ def plan_table(
                 progress(len(done), len(tried))
             plan = options.of(plan)
             done.append(RankedPlan(replace(plan, cost=prices(plan)), mesh))
-    table = PlanTable((), model_summary(model, traced, roles), memory, flops, topology, peak)
+    table = PlanTable((), model_summary(model, model_trace, roles), memory, flops, topology, peak)
     distinct = {(c.seconds, c.nbytes, c.memory): each for each in reversed(done) for c in [each.plan.cost]}
     fitting = [each for each in distinct.values() if table.fits(each.plan)]
     others = [each for each in distinct.values() if not table.fits(each.plan)]

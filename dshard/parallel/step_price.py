@@ -83,7 +83,7 @@ class StepPrices:
 
     Modes around a call do not see its operators. Seconds are on the topology in use. Blocks that repeat are run a few
     times, and counted as often as the model has them. `reached` is the state that the model and the batch lead to, and
-    `traced` a trace, for callers that have them.
+    `model_trace` its trace, for callers that have them.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class StepPrices:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         reached: ReachableState | None = None,
-        traced: ModelTrace | None = None,
+        model_trace: ModelTrace | None = None,
     ) -> None:
         self.model, self.example = model, (args, kwargs)
         self.reached = reached or ReachableState(model, args, kwargs)
-        self.traced, self.blocks = traced, BlockLists(model)
+        self.model_trace, self.blocks = model_trace, BlockLists(model)
         self.whole = _Case(model, self.example, self.reached)
         self.cases: dict[tuple[tuple[Repeat, ...], tuple[int, ...]], _Case | None] = {}
 
@@ -156,15 +156,15 @@ class StepPrices:
         """The loops of each layer of experts, if it is known which module ran each: `ran` in its place."""
         if not loops:
             return ()
-        traced = self._trace()
-        layers = [module for module in traced.order if module in traced.experts.modules]
+        model_trace = self._trace()
+        layers = [module for module in model_trace.order if module in model_trace.experts.modules]
         in_order = dict(zip(dict.fromkeys(map(ran, layers)), loops, strict=False))
         return tuple((module, in_order[ran(module)]) for module in layers if ran(module) in in_order)
 
     def _trace(self) -> ModelTrace:
-        if self.traced is None:
-            self.traced = trace_factors(self.model, self.example[0], self.example[1], self.reached)
-        return self.traced
+        if self.model_trace is None:
+            self.model_trace = trace_factors(self.model, self.example[0], self.example[1], self.reached)
+        return self.model_trace
 
     def _short(self, repeats: tuple[Repeat, ...], units: Sequence[int]) -> _Case | None:
         """The model with so many units of each repeat, if its forward pass is a part of the whole one."""
