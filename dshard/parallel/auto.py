@@ -100,13 +100,11 @@ def cheapest(
         if tables is not None:
             _add_planned(tables, auto, priced)
         named += [(0.0 if tables is None else least_of(tables, plan), plan) for plan in uniform(roles, unfolded)]
-    tried = 0
-    for least, plan in sorted(named, key=lambda each: each[0]):
+    for tried, (least, plan) in enumerate(sorted(named, key=lambda each: each[0])):
         best = min([each.cost.seconds for each in plans if auto.allows(each)], default=inf)
         if best < inf and graph is not None and (least > MARGIN * best or tried == NAMED):
             break
         priced(plan)
-        tried += 1
     shows("")
     fitting = [plan for plan in plans if auto.allows(plan)]
     if not fitting:

@@ -3,6 +3,8 @@
 The least weighted sum of tables of bounds is a lower bound. The moves that its choice makes are priced exactly, which
 makes that choice an upper bound, and the tables a little less wrong; candidates that no choice up to the upper bound
 has are dropped; and so on, until both bounds agree. At each moment there are the best choice so far and the bound.
+
+Design: docs/design/0029-planning-the-whole.md
 """
 
 from __future__ import annotations

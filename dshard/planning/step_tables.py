@@ -5,6 +5,8 @@ layouts in which it may be stored. A table is the work of a call; the moves of a
 one that reads it, and of its gradient back; or those of a parameter to its use, and of its gradient to where it is
 stored. The backward pass moves what the forward pass moved, the other way, so it needs no variables. A parameter with
 one use lies where that is cheapest, which needs no variable either. Calls that are alike share their tables.
+
+Design: docs/design/0029-planning-the-whole.md
 """
 
 from __future__ import annotations
