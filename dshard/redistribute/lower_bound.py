@@ -87,7 +87,8 @@ def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> Leas
     slow = []
     for axis, n in enumerate(mesh.shape):
         there = _crossing(moves, axis, n, rate), _crossing(reductions, axis, n, rate)
-        if any(each.byte or any(each.begin) for each in there):
+        moved, summed = there
+        if moved.byte or summed.byte or any(moved.begin) or any(summed.begin):
             slow.append((axis, *there))
     move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.kind == "all_reduce"])
     whole = _least(sums, reductions.begin)
@@ -195,16 +196,22 @@ class LowerBound:
 
     def _reductions(self, src: Partials, dst: Partials) -> _Reductions:
         """The terms of plans between tensors with these reductions, which run along axes that are partial in either."""
-        wide = [axis for axis, n in enumerate(self.sizes) if n > 1]
-        changed = [axis for axis, (op, target) in enumerate(zip(src, dst, strict=True)) if op != target]
-        ends, begins = any(src[axis] for axis in changed), any(dst[axis] for axis in changed)
-        ended = tuple([axis for axis in changed if axis in wide and src[axis] is not None])
-        terms, left = prod([self.sizes[axis] for axis in ended]), [axis for axis in wide if dst[axis] is not None]
-        unsplit = self.copy * prod([self.sizes[axis] for axis in left])  # at the latest where the last one begins
-        begun = unsplit if any(src[axis] != dst[axis] for axis in left) else 0.0
-        partial = frozenset([axis for axis in wide if any(src) and (src[axis] or dst[axis])])
-        least, meetings = least_terms(self.mesh, self.topology, partial), (terms - 1).bit_length()
-        found = _Reductions(least, ends, begins, ended, terms, meetings, self.copy if begun else unsplit, begun)
+        ended, left, reduced = list[int](), list[int](), False
+        ends = begins = False
+        for axis, (op, target) in enumerate(zip(src, dst, strict=True)):
+            ends, begins = ends or (op != target and op is not None), begins or (op != target and target is not None)
+            if self.sizes[axis] > 1:
+                if op is not None and op != target:
+                    ended.append(axis)
+                if target is not None:
+                    left.append(axis)
+                    reduced = reduced or op != target
+        terms, unsplit = prod(map(self.sizes.__getitem__, ended)), self.copy * prod(map(self.sizes.__getitem__, left))
+        begun = unsplit if reduced else 0.0  # at the latest where the last one begins
+        sums = src.count(None) < len(src)
+        least = least_terms(self.mesh, self.topology, frozenset((*ended, *left) if sums else ()))
+        meetings = (terms - 1).bit_length()
+        found = _Reductions(least, ends, begins, tuple(ended), terms, meetings, self.copy if begun else unsplit, begun)
         self.reductions[src, dst] = found
         return found
 
@@ -238,7 +245,7 @@ class LowerBound:
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())
         latency, lacking, more = least.moves[doublings], float(dst.numel - (0 if separate else held)), 0.0
         if terms > 1:
-            if not doublings and self.numel and any(axis not in dst.split for axis in ended):
+            if not doublings and self.numel and not dst.split.keys() >= set(ended):
                 more = least.all_reductions[meetings] - least.reductions[meetings]
             latency += least.reductions[meetings] + more
             alone = 0.0 if nested else self._alone(src, dst)
