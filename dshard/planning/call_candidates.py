@@ -13,10 +13,12 @@ from math import prod
 
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
-from dshard.planning.local_seconds import executed, local_seconds
+from dshard.planning.local_seconds import LocalSeconds, executed, local_seconds
 from dshard.planning.step_graph import GraphCall
 from dshard.rules.expand import Operand, Order, Row, expand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
+from dshard.rules.strategy import Constraints, Question
+from dshard.rules.strategy_price import Price
 from dshard.topology import Topology
 
 
@@ -59,6 +61,10 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
     operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
     outputs = tuple([(value.shape, value.itemsize) for value in call.results])
     sizes = sizes_of(rule, operands, outputs)
+    gradients = tuple([value.needs_grad for value in call.operands])
+    price = Price(
+        Question(rule, operands, outputs, topology, Constraints(gradients=gradients, kept=(True,) * len(gradients)))
+    )
     beyond = _factors(rule) - _factors(call.rule)
     for rows in product(_rows(call, rule, sizes), repeat=mesh.ndim):
         order = _order(rows)
@@ -72,6 +78,8 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
         results, sent = expansion.outputs, 0.0
         if name or any(not shape for shape, _ in outputs):  # it sends something by itself, or completes a number
             local, _, sent, results = executed(call, expansion.inputs, topology)
+        elif rule.chosen is not None:  # the busiest rank's, by the routing that is expected
+            local = LocalSeconds(*price.local_work(expansion))
         else:
             local = local_seconds(call, expansion, topology)
         held = sum([layout.local_numel(shape) * size for layout, (shape, size) in zip(results, outputs, strict=True)])
