@@ -32,7 +32,7 @@ from dshard.step_timeline import StepTimeline
 from dshard.topology import Topology
 from dshard.torch_private import OpOverload, disable_modes
 
-_SECONDS = Cache("local work of planned calls", 65536)
+_SECONDS = Cache("local work", 65536)
 _ONE = replicated(Mesh((1,), ("one",)))
 
 

@@ -90,7 +90,7 @@ class LocalWork:
         return seconds_of_local_work(lambda: run_without_data(make, tensors, at), self.topology)
 
 
-@cached("work of fused losses", 4096)
+@cached("local work", 4096)
 def _seconds(work: LocalWork) -> tuple[float, float]:
     """All chunks but the last have equally many rows, so that a few are run."""
     rows, size = prod(work.shapes[0][:-1]), work.loss.size
