@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -43,8 +44,10 @@ MARGIN = 1.05
 """A strategy by name may be cheaper than its least by the prices of the planner says, by this factor."""
 PASSES = 4
 """Eliminations for the lower bound of a strategy by name."""
-NAMED = 4
+NAMED = 8
 """The most strategies by name that are traced beside plans that choose all layouts together."""
+ALIKE = 2
+"""How many strategies that store parameters alike are tried before others."""
 CHEAP, HALVED = 256.0, 3
 """A byte is tried from this part of the price that makes memory as dear as time, to as many times it; then between."""
 
@@ -94,17 +97,22 @@ def cheapest(
         plans.append(replace(plan, cost=price(plan)))
         return plans[-1]
 
-    named: list[tuple[float, Plan]] = []
+    named: list[tuple[int, float, Plan]] = []
     for unfolded in unfoldings(mesh):
         tables = None if graph is None else StepTables(graph, unfolded, planning_context().topology_of(unfolded))
         if tables is not None:
             _add_planned(tables, auto, priced)
-        named += [(0.0 if tables is None else least_of(tables, plan), plan) for plan in uniform(roles, unfolded)]
-    for tried, (least, plan) in enumerate(sorted(named, key=lambda each: each[0])):
+        alike = Counter[str]()  # plans that store parameters alike, whose least is the same
+        for plan in uniform(roles, unfolded):
+            stored = str(sorted(plan.parameters.items()))
+            named.append((alike[stored] // ALIKE, 0.0 if tables is None else least_of(tables, plan), plan))
+            alike[stored] += 1
+    for tried, (_, least, plan) in enumerate(sorted(named, key=lambda each: each[:2])):
         best = min([each.cost.seconds for each in plans if auto.allows(each)], default=inf)
-        if best < inf and graph is not None and (least > MARGIN * best or tried == NAMED):
+        if best < inf and graph is not None and tried >= NAMED:
             break
-        priced(plan)
+        if least <= MARGIN * best:
+            priced(plan)
     shows("")
     fitting = [plan for plan in plans if auto.allows(plan)]
     if not fitting:
