@@ -1,4 +1,4 @@
-"""The graph of a traced step: values, calls of operators with their rules, and blocks that repeat.
+"""The graph of a traced step: values, and calls of operators with their rules.
 
 It is made by `dshard.parallel.trace_step`, without data, for one size of inputs; whoever plans the step reads it alone.
 """
@@ -6,7 +6,7 @@ It is made by `dshard.parallel.trace_step`, without data, for one size of inputs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -98,19 +98,6 @@ class GraphCall:
         return (with_meta_form(function) if isinstance(function, OpOverload) else function)(*args, **kwargs)
 
 
-class CallBlock(NamedTuple):
-    """Calls `start` to `stop` - 1 of a module, with the values that come in from calls before, and that go out.
-
-    Parameters, and what the step reads beside them, are not among `inputs`.
-    """
-
-    module: str
-    start: int
-    stop: int
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The calls of a step, in order, all values that they read or make, and those that the model returns.
@@ -162,84 +149,6 @@ class StepGraph:
     def parameters(self) -> tuple[Value, ...]:
         """The parameters that some call reads; one that has several names once."""
         return tuple([value for value in self.values if value.kind == "parameter" and value.uses])
-
-    def repeated_blocks(self) -> tuple[tuple[CallBlock, ...], ...]:
-        """Runs of at least two blocks of equal structure, each of which reads what the one before it makes.
-
-        A block has the calls of a module, such as an entry of a list. Of blocks within blocks the outermost count.
-        """
-        runs: list[tuple[CallBlock, ...]] = []
-        done = 0
-        for run in sorted(self._runs(), key=lambda run: (run[0].start, run[0].start - run[-1].stop)):
-            if run[0].start >= done:
-                runs.append(run)
-                done = run[-1].stop
-        return tuple(runs)
-
-    def _runs(self) -> Iterator[tuple[CallBlock, ...]]:
-        """Runs of equal consecutive blocks of modules that have the same parent, at all depths."""
-        run: list[CallBlock] = []
-        by_parent: defaultdict[str, list[CallBlock]] = defaultdict(list)
-        for block in self._blocks():
-            by_parent[block.module.rpartition(".")[0]].append(block)
-        for blocks in by_parent.values():
-            for block in blocks:
-                if not run or not self._repeats(run[-1], block):
-                    if len(run) > 1:
-                        yield tuple(run)
-                    run = []
-                run.append(block)
-            if len(run) > 1:
-                yield tuple(run)
-            run = []
-
-    def _repeats(self, first: CallBlock, second: CallBlock) -> bool:
-        """Whether the second block stands behind the first, reads what that makes, and has its structure."""
-        if first.stop != second.start or not {*first.outputs} & {*second.inputs}:
-            return False
-        return self.structure(first) == self.structure(second)
-
-    def _blocks(self) -> Iterator[CallBlock]:
-        """The calls of each module that stand one after the other, in the order of the modules' first calls."""
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for call in self.calls:
-            names = call.module.split(".") if call.module else []
-            for n in range(1, len(names) + 1):
-                ranges = spans.setdefault(".".join(names[:n]), [])
-                if ranges and ranges[-1][1] == call.number:
-                    ranges[-1] = (ranges[-1][0], call.number + 1)
-                else:
-                    ranges.append((call.number, call.number + 1))
-        for module, ranges in spans.items():
-            if len(ranges) == 1:
-                yield self.block(module, *ranges[0])
-
-    def block(self, module: str, start: int, stop: int) -> CallBlock:
-        """The block of calls `start` to `stop` - 1, with the values at its boundary."""
-        inputs: dict[Value, None] = {}
-        outputs: dict[Value, None] = {}
-        for call in self.calls[start:stop]:
-            inputs |= {x: None for x in call.operands if x.producer is not None and x.producer.call < start}
-            outputs |= {x: None for x in call.results if any(end.call >= stop for end in x.uses)}
-        return CallBlock(module, start, stop, tuple(inputs), tuple(outputs))
-
-    def structure(self, block: CallBlock) -> Hashable:
-        """A key that is equal for blocks whose calls have equal signatures and are connected in the same way.
-
-        Values that come in count by the order in which they are first read, parameters also by their number of uses.
-        """
-        made: dict[Value, Hashable] = {}
-        first_uses: dict[Value, int] = {}
-        rows: list[Hashable] = []
-        for n, call in enumerate(self.calls[block.start : block.stop]):
-            operands: list[Hashable] = []
-            for x in call.operands:
-                first = first_uses.setdefault(x, len(first_uses)) if x not in made else 0
-                operands.append(made[x] if x in made else (x.kind, first, x.kind == "parameter" and len(x.uses)))
-            made |= {x: (n, i) for i, x in enumerate(call.results)}
-            rows.append((call.signature, call.rule, tuple(operands)))
-        left = tuple([made[x] for x in block.outputs])
-        return tuple(rows), left
 
 
 class DraftCall(NamedTuple):

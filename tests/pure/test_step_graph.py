@@ -1,9 +1,8 @@
-"""The graph of a traced step: run as a program it is the model, its rules fit, and equal blocks are told."""
+"""The graph of a traced step: run as a program it is the model, and its rules fit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -195,27 +194,6 @@ def test_each_value_is_made_before_it_is_read_and_each_rule_fits(name: str, copi
         fits(call)
     places = Counter((call.module, call.visit, call.name, call.ordinal) for call in graph.calls if call.name != "copy")
     assert {*places.values()} == {1}
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("layers", [2, 5])
-def test_layers_of_one_structure_are_equal_blocks(block: str, layers: int) -> None:
-    args = words()
-    graph = trace_step(Words(block, layers), args, {})
-
-    for each in (graph, graph.copies()):
-        (blocks,) = each.repeated_blocks()
-        assert [x.module for x in blocks] == [f"blocks.{i}" for i in range(layers)]
-        assert all(a.outputs == b.inputs and len(a.outputs) == 1 for a, b in pairwise(blocks))
-
-
-def test_a_layer_of_another_size_is_another_block() -> None:
-    model = Words("gpt", 4)
-    model.blocks[1].up, model.blocks[1].down = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
-
-    (blocks,) = trace_step(model, words(), {}).repeated_blocks()
-
-    assert [x.module for x in blocks] == ["blocks.2", "blocks.3"]
 
 
 def test_functions_that_are_planned_as_one_operator_are_one_call() -> None:
