@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +43,7 @@ NAMES = {
         ),
     ),
 }
+ROWS = 8
 HEADER = ("model", "preset", "mesh", "auto, ms", "best name", "ms", "name / auto", "found", "certificate", "CPU s")
 
 
@@ -141,10 +143,11 @@ def named(model: nn.Module, mesh: Mesh, name: str, batch: dict[str, Tensor]) -> 
     return None
 
 
-def row(model: str, preset: str, topology: Topology, mesh: Mesh, rows: int) -> list[str]:
+def row(model: str, preset: str, topology: Topology, mesh: Mesh) -> list[str]:
     """A model on one topology."""
+    warnings.simplefilter("ignore")
     with torch.device("meta"):
-        built, batch = MODELS[model](rows)
+        built, batch = MODELS[model](ROWS)
     clear_caches()
     begin = time.process_time()
     with use_topology(topology):
@@ -164,14 +167,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--jobs", type=int, default=2, help="rows at once")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
     table = []
-    for model in args.models:
-        for preset, topology, mesh in settings(args.ranks):
-            table.append(row(model, preset, topology, mesh, rows=8))
-            print(" | ".join(table[-1]), flush=True)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        asked = [(model, *setting) for model in args.models for setting in settings(args.ranks)]
+        for cells in pool.map(row, *zip(*asked, strict=True)):
+            table.append(cells)
+            print(" | ".join(cells), flush=True)
     text = markdown_table(HEADER, table)
     if args.write:
         ranks = " ".join(map(str, args.ranks))

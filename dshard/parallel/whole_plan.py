@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from dshard.core.context import planning_context
 from dshard.core.torch_placements import torch_placements
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.parallel.plan_values import Placements, Plan
 from dshard.placements import Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate
+from dshard.planning.move_prices import completion
 from dshard.planning.plan_step import StepPlan
 from dshard.planning.step_graph import GraphCall, StepGraph
 from dshard.rules.matmul_loops import Loop, Schedule
@@ -79,8 +81,12 @@ def _outputs(graph: StepGraph, candidates: Sequence[CallCandidate]) -> dict[str,
         last |= {".".join(names[: n + 1]): call for n in range(len(names))}
     outputs: dict[str, Placements] = {}
     for module, call in last.items():
-        for use in call.results[0].uses[:1]:
+        value, made = call.results[0], candidates[call.number].outputs[0]
+        for use in value.uses[:1]:
             outputs[module] = candidates[use.call].inputs[use.position].placements
+        if not value.uses and made.partial_axes():  # what the model returns
+            topology = planning_context().topology_of(made.mesh)
+            outputs[module] = completion(made, value.shape, value.itemsize, topology)[0].placements
     return outputs
 
 

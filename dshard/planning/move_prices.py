@@ -11,7 +11,26 @@ from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import space_of
+from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
+
+
+def completion(layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Layout, float]:
+    """The layout in which a tensor that is left partial is completed for the fewest seconds, its gradient brought back.
+
+    So is what a model returns: whoever reads it needs the sum.
+    """
+    whole, axes = completed_layout(layout), layout.partial_axes()
+    if not axes:
+        return layout, 0.0
+    space = space_of(layout.mesh, topology, shape, itemsize)
+    ends = [whole, *[whole.split(dim, axes) for dim in range(len(shape)) if shape[dim] >= layout.mesh.size]]
+
+    def seconds(end: Layout) -> float:
+        moves = (layout, end), (end.cotangent(), layout.cotangent())
+        return sum([plan_price(space.state_of(src), space.state_of(dst), space).seconds for src, dst in moves])
+
+    return min([(end, seconds(end)) for end in ends], key=lambda each: each[1])
 
 
 class MovePrices:

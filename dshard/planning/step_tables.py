@@ -29,7 +29,7 @@ from dshard.placements import Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.eliminate import NamedTable
 from dshard.planning.local_seconds import gradient_sum_seconds
-from dshard.planning.move_prices import MovePrices
+from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
 from dshard.topology import Topology
 from dshard.torch_private import no_functions
@@ -133,6 +133,9 @@ class StepTables:
             for value in graph.values:
                 for use in value.uses if value.kind == "made" else ():
                     self._add_edge(value, use)
+            for value in graph.outputs:
+                if value.producer is not None and not value.uses:
+                    self._add_end(value, value.producer)
             self.of_calls = len(self.domains), len(self.domain_of), len(self.uses)
             self._add_parameters({})
 
@@ -211,6 +214,17 @@ class StepTables:
                 prices.bound(pairs.gradients, wanted)
             self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad)
         self.uses.append(NamedTable(key, (producer, call)))
+
+    def _add_end(self, value: Value, producer: End) -> None:
+        """Charge what the model returns, and leaves partial, its completion."""
+        domain = self.domain_of[producer.call]
+        key = ("end", value.shape, value.dtype, domain, producer.position)
+        if key not in self.work:
+            layouts = [c.outputs[producer.position] for c in self._candidates(domain)]
+            ends = {each: completion(each, value.shape, value.itemsize, self.topology)[1] for each in {*layouts}}
+            seconds = torch.tensor([ends[layout] for layout in layouts], dtype=torch.float64)
+            self.work[key] = _Work(seconds, torch.zeros_like(seconds), torch.zeros_like(seconds))
+        self.uses.append(NamedTable(key, (producer.call,)))
 
     def _add_parameters(self, stored: Mapping[str, Layout]) -> None:
         for value in self.graph.parameters():

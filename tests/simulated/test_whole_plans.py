@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, Topology, parallelize, use_topology
+from dshard import Mesh, Partial, Topology, parallelize, use_topology
 from dshard.parallel import Auto, Plan, plan_model
 from dshard.parallel.step_price import price
 from dshard.parallel.trace_step import trace_step
@@ -122,6 +122,18 @@ def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, topo
             assert (own.grad is None) == (p.grad is None), name
             if p.grad is not None:
                 torch.testing.assert_close(whole(own.grad), p.grad)
+
+
+def test_what_a_model_returns_is_charged_its_sum() -> None:
+    """Features of a layer that two ranks sum over leave it partial: that is no way to send nothing."""
+    mesh, topology = Mesh((2, 2), ("x", "y")), Topology.preset("dgx-h100")
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4096, 16384), nn.GELU(), nn.Linear(16384, 4096)), torch.empty(8, 4096)
+    with use_topology(topology):
+        plan = plan_model(model, mesh, "auto", x)
+
+    assert plan.cost.nbytes > 0
+    assert not any(isinstance(p, Partial) for placements in plan.outputs.values() for p in placements)
 
 
 def without_data(vocabulary: int, width: int, rows: int, length: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
