@@ -116,8 +116,8 @@ class Plan(Tabled):
     Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `batch` those of
     inputs whose first dim is the batch (other inputs are replicated), `outputs` those of module outputs, and `products`
     the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
-    `gathered` are the mesh axes whose shards of parameters are gathered a block at a time; `gathers` has those of the
-    parameters that are not gathered along all of them, such as experts. `precision` are the dtypes
+    `gathers` has under "" the mesh axes whose shards of parameters are gathered a block at a time, and under its name
+    those of a parameter that is not gathered along all of them, such as experts. `precision` are the dtypes
     in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
     None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
     is the number of dims of the example batch: an input of fewer is one row, and replicated. Where the layouts of all
@@ -133,7 +133,6 @@ class Plan(Tabled):
     products: Mapping[str, Schedule] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     cost: Cost = None  # type: ignore[assignment]  # None before it is priced, as all that `plan_model` returns are
-    gathered: tuple[str, ...] = ()
     precision: Precision | None = None
     groups: tuple[str, ...] | None = None
     attention: AttentionLoops | None = None
@@ -151,6 +150,11 @@ class Plan(Tabled):
     def gathered_axes(self, parameter: str) -> tuple[str, ...]:
         """The mesh axes along which shards of the parameter of this name are gathered for use."""
         return self.gathers.get(parameter, self.gathered)
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The mesh axes along which shards of most parameters are gathered for use."""
+        return self.gathers.get("", ())
 
     def rows(self) -> list[list[str]]:
         """One row for each module, of its parameters and collectives: cells under `HEADINGS`."""

@@ -318,8 +318,8 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
     attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
     kept = {name: rest for name, dims in roles.parameters.items() if (rest := _gathered(dims, axes, mesh)) != gathered}
-    plan = Plan(name, mesh, parameters, batch, outputs, products, roles.shared, gathered=gathered, attention=attention)
-    return replace(plan, gathers=kept)
+    gathers = {"": gathered} | kept
+    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, attention=attention, gathers=gathers)
 
 
 def _gathered(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[str, ...]:

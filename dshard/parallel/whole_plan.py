@@ -44,8 +44,7 @@ def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> Plan:
         _batch(graph, chosen.calls, mesh),
         _outputs(graph, chosen.calls),
         _products(graph, chosen.calls),
-        gathered=common,
-        gathers={name: own for name, own in gathers.items() if own != common},
+        gathers={"": common} | {name: own for name, own in gathers.items() if own != common},
     )
 
 
