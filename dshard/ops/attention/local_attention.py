@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import has_only_shape
+from dshard.core.context import planning_context
 from dshard.core.signature import Context
 from dshard.core.wrapper import each_apart
 from dshard.layout import Shape
@@ -35,8 +36,8 @@ def whole(options: Options) -> Attend:
     """Attention of all queries to all keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        if has_only_shape(q) and _is_fused(q, k, v, mask):
-            return _without_scores(q, k, v, mask, options)
+        if has_only_shape(q) and (out := _without_scores(q, k, v, mask, options)) is not None:
+            return out
         if q.shape[-1] and not (q.numel() and k.numel() and v.numel()):
             return of_nothing(q, k, v, mask)
         return F.scaled_dot_product_attention(
@@ -156,18 +157,29 @@ def four_dims(x: Tensor, batch: Shape = ()) -> Tensor:
     return x.flatten(0, -4)
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether a device has a kernel for these that keeps no scores; torch asks none about tensors without data."""
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] == v.shape[-1]
-    return fits and q.numel() > 0 and k.numel() > 0 and (mask is None or not mask.requires_grad)
+def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> Tensor | None:
+    """Attention of tensors without data by a kernel that saves operands, result and log-sum-exps, and no scores.
 
-
-def _without_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> Tensor:
-    """Attention by the CPU's kernel, which saves as much as those of other devices: operands, result, log-sum-exps."""
+    torch asks no device which kernels it has for these. None: the device for which they are priced has no such kernel.
+    """
+    if not torch.backends.cuda.flash_sdp_enabled() or (mask is not None and mask.requires_grad):
+        return None
+    if not q.dim() == k.dim() == 4 or q.shape[0] != k.shape[0] or not (q.numel() and k.numel()):
+        return None
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.empty_like(mask, dtype=q.dtype)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    result: Tensor = kernel(q, k, v, 0.0, options.causal, attn_mask=mask, scale=options.scale)[0]
-    return result
+    if q.shape[-1] == k.shape[-1] == v.shape[-1]:  # the CPU's, which saves as much as those of other devices
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return cast(Tensor, on_cpu(q, k, v, 0.0, options.causal, attn_mask=mask, scale=options.scale)[0])
+    if not _on_gpus() or q.shape[1] != k.shape[1]:
+        return None
+    on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    return cast(Tensor, on_cuda(q, k, v, mask, True, 0.0, options.causal, scale=options.scale)[0])
+
+
+def _on_gpus() -> bool:
+    """Whether choices are priced for GPUs, as the topology in use says; their kernels take heads of unequal sizes."""
+    topology = planning_context().topology
+    return topology is not None and topology.backend == "nccl"
