@@ -70,8 +70,12 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 
     Free buffers of a workspace, which on real ranks persist between steps, are not in use.
     """
+    total, expired = borrowed_now(), torch.Storage._expired  # type: ignore[attr-defined]
+    for ref, size in sizes.items():  # after each operator of a step
+        if not expired(ref.cdata):
+            total += size
     kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
-    return sum(size for ref, size in sizes.items() if ref not in kept and not ref.expired()) + borrowed_now()
+    return total - sum(sizes[ref] for ref in kept if ref in sizes and not ref.expired())
 
 
 class Session:

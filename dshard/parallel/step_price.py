@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -54,13 +54,18 @@ class _Run(NamedTuple):
     slots: tuple[PlacedEvent, ...]
 
 
-class _Case(NamedTuple):
-    """A model, or one with fewer units of repeats, as its steps are run: the state that model and batch lead to."""
+@dataclass(slots=True)
+class _Case:
+    """A model, or one with fewer units of repeats, as its steps are run: the state that model and batch lead to.
+
+    `answers` are the host values that the forward pass reads, once that is known to read some.
+    """
 
     model: nn.Module
     example: Any
     reached: ReachableState
     short: ShortModel | None = None
+    answers: Sequence[object] | None = None
 
     def run(self, plan: Plan) -> _Run:
         """A step under a plan of the whole model."""
@@ -71,11 +76,11 @@ class _Case(NamedTuple):
 
     def _run(self, plan: Plan) -> _Run:
         try:
-            return _run(self.model, plan, self.example, self.reached, None)
+            return _run(self.model, plan, self.example, self.reached, self.answers)
         except HostReadMissing:
             args, kwargs = self.example
-            answers = trace_factors(self.model, args, kwargs, self.reached).answers
-            return _run(self.model, plan, self.example, self.reached, answers)
+            self.answers = trace_factors(self.model, args, kwargs, self.reached).answers
+            return _run(self.model, plan, self.example, self.reached, self.answers)
 
 
 class StepPrices:
@@ -174,11 +179,12 @@ class StepPrices:
             with short.applied():
                 reached = ReachableState(self.model, *self.example)
                 try:
-                    calls = trace_factors(self.model, *self.example, reached).calls
+                    own = trace_factors(self.model, *self.example, reached)
+                    calls, answers = own.calls, own.answers or None
                 except Exception:  # whatever a model raises that counts on the entries left out
-                    calls = ()
+                    calls, answers = (), None
             is_part = bool(calls) and short.is_part(calls, self._trace().calls)
-            self.cases[key] = _Case(self.model, self.example, reached, short) if is_part else None
+            self.cases[key] = _Case(self.model, self.example, reached, short, answers) if is_part else None
         return self.cases[key]
 
 
