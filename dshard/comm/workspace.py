@@ -70,7 +70,7 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 
     Free buffers of a workspace, which on real ranks persist between steps, are not in use.
     """
-    total, expired = borrowed_now(), torch.Storage._expired  # type: ignore[attr-defined]
+    total, expired = borrowed_now(), torch.UntypedStorage._expired
     for ref, size in sizes.items():  # after each operator of a step
         if not expired(ref.cdata):
             total += size

@@ -250,7 +250,7 @@ class Allocations:
 
     def existed(self, storages: set[StorageWeakRef]) -> None:
         """Take the storages of an operator's operands for known, unless an operator made them."""
-        self.known |= storages - self.sizes.keys()
+        self.known.update([ref for ref in storages if ref not in self.sizes])
 
     def add(self, outputs: Iterable[Tensor]) -> bool:
         """Add the storages of an operator's outputs; return whether `alive` may exceed `most` now."""
