@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, Placement, Replicate, Shard
+from dshard import Mesh, Placement, Replicate, Shard, Topology, use_topology
 from dshard.parallel import parallelize, plan_model
 from dshard.testing import simulated, whole
 
@@ -93,3 +93,12 @@ def test_latents_and_their_gradients_equal_one_device(shape: tuple[int, ...], st
         torch.testing.assert_close(whole(found.detach()), expected.detach())
         for (name, mine), theirs in zip(laid.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("topology", ["dgx-h100", "cpu"])
+def test_heads_of_unequal_sizes_keep_scores_only_where_no_kernel_takes_them(topology: str) -> None:
+    rows, length = 2, 1024
+    with torch.device("meta"), use_topology(Topology.preset(topology)):
+        cost = plan_model(LatentAttention(), Mesh((2,), ("x",)), "data", torch.empty(rows, length, WIDTH)).cost
+    scores = rows // 2 * HEADS * length * length * 4
+    assert (cost.memory.peak > scores) == (topology == "cpu")
