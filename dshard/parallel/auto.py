@@ -11,24 +11,29 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from math import inf, prod, sqrt
-from time import perf_counter
+from math import prod, sqrt
+from time import perf_counter, process_time
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from dshard.comm import plain
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
-from dshard.parallel.plan_values import Cost, Plan, PlanOptions
+from dshard.parallel.plan_blocks import folded
+from dshard.parallel.plan_limits import check_pins, checked_words, limits_of, on_finer
+from dshard.parallel.plan_space import TracedSpace, assignments, named_parts, stored
+from dshard.parallel.plan_values import Cost, Pins, Plan, PlanOptions, Search, Tried
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.parallel.whole_plan import as_plan
-from dshard.planning.plan_step import plan_step
+from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
-from dshard.planning.step_tables import StepTables, Weights
+from dshard.planning.step_tables import COPIES, StepTables, Weights
 from dshard.routing import Routing
 from dshard.tables import human_bytes
 from dshard.torch_private import disable_modes
@@ -48,6 +53,8 @@ NAMED = 8
 """The most strategies by name that are traced beside plans that choose all layouts together."""
 ALIKE = 2
 """How many strategies that store parameters alike are tried before others."""
+MOST = 32
+"""The most plans of a search that are noted."""
 CHEAP, HALVED = 256.0, 3
 """A byte is tried from this part of the price that makes memory as dear as time, to as many times it; then between."""
 
@@ -56,21 +63,187 @@ CHEAP, HALVED = 256.0, 3
 class Auto:
     """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them.
 
-    Layers of experts are priced for tokens that spread as `routing` says: evenly, where it is None.
+    Layers of experts are priced for tokens that spread as `routing` says: evenly, where it is None. After `seconds` of
+    the processor nothing new is tried; there is always a plan, with a bound. (The ranks of `parallelize` must find the
+    same plan, and have no such limit.) `pins` are layouts, in the notation in which they are printed or as placements,
+    by names or patterns of parameters, and of modules, whose outputs are read so. `forbid` says for mesh axes what they
+    may not shard: "batch", "sequence", "features" or "experts" in the work of operators, "parameters" where these are
+    stored.
+
+    >>> Auto(memory=80e9, pins={"head.weight": "x:S(0) y:R"}, forbid={"y": "sequence"}).forbid
+    {'y': frozenset({'sequence'})}
+
+    Raises:
+        StrategyError: a limit that is no number, pins or words that are none.
     """
 
-    memory: int | None = None
+    memory: float | None = None
     routing: Routing | None = None
+    seconds: float = 10.0
+    pins: Pins = field(default_factory=dict)
+    forbid: Mapping[str, str | Iterable[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.routing is not None:
             check_type(self.routing, Routing, "routing", "give a dshard.Routing, such as Routing.zipf(1.0)")
         if self.memory is not None:
             as_number(self.memory, "memory", StrategyError)
+        as_number(self.seconds, "seconds", StrategyError, infinite=True)
+        check_pins(self.pins)
+        object.__setattr__(self, "forbid", checked_words(self.forbid))
 
     def allows(self, plan: Plan) -> bool:
-        """Whether a priced plan is within the limit."""
+        """Whether a priced plan is within the limit of memory."""
         return self.memory is None or plan.cost.memory.total <= self.memory
+
+
+class Priced(NamedTuple):
+    """A plan with its cost; of one whose layouts were all chosen together, where and how that was done."""
+
+    plan: Plan
+    tables: StepTables | None = None
+    chosen: StepPlan | None = None
+
+
+class PlanSearch:
+    """A search for the cheapest plan, by `price`: what was priced so far, until the time is over."""
+
+    def __init__(
+        self, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost], graph: StepGraph | None
+    ) -> None:
+        self.auto, self.options, self.trace, self.graph = auto, options, price, graph
+        self.begin = process_time()
+        self.shows = _progress()
+        self.priced: list[Priced] = []
+        self.solved: list[tuple[Mesh, StepPlan]] = []
+
+    def left(self) -> float:
+        """Seconds of the processor that are left."""
+        return max(0.0, self.auto.seconds - (process_time() - self.begin))
+
+    def is_over(self) -> bool:
+        """Whether there is a plan, and no time for another one."""
+        return bool(self.priced) and not self.left()
+
+    def price(self, plan: Plan, tables: StepTables | None = None, chosen: StepPlan | None = None) -> Plan:
+        """Price a plan, which is then one of the search."""
+        plan = self.options.of(plan)
+        self.shows(plan.strategy)
+        plan = replace(plan, cost=self.trace(plan))
+        self.priced.append(Priced(plan, tables, chosen))
+        return plan
+
+    def best(self) -> Priced | None:
+        """The cheapest plan that is within the limit of memory."""
+        fitting = [each for each in self.priced if self.auto.allows(each.plan)]
+        return min(fitting, key=lambda each: each.plan.cost.seconds, default=None)
+
+    def add_planned(self, tables: StepTables) -> None:
+        """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
+        known: list[tuple[Plan, Plan]] = []
+
+        def planned(weights: Weights) -> Plan:
+            chosen = plan_step(tables, weights, seconds=self.left())
+            self.solved.append((tables.mesh, chosen))
+            made = as_plan(tables.graph, chosen, tables.mesh)
+            for alike, plan in known:
+                if alike == made:
+                    return plan
+            known.append((made, self.price(made, tables, chosen)))
+            return known[-1][1]
+
+        plan = planned(BESIDE)
+        if self.is_over():
+            return
+        plan = planned(WAITED)
+        if self.auto.allows(plan):
+            return
+        parameters = plan.cost.memory.parameters + plan.cost.memory.optimizer
+        low = high = plan.cost.seconds / max(1, parameters) / CHEAP
+        while not self.auto.allows(planned(WAITED._replace(memory=high))):
+            if self.is_over() or high > plan.cost.seconds / max(1, parameters) * CHEAP:
+                return
+            low, high = high, high * 4
+        for _ in range(HALVED if low < high else 0):
+            if self.is_over():
+                return
+            middle = sqrt(low * high)
+            low, high = (low, middle) if self.auto.allows(planned(WAITED._replace(memory=middle))) else (middle, high)
+
+    def bound(self, weights: Weights, held: float) -> float:
+        """What each plan that holds so many bytes takes at least, on any mesh that was tried, by these weights."""
+        bounds = dict[Mesh, float]()
+        for mesh, chosen in self.solved:
+            if chosen.weights.beside == weights.beside and (held or not chosen.weights.memory):
+                bounds[mesh] = max(bounds.get(mesh, 0.0), chosen.least(held))
+        return min(bounds.values(), default=0.0)
+
+    def result(self, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
+        """The cheapest plan, with what is known of the others; `named` are strategies by name on
+        all meshes, each with what it takes at least.
+
+        Raises:
+            StrategyError: none is within the limit of memory.
+        """
+        self.shows("")
+        best = self.best()
+        if best is None:
+            raise self._none_fits()
+        plan, tables, chosen = best
+        laid = {each.strategy: each.parameters for _, each in named if each.mesh == plan.mesh}
+        traced = [Tried(p.strategy, str(p.mesh), p.cost.seconds) for p, _, _ in self.priced if self.auto.allows(p)]
+        known = {(each.strategy, each.mesh) for each in traced}
+        bounds = [Tried(p.strategy, str(p.mesh), least, is_bound=True) for least, p in named if least > 0]
+        rest = sorted(
+            [each for each in bounds if (each.strategy, each.mesh) not in known], key=lambda each: each.seconds
+        )
+        tried = (*sorted(traced, key=lambda each: each.seconds), *rest)
+        weights, held = (BESIDE, 0.0) if chosen is None else (chosen.weights, chosen.parts.memory)
+        seconds = plan.cost.seconds if chosen is None else chosen.seconds
+        tables = tables or next((t for other, t, _ in self.priced if t is not None and other.mesh == plan.mesh), None)
+        if tables is None:
+            return plan
+        total = least_of(tables, plan).total if chosen is None else chosen.total
+        space = TracedSpace(tables, weights, total, names, laid)
+        spent, parts = process_time() - self.begin, named_parts(plan, laid)
+        meshes = len({mesh for mesh, _ in self.solved})
+        bound = self.bound(weights, held)
+        search = Search(seconds, bound, assignments(tables), spent, meshes, tried[:MOST], parts, space)
+        return replace(plan, search=search)
+
+    def _none_fits(self) -> StrategyError:
+        """The error where no plan keeps the limit of memory: the least of any, and what takes most of that."""
+        least = min(self.priced, key=lambda each: each.plan.cost.memory.total)
+        plan, held = least.plan, ""
+        if self.graph is not None:
+            tensors = [f"{name} ({human_bytes(nbytes)})" for name, nbytes in largest_held(least, self.graph)]
+            held = f", most of it for {', '.join(tensors)}"
+        return StrategyError(
+            f"no plan on {plan.mesh.size} ranks holds at most {human_bytes(self.auto.memory or 0)}: {plan.strategy!r} "
+            f"on ({plan.mesh}) needs the least, {human_bytes(plan.cost.memory.total)}{held}; use more ranks or a "
+            f"smaller batch{', or give up one of these' if held else ''}"
+        )
+
+
+def largest_held(priced: Priced, graph: StepGraph) -> list[tuple[str, int]]:
+    """The three tensors, of blocks that are alike together, that take most bytes of a rank.
+
+    Parameters have their gradients and moments with them; of modules the largest result counts.
+    """
+    plan, _, chosen = priced
+    parameters = dict[str, int]()
+    for value in graph.parameters():
+        layout = layout_of(plan.mesh, plan.parameters[value.name], len(value.shape))
+        parameters[value.name] = layout.local_numel(value.shape) * value.itemsize * (COPIES if value.needs_grad else 1)
+    results = dict[str, int]()
+    for call, candidate in zip(graph.calls, chosen.calls, strict=True) if chosen is not None else ():
+        results[call.module] = max(results.get(call.module, 0), candidate.held)
+    held = [(name, sum([parameters[each] for each in own])) for name, own in folded(parameters).items()]
+    held += [
+        (f"results of {name or 'the model'}", sum([results[each] for each in own]))
+        for name, own in folded(results).items()
+    ]
+    return sorted(held, key=lambda each: -each[1])[:3]
 
 
 @plain()
@@ -82,82 +255,61 @@ def cheapest(
     options: PlanOptions,
     price: Callable[[Plan], Cost],
     graph: StepGraph | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
-    `graph` is that of the model's step; without one only strategies by name are considered. A mesh of one axis is also
+    `graph` is that of the model's step; without one only strategies by name are considered, and they are not where
+    there are pins. `names` has the first name of each parameter by all of its names. A mesh of one axis is also
     unfolded into two axes in every way; other meshes are not.
+
+    Raises:
+        StrategyError: none fits in memory; a pin that cannot be met, or a step that does not run without data.
+        LayoutError, MeshError: pins and words of names that are none.
     """
-    shows = _progress()
-    plans: list[Plan] = []
-
-    def priced(plan: Plan) -> Plan:
-        plan = options.of(plan)
-        shows(plan.strategy)
-        plans.append(replace(plan, cost=price(plan)))
-        return plans[-1]
-
-    named: list[tuple[int, float, Plan]] = []
+    limited = bool(auto.pins or auto.forbid)
+    if limited and graph is None:
+        raise StrategyError(
+            "pins and forbid are of layouts chosen together, which takes a step that runs without data, and this one "
+            "does not: leave them out, or place parameters by name"
+        )
+    search = PlanSearch(auto, options, price, graph)
+    named = list[tuple[int, float, Plan]]()
     for unfolded in unfoldings(mesh):
-        tables = None if graph is None else StepTables(graph, unfolded, planning_context().topology_of(unfolded))
+        if search.is_over():
+            break
+        tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names)
         if tables is not None:
-            _add_planned(tables, auto, priced)
+            search.add_planned(tables)
         alike = Counter[str]()  # plans that store parameters alike, whose least is the same
         for plan in uniform(roles, unfolded):
-            stored = str(sorted(plan.parameters.items()))
-            named.append((alike[stored] // ALIKE, 0.0 if tables is None else least_of(tables, plan), plan))
-            alike[stored] += 1
-    for tried, (_, least, plan) in enumerate(sorted(named, key=lambda each: each[:2])):
-        best = min([each.cost.seconds for each in plans if auto.allows(each)], default=inf)
-        if best < inf and graph is not None and tried >= NAMED:
+            stored_as = str(sorted(plan.parameters.items()))
+            is_tried = tables is not None and not limited and not search.is_over()
+            least = least_of(tables, plan).bound if is_tried and tables is not None else 0.0
+            named.append((alike[stored_as] // ALIKE, least, plan))
+            alike[stored_as] += 1
+    named.sort(key=lambda each: each[:2])
+    for tried, (_, least, plan) in enumerate(() if limited else named):
+        best = search.best()
+        if search.is_over() or (best is not None and graph is not None and tried >= NAMED):
             break
-        if least <= MARGIN * best:
-            priced(plan)
-    shows("")
-    fitting = [plan for plan in plans if auto.allows(plan)]
-    if not fitting:
-        smallest = min(plans, key=lambda plan: plan.cost.memory.total)
-        raise StrategyError(
-            f"no plan on {mesh.size} ranks holds at most {human_bytes(auto.memory or 0)}: {smallest.strategy!r} on "
-            f"({smallest.mesh}) needs the least, {human_bytes(smallest.cost.memory.total)}; "
-            "use more ranks or a smaller batch"
-        )
-    return min(fitting, key=lambda plan: plan.cost.seconds)
+        if best is None or least <= MARGIN * best.plan.cost.seconds:
+            search.price(plan)
+    return search.result(names, [each[1:] for each in named])
 
 
-def _add_planned(tables: StepTables, auto: Auto, priced: Callable[[Plan], Plan]) -> None:
-    """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
-    known: list[tuple[Plan, Plan]] = []
-
-    def planned(weights: Weights) -> Plan:
-        chosen = plan_step(tables, weights)
-        made = as_plan(tables.graph, chosen, tables.mesh)
-        for alike, plan in known:
-            if alike == made:
-                return plan
-        known.append((made, priced(replace(made, certificate=chosen.certificate))))
-        return known[-1][1]
-
-    planned(BESIDE)
-    plan = planned(WAITED)
-    if auto.allows(plan):
-        return
-    parameters = plan.cost.memory.parameters + plan.cost.memory.optimizer
-    low = high = plan.cost.seconds / max(1, parameters) / CHEAP
-    while not auto.allows(planned(WAITED._replace(memory=high))):
-        if high > plan.cost.seconds / max(1, parameters) * CHEAP:
-            return
-        low, high = high, high * 4
-    for _ in range(HALVED if low < high else 0):
-        middle = sqrt(low * high)
-        low, high = (low, middle) if auto.allows(planned(WAITED._replace(memory=middle))) else (middle, high)
+def _tables(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str]) -> StepTables:
+    """The tables of the step on a mesh that `mesh` unfolds to, with the limits."""
+    words: Any = auto.forbid
+    limits = limits_of(graph, mesh, auto.pins, words, names)  # in the user's words
+    if unfolded != mesh:
+        limits = limits_of(graph, unfolded, *on_finer(mesh, auto.pins, words, unfolded), names)
+    return StepTables(graph, unfolded, planning_context().topology_of(unfolded), limits)
 
 
-def least_of(tables: StepTables, plan: Plan) -> float:
-    """A lower bound on the weighted seconds of plans that store parameters as `plan` does, mostly moved beside work."""
-    ndims = {value.name: len(value.shape) for value in tables.graph.parameters()}
-    stored = {name: layout_of(tables.mesh, plan.parameters[name], ndim) for name, ndim in ndims.items()}
-    return plan_step(tables.pinned(stored), BESIDE, passes=PASSES).bound
+def least_of(tables: StepTables, plan: Plan) -> StepPlan:
+    """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans."""
+    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, passes=PASSES)
 
 
 def _progress() -> Callable[[str], None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
+from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -31,7 +32,8 @@ from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.forward_values import HostReadMissing
 from dshard.parallel.inputs import Mode, input_modes
-from dshard.parallel.plan_values import Plan, PlanOptions, plan_options, strategy_of
+from dshard.parallel.plan_files import plan_of
+from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
 from dshard.parallel.step_price import StepPrices, price
@@ -153,7 +155,12 @@ def chosen_plan(
 ) -> Plan:
     """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
     pure = as_mesh(mesh)
-    chosen = _plan_for(model, pure, _checked_argument(model, plan, pure, kwargs), options, args, kwargs)
+    checked = _checked_argument(model, plan, pure, kwargs)
+    if checked == AUTO or isinstance(checked, Auto):  # each rank searches, and all must find the same plan
+        checked = replace(checked if isinstance(checked, Auto) else Auto(), seconds=inf)
+    chosen = _plan_for(model, pure, checked, options, args, kwargs)
+    if chosen.search is not None:  # the step of the model as it was
+        chosen = replace(chosen, search=replace(chosen.search, space=None))
     return chosen if chosen.mesh == pure else replace(chosen, mesh=_on_ranks_of(mesh, chosen.mesh))
 
 
@@ -171,7 +178,7 @@ def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptio
 
 
 def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: Mapping[str, object]) -> Checked:
-    """Check the `plan` argument; a file is replaced by the strategy that it names."""
+    """Check the `plan` argument; a file is replaced by its plan, or by the strategy that it names."""
     check_type(model, nn.Module, "the model", "give an nn.Module")
     lazy = [name for name, module in model.named_modules() if _is_lazy(module)]
     if lazy:
@@ -195,7 +202,7 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
             f"plan={shown(kwargs['plan'])}: the plan is the third argument, by position; what is named is the model's"
         )
     if isinstance(plan, Path):
-        return strategy_of(plan, mesh)
+        plan = plan_of(plan, mesh)
     kinds = (str, Auto, Mapping, Plan)
     check_type(plan, kinds, "the plan", "give the name of a strategy, placements by name, a Plan, an Auto or a Path")
     if isinstance(plan, Plan):
@@ -236,7 +243,9 @@ def planned(
         auto = plan if isinstance(plan, Auto) else Auto()
         with use_strategy(routing=auto.routing):
             prices = StepPrices(model, args, kwargs, reached, model_trace)
-            return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached))
+            first = {id(x): name for name, x in model.named_parameters()}
+            names = {name: first[id(x)] for name, x in model.named_parameters(remove_duplicate=False)}
+            return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached), names)
     named, idle = plan_by_name(roles, plan, mesh)
     if idle:
         warn_user(idle, mesh)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
-from dshard.errors import ArgumentError, LayoutError, MeshError, StrategyError
+from dshard.errors import ArgumentError, LayoutError, StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.notebook import Tabled
+from dshard.parallel.plan_blocks import folded
+from dshard.parallel.plan_json import Placements as Placements
+from dshard.parallel.plan_json import encoded
 from dshard.parallel.precision import Precision, as_precision
 from dshard.placements import Placement
 from dshard.rules.attention_loops import AttentionLoops
@@ -23,7 +28,8 @@ from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes, text_table
 from dshard.validate import article, as_tuple, shown, suggestion
 
-Placements = tuple[Placement, ...]
+Pins: TypeAlias = Mapping[str, "str | Layout | Sequence[Placement]"]
+"""Layouts by the names, or patterns as in `fnmatch`, of parameters and of modules, whose outputs are meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,101 @@ class Cost:
         return self.communication + self.work - self.hidden
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan of a search: its strategy, its mesh, and the seconds of its traced step, or a bound of them."""
+
+    strategy: str
+    mesh: str
+    seconds: float
+    is_bound: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on ({self.mesh}) {'at least ' * self.is_bound}{self.seconds * 1e3:.4g} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPart:
+    """Blocks of a model that are laid out alike, and the strategies by name whose layouts their modules have."""
+
+    blocks: tuple[str, ...]
+    names: str
+
+
+class RunnerUp(NamedTuple):
+    """The cheapest plan in which something lies otherwise, not priced by a trace, and how many seconds more it takes.
+
+    `seconds` are by the prices of the planner, by which the plan that it is compared with was chosen.
+    """
+
+    plan: Plan
+    seconds: float
+
+
+class StepSpace(Protocol):
+    """All plans of a traced step, from which others can be chosen; `plan.search.space` of a plan that was not saved."""
+
+    def edited(self, plan: Plan, pins: Pins) -> Plan:
+        """The cheapest plan of the step that `plan` is of with these layouts."""
+
+    def runner_up(self, plan: Plan, pattern: str) -> RunnerUp:
+        """The cheapest plan in which the parameters that match lie otherwise than in `plan`."""
+
+    def as_named(self, plan: Plan, parameters: Sequence[str]) -> tuple[str, float] | None:
+        """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a plan was found, by the prices of the planner; a plan that was loaded has no `space`.
+
+    `seconds` are those of the plan, less what of it is assumed to run beside work, and no plan on any of the `meshes`
+    that were tried takes less than `bound`, or with a limit of memory none that holds no more. `assignments` is the
+    decimal logarithm of the number of plans, `spent` the seconds of the processor. `tried` are the plan and others, the
+    fastest first, `parts` the blocks of the model.
+    """
+
+    seconds: float
+    bound: float
+    assignments: float = 0.0
+    spent: float = 0.0
+    meshes: int = 1
+    tried: tuple[Tried, ...] = ()
+    parts: tuple[PlanPart, ...] = ()
+    space: StepSpace | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def certificate(self) -> float:
+        """How many times the least possible seconds the plan takes at most: 1 if no other plan takes less."""
+        return max(1.0, self.seconds / self.bound) if self.bound > 0 else 1.0 if self.seconds <= 0 else inf
+
+    def notes(self, plan: Plan) -> list[str]:
+        """How good the plan is, what else was tried, and what its blocks are and would cost otherwise, in sentences."""
+        foldings = f"{self.meshes} folding{'s' * (self.meshes != 1)}"
+        power = int(self.assignments)
+        number = f"{10 ** (self.assignments - power):.0f} x 10^{power}" if power > 3 else f"{10**self.assignments:.0f}"
+        took = "" if plan.cost is None else f"{plan.cost.seconds * 1e3:.4g} ms, "
+        space = f"{foldings}, {number} assignments, {self.spent:.1f} s"
+        notes = [f"{took}within {self.certificate:.3f} of any plan of this space ({space})"]
+        if len(self.tried) > 1:
+            notes.append(f"others: {'; '.join(map(str, self.tried[1:SHOWN]))}")
+        return notes + [self._note(part, plan) for part in self.parts]
+
+    def _note(self, part: PlanPart, plan: Plan) -> str:
+        """What the blocks of a part are, what they send, and the cheapest other strategy by name for them."""
+        label = next(iter(folded(dict.fromkeys(part.blocks, 0))))
+        own = tuple(f"{block}." for block in part.blocks)
+        moves = [] if plan.cost is None else [m for m in plan.cost.moves if f"{m.module}.".startswith(own)]
+        sent = ""
+        if moves:
+            sent = f", {human_bytes(sum(m.nbytes for m in moves))} in {sum(m.seconds for m in moves) * 1e3:.3f} ms"
+        parameters = [name for name in plan.parameters if name.startswith(own)]
+        other = None if self.space is None else self.space.as_named(plan, parameters)
+        return f"{label or 'the model'}: {part.names}{sent}" + (
+            "" if other is None else f"; as {other[0]}: {other[1] * 1e3:+.3f} ms"
+        )
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan(Tabled):
     """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules.
@@ -120,9 +221,8 @@ class Plan(Tabled):
     those of a parameter that is not gathered along all of them, such as experts. `precision` are the dtypes
     in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
     None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
-    is the number of dims of the example batch: an input of fewer is one row, and replicated. Where the layouts of all
-    tensors were chosen together, `certificate` is how many times the least possible seconds, by the prices of the
-    planner, these are at most. Unnamed tensors are replicated, or laid out by cost.
+    is the number of dims of the example batch: an input of fewer is one row, and replicated. `search` says how "auto"
+    found the plan. Unnamed tensors are replicated, or laid out by cost.
     """
 
     strategy: str
@@ -138,7 +238,63 @@ class Plan(Tabled):
     attention: AttentionLoops | None = None
     ndim: int = 1
     gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    certificate: float | None = None
+    search: Search | None = None
+
+    @property
+    def certificate(self) -> float | None:
+        """How many times the least possible seconds, by the planner's prices, this plan takes at most; of "auto" alone.
+
+        1 says that no plan of the step is cheaper.
+        """
+        return None if self.search is None else self.search.certificate
+
+    @property
+    def bound(self) -> float | None:
+        """Seconds that each plan of the step takes at least, by the prices of the planner; of "auto" alone."""
+        return None if self.search is None else self.search.bound
+
+    def data(self) -> dict[str, Any]:
+        """The plan as JSON values; the step of which it is a plan is left out."""
+        mesh = {"shape": list(self.mesh.shape), "names": list(self.mesh.names)}
+        return {"strategy": self.strategy, "mesh": mesh, **encoded(self, self.mesh)}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a JSON file, whose `Path` `parallelize` and `plan_model` take in its place."""
+        Path(path).write_text(json.dumps(self.data(), indent=1) + "\n", encoding="utf-8")
+
+    def edit(self, pins: Pins) -> Plan:
+        """The cheapest plan of the same step in which these parameters, and outputs of modules, have these layouts.
+
+        Pins are as those of `Auto`, on this plan's mesh; those that led to this plan stay. The new plan has no cost
+        before `plan_model(model, mesh, plan, *batch)` prices it.
+
+        >>> plan.edit({"head.weight": "x:S(0) y:R"})  # doctest: +SKIP
+
+        Raises:
+            StrategyError: a plan whose step is not known, such as one that was loaded; a pin that cannot be met.
+            LayoutError: a name of nothing in the step, or a layout that its tensor cannot have.
+        """
+        return self._space("edited").edited(self, pins)
+
+    def runner_up(self, pattern: str) -> RunnerUp:
+        """The cheapest plan in which the parameters of this name, or in these modules, all lie otherwise.
+
+        >>> plan.runner_up("blocks.*.attn.q").seconds  # seconds more  # doctest: +SKIP
+
+        Raises:
+            StrategyError: a plan whose step is not known, such as one that was loaded; there is no other layout.
+            LayoutError: a name of nothing in the step.
+        """
+        return self._space("compared with others").runner_up(self, pattern)
+
+    def _space(self, done: str) -> StepSpace:
+        space = None if self.search is None else self.search.space
+        if space is None:
+            raise StrategyError(
+                f"the plan {self.strategy!r} has no step from which it is {done}: take one that plan_model made by "
+                '"auto"; a file, a strategy by name and a parallelized model have none'
+            )
+        return space
 
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name."""
@@ -157,26 +313,28 @@ class Plan(Tabled):
         return self.gathers.get("", ())
 
     def rows(self) -> list[list[str]]:
-        """One row for each module, of its parameters and collectives: cells under `HEADINGS`."""
+        """One row for each module, of its parameters and collectives: cells under `HEADINGS`.
+
+        Modules of consecutive blocks that are laid out alike have one row, with the sums of their collectives.
+        """
         modules: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             module, _, own = name.rpartition(".")
             modules.setdefault(module, []).append(f"{own} {Layout(self.mesh, placements)}")
-        sent: dict[str, dict[str, list[Moves]]] = {}
+        sent: dict[str, list[Moves]] = {}
         for move in () if self.cost is None else self.cost.moves:
-            sent.setdefault(move.module, {}).setdefault(move.direction, []).append(move)
+            sent.setdefault(move.module, []).append(move)
+        every = [*modules, *[module for module in sent if module not in modules]]
         rows = []
-        for module in [*modules, *(m for m in sent if m not in modules)]:
-            moves = sent.get(module, {})
-            every = [move for part in moves.values() for move in part]
+        for label, alike in folded({module: "; ".join(modules.get(module, [])) for module in every}).items():
+            moves = [move for module in alike for move in sent.get(module, [])]
             rows.append(
                 [
-                    module or "(outside)",
-                    "; ".join(modules.get(module, [])),
-                    _listed(moves.get("forward", [])),
-                    _listed(moves.get("backward", [])),
-                    human_bytes(sum(move.nbytes for move in every)) if every else "",
-                    f"{sum(move.seconds for move in every) * 1e3:.3f}" if every else "",
+                    label or "(outside)",
+                    "; ".join(modules.get(alike[0], [])),
+                    *[_listed([move for move in moves if move.direction == way]) for way in ("forward", "backward")],
+                    human_bytes(sum(move.nbytes for move in moves)) if moves else "",
+                    f"{sum(move.seconds for move in moves) * 1e3:.3f}" if moves else "",
                 ]
             )
         return rows
@@ -187,9 +345,9 @@ class Plan(Tabled):
         return "\n".join(lines + self.notes())
 
     def notes(self) -> list[str]:
-        """What a step receives and holds, and the loops of layers of experts, in sentences."""
+        """What a step receives and holds, the loops of layers of experts, and how it was found, in sentences."""
         if self.cost is None:
-            return []
+            return [] if self.search is None else self.search.notes(self)
         memory, hidden = self.cost.memory, f"{self.cost.hidden * 1e3:.3f}"
         overlap = "" if hidden == "0.000" else f", {hidden} of them beside local work"
         held = ", ".join(
@@ -201,16 +359,19 @@ class Plan(Tabled):
             f"a rank holds at most {human_bytes(memory.total)}: {held}"
         )
         notes = [said, *(f"experts by {loops}: {modules}" for loops, modules in self.cost.loops().items())]
-        if self.certificate is not None:
-            notes.append(f"all layouts chosen together, within {self.certificate:.3f} of any choice by these prices")
-        return notes
+        return notes if self.search is None else notes + self.search.notes(self)
 
 
+SHOWN = 5
+"""Plans of a search that are shown."""
 HEADINGS = ("module", "parameters", "forward", "backward", "received", "ms")
 
 
 def _listed(moves: Sequence[Moves]) -> str:
-    return ", ".join(f"{move.count or 'in one'} {move.collective} {move.axis}" for move in moves)
+    counts = Counter[str]()
+    for move in moves:
+        counts[f"{move.collective} {move.axis}"] += move.count
+    return ", ".join(f"{number or 'in one'} {each}" for each, number in counts.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,36 +416,3 @@ def _matches(selector: object, modules: dict[str, nn.Module], model: str, way_ou
 def _is_like(names: list[str], patterns: list[str]) -> bool:
     """Whether each name of a path matches its pattern: "layers.*" are the layers, not their submodules."""
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
-def read_plan(path: str | PathLike[str]) -> Mapping[str, Any]:
-    """The contents of a file that `dshard plan model` wrote."""
-    try:
-        contents = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StrategyError(f"the plan {path} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise StrategyError(f"the plan {path} is no JSON: {error}") from None
-    if not isinstance(contents, Mapping):
-        raise StrategyError(f"the plan {path} is no JSON object: write one with dshard plan model --out")
-    return contents
-
-
-def mesh_of(path: Path) -> Mesh:
-    """A mesh of the shape and names in the file, of the first ranks."""
-    mesh = read_plan(path).get("mesh", {})
-    if not isinstance(mesh, Mapping) or not mesh.get("shape") or not mesh.get("names"):
-        raise StrategyError(f"the plan {path} names no mesh: write one with dshard plan model --out")
-    return Mesh(tuple(mesh["shape"]), tuple(mesh["names"]))
-
-
-def strategy_of(path: Path, mesh: Mesh) -> str:
-    """The strategy named in the file, for a mesh of the shape named there."""
-    contents = read_plan(path)
-    strategy = contents.get("strategy")
-    if not isinstance(strategy, str):
-        raise StrategyError(f"the plan {path} names no strategy: write one with dshard plan model --out")
-    shape = contents.get("mesh", {}).get("shape")
-    if shape != list(mesh.shape):
-        raise MeshError(f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape")
-    return strategy

@@ -47,9 +47,27 @@ class StepPlan:
     passes: int
 
     @property
+    def total(self) -> float:
+        """The weighted sum of the choice."""
+        return self.weights.of(self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """The weighted sum without bytes."""
+        return self.total - self.weights.memory * self.parts.memory
+
+    def least(self, held: float | None = None) -> float:
+        """What any choice that holds at most `held` bytes, by default those of this one, takes: Lagrange's bound."""
+        return self.bound - self.weights.memory * (self.parts.memory if held is None else held)
+
+    @property
     def certificate(self) -> float:
-        """How many times the least possible sum this one is at most: 1 if no other choice has a smaller one."""
-        return self.weights.of(self.parts) / self.bound if self.bound > 0 else 1.0
+        """How many times the least possible seconds this choice takes at most: 1 if no other takes less.
+
+        Where bytes have a price, it is compared with those that hold no more.
+        """
+        least = self.least()
+        return self.seconds / least if least > 0 else 1.0 if self.seconds <= 0 else inf
 
 
 def plan_step(tables: StepTables, weights: Weights = EVEN, *, seconds: float = inf, passes: int = 100) -> StepPlan:

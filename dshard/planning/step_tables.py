@@ -31,6 +31,7 @@ from dshard.planning.eliminate import NamedTable
 from dshard.planning.local_seconds import gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
+from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
 from dshard.topology import Topology
 from dshard.torch_private import no_functions
 
@@ -112,11 +113,14 @@ class StepTables:
     """The tables of a step's graph on a mesh, with moves that are bounded from below until they are priced.
 
     `domains` are the values of variables that are alike, `domain_of` the number of each variable's; the first variables
-    are the calls. `uses` says which tables there are, and between which variables.
+    are the calls. `uses` says which tables there are, and between which variables. `limits` says what no plan does.
+
+    Raises:
+        StrategyError: a call that can do nothing but what it may not.
     """
 
-    def __init__(self, graph: StepGraph, mesh: Mesh, topology: Topology) -> None:
-        self.graph, self.mesh, self.topology = graph, mesh, topology
+    def __init__(self, graph: StepGraph, mesh: Mesh, topology: Topology, limits: StepLimits = FREE) -> None:
+        self.graph, self.mesh, self.topology, self.limits = graph, mesh, topology, limits
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
         self.costs: list[list[tuple[float, float, float]]] = []
@@ -137,11 +141,14 @@ class StepTables:
                 if value.producer is not None and not value.uses:
                     self._add_end(value, value.producer)
             self.of_calls = len(self.domains), len(self.domain_of), len(self.uses)
-            self._add_parameters({})
+            self._add_parameters()
 
-    def pinned(self, stored: Mapping[str, Layout]) -> StepTables:
+    def pinned(self, stored: Mapping[str, Layout | StoredLimit]) -> StepTables:
         """The tables of plans that store parameters, by name, in these layouts; prices are known to both."""
         other = copy(self)
+        other.limits = self.limits.also(
+            {name: StoredLimit(own) if isinstance(own, Layout) else own for name, own in stored.items()}
+        )
         domains, variables, uses = self.of_calls
         other.domains, other.domain_of, other.uses = (
             self.domains[:domains],
@@ -150,7 +157,7 @@ class StepTables:
         )
         other.work, other.parameters = dict(self.work), {}
         with no_functions():
-            other._add_parameters(stored)
+            other._add_parameters()
         return other
 
     # -- what there is
@@ -160,10 +167,11 @@ class StepTables:
         known: dict[Hashable, int] = {}
         for call in self.graph.calls:
             added = tuple([max(0, len(x.uses) - 1) * x.needs_grad for x in call.results])
-            key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added)
+            limit = self.limits.of_call(call)
+            key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added, limit)
             if key not in known:
                 known[key] = len(self.domains)
-                own = candidates(call, self.mesh, self.topology)
+                own = limit.allowed(call, candidates(call, self.mesh, self.topology), self.graph)
                 self.domains.append(own)
                 self.costs.append([(c.exchanges, c.work + self._sums(call, c), float(c.held)) for c in own])
             self.domain_of.append(known[key])
@@ -226,16 +234,15 @@ class StepTables:
             self.work[key] = _Work(seconds, torch.zeros_like(seconds), torch.zeros_like(seconds))
         self.uses.append(NamedTable(key, (producer.call,)))
 
-    def _add_parameters(self, stored: Mapping[str, Layout]) -> None:
+    def _add_parameters(self) -> None:
         for value in self.graph.parameters():
-            pin = stored.get(value.name)
-            self._add_parameter(value, () if pin is None else (pin,))
+            self._add_parameter(value, self.limits.stored(value.name))
 
-    def _add_parameter(self, value: Value, own: tuple[Layout, ...]) -> None:
-        """Add the tables of a parameter, stored in one of its `own` layouts, or else in any."""
-        variable, pins = None, own
+    def _add_parameter(self, value: Value, limit: StoredLimit) -> None:
+        """Add the tables of a parameter, stored in a layout that the limit allows."""
+        variable = None
         if len(value.uses) > 1:
-            variable, own = len(self.domain_of), own or _layouts(value, self.mesh, ())
+            variable, own = len(self.domain_of), limit.of(_layouts(value, self.mesh, ()))
             self.domain_of.append(len(self.domains))
             self.domains.append(own)
             nothing = torch.zeros(len(own), dtype=torch.float64)
@@ -243,16 +250,18 @@ class StepTables:
             self.uses.append(NamedTable(("stored", value.number), (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]
-            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, pins)
+            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, limit)
             if key not in self.parameters:
                 prices = self._prices(value)
                 pairs = self._pairs(prices, domain, operand)
-                layouts = own or _layouts(value, self.mesh, [prices.layouts[i] for i in pairs.used.unique().tolist()])
-                stored = prices.add(layouts)
+                if variable is None:
+                    used = [prices.layouts[i] for i in pairs.used.unique().tolist()]
+                    own = limit.of(_layouts(value, self.mesh, used))
+                stored = prices.add(own)
                 prices.bound(stored, pairs.used)
                 if value.needs_grad:
                     prices.bound(pairs.gradients, stored)
-                held = self._held(value, layouts) * (variable is None)
+                held = self._held(value, own) * (variable is None)
                 self.parameters[key] = _Use(prices, stored, held, pairs, domain, variable, value.needs_grad)
             self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
 

@@ -17,8 +17,8 @@ from dshard.explain import load_function, parse_dtype
 from dshard.mesh import Mesh
 from dshard.parallel import Precision, plan_model, plan_table
 from dshard.parallel.integrations.config_models import model_of_config, read_config
+from dshard.parallel.plan_files import mesh_of, plan_of
 from dshard.parallel.plan_table import with_efficiency
-from dshard.parallel.plan_values import mesh_of, strategy_of
 from dshard.parallel.step_price import StepPrices
 from dshard.routing import Routing
 from dshard.step_timeline import chrome_trace
@@ -179,7 +179,7 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
     mesh, strategy = arguments.mesh, arguments.strategy
     if arguments.plan is not None:
         mesh = mesh_of(arguments.plan)
-        strategy = strategy_of(arguments.plan, mesh)
+        strategy = plan_of(arguments.plan, mesh)
     topology, why = planned_on(arguments, mesh.size)
     efficiency, _ = _efficiency(arguments, topology)
     with report.waiting("reading the model"):

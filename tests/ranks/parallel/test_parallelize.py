@@ -166,7 +166,7 @@ def test_a_plan_tells_what_each_module_sends() -> None:
     plan = demo_plan("megatron", Mesh((4,), ("tp",)))
     text = str(plan)
 
-    assert "blocks.1.down" in text
+    assert "blocks.0-1.down (x2)" in text
     assert "all_reduce tp" in text
     assert plan.cost is not None
     assert plan.cost.nbytes == sum(move.nbytes for move in plan.cost.moves) > 0
