@@ -27,7 +27,7 @@ from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.expert_modules import ExpertsModule
-from dshard.parallel.gather_groups import gather_for, gather_groups
+from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
@@ -42,8 +42,8 @@ from dshard.torch_private import graph_task_id, no_torch_function
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
-    hooks = take_inputs(model, plan)
     groups = gather_groups(model, plan)
+    hooks = take_inputs(model, plan, groups)
     rehearsal = Rehearsal(model)
     if not groups:
         hooks.append(before(model, rehearsal.enter, with_kwargs=True))
@@ -61,10 +61,10 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     return hooks
 
 
-def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
+def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] | None = None) -> list[Any]:
     """Register hooks that lay out the inputs of `model`, and count plain tensors within as replicated; return them.
 
-    Within the forward pass attention has the loops of the plan.
+    Within the forward pass attention has the loops of the plan. `groups` are the weights that are gathered together.
     """
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
     if plan.attention is not None:
@@ -87,15 +87,19 @@ def take_inputs(model: nn.Module, plan: Plan) -> list[Any]:
         return out if plan.precision is None else plan.precision.outputs(out)
 
     hooks = [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
-    return hooks + _recomputation_hooks(model, blocks)
+    return hooks + _recomputation_hooks(model, blocks, groups or {})
 
 
-def _recomputation_hooks(model: nn.Module, blocks: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _recomputation_hooks(
+    model: nn.Module, blocks: Sequence[tuple[Any, Any]], groups: Mapping[str, GatherGroup]
+) -> list[Any]:
     """Register hooks within which modules are recomputed in a backward pass, outside of the forward pass of `model`.
 
-    A recomputed module is within the same `blocks` as before, entered by the outermost module that is called.
+    A recomputed module is within the same `blocks` as before, entered by the outermost module that is called. If that
+    is within the module of a group of weights, whose own hooks did not run, it has the weights of the group.
     """
     entered: list[nn.Module] = []
+    within = {child: group for path, group in groups.items() for child in model.get_submodule(path).children()}
 
     def enter(module: nn.Module, args: object) -> None:
         if is_dynamo_compiling() or graph_task_id() < 0 or entered:
@@ -103,16 +107,24 @@ def _recomputation_hooks(model: nn.Module, blocks: Sequence[tuple[Any, Any]]) ->
         entered.append(module)
         for enter_block, _ in blocks:
             enter_block()
+        group = within.get(module)
+        if group is not None and group.running:
+            group = None
+        if group is not None:
+            group.enter(module, args, is_saved=True)
 
         def leave(module: nn.Module, args: object, out: object) -> None:
             entered.clear()
             once.remove()
+            if group is not None:
+                group.leave(module, args, out)
             for _, leave_block in reversed(blocks):
                 leave_block(module, args, out)
 
         once = after(module, leave, always=True)
 
-    return [before(module, enter) for module in model.modules() if module is not model and any(module.children())]
+    inside = [module for module in model.modules() if module is not model]
+    return [before(module, enter) for module in inside if module in within or any(module.children())]
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

@@ -120,8 +120,11 @@ class GatherGroup:
             return ahead
         return GatheredWeights(stored, self.moves(stored))
 
-    def enter(self, module: nn.Module, args: object) -> None:
-        """Put gathered weights into the modules; before their forward pass."""
+    def enter(self, module: nn.Module, args: object, is_saved: bool = False) -> None:
+        """Put gathered weights into the modules; before their forward pass.
+
+        `is_saved`: around them is a checkpoint, which saves the weights as it saves other tensors.
+        """
         stored = self.stored()
         if is_dynamo_compiling():
             if self.plan.precision is not None:
@@ -135,20 +138,22 @@ class GatherGroup:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
         with _outside_checkpoint():
-            self._gather(stored, stack)
+            self._gather(stored, stack, is_saved)
 
-    def _gather(self, stored: list[Wrapper], stack: ExitStack) -> None:
+    def _gather(self, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
-        use, weights = self._use(stored, stack, is_first=not is_recomputed)
+        use, weights = self._use(stored, stack, is_saved, is_first=not is_recomputed)
         self.running.append((use, stored, stack))
         self._put(weights)
         if not is_recomputed:
             self.order.prefetch(self)
             self.order.follows(self)
 
-    def _use(self, stored: list[Wrapper], stack: ExitStack, is_first: bool) -> tuple[GatheredUse, list[Wrapper]]:
+    def _use(
+        self, stored: list[Wrapper], stack: ExitStack, is_saved: bool, is_first: bool
+    ) -> tuple[GatheredUse, list[Wrapper]]:
         """A use of the group, whose hooks are entered on the stack, and the gathered weights."""
-        recorded = torch.is_grad_enabled() and not self.keeps
+        recorded = torch.is_grad_enabled() and not (self.keeps or is_saved)
         before = self.order.last() if recorded and is_first and self.order.last else None
         use = GatheredUse(stored, self.moves(stored), partial(self.gathered, stored), before)
         weights = use.tensors()

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dshard import Mesh, parallelize
+from dshard import Mesh, parallelize, trace
+from dshard.parallel import Precision
 from dshard.testing import simulated, whole
 
 
@@ -52,3 +53,59 @@ def test_recomputed_blocks_have_the_attention_of_their_plan(use_reentrant: bool)
 
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad)
+
+
+class Inside(Attending):
+    """A block that recomputes its own forward pass, so that hooks around the block do not run again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.norm, self.use_reentrant = nn.LayerNorm(8), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: super(Inside, self).forward(self.norm(x)), x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+
+class RecomputingInside(Recomputing):
+    """Blocks that recompute their own forward passes."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(use_reentrant)
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Inside(use_reentrant) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
+def test_blocks_that_recompute_themselves_use_weights_in_their_dtype(strategy: str, use_reentrant: bool) -> None:
+    x, alone = torch.randn(4, 8, 8, dtype=torch.float64), RecomputingInside(use_reentrant).double()
+    alone(x).sin().sum().backward()
+    mesh = Mesh((4,), ("x",))
+    with simulated(mesh):
+        precision = Precision(torch.float64)
+        model = parallelize(RecomputingInside(use_reentrant), mesh, strategy, x.float(), precision=precision)
+        model(x).sin().sum().backward()
+
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None
+            assert mine.grad.dtype == torch.float32
+            torch.testing.assert_close(whole(mine.grad).double(), theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_that_recompute_themselves_gather_their_weights_at_once() -> None:
+    x, mesh, gathers = torch.randn(4, 8, 8), Mesh((4,), ("x",)), []
+    for make in (Recomputing, RecomputingInside):
+        with simulated(mesh):
+            model = parallelize(make(False), mesh, "fsdp", x)
+            model.blocks = model.blocks[:2]
+            for _ in range(2):
+                with trace() as sent:
+                    model(x).sin().sum().backward()
+        gathers.append(sum(event.collective == "all_gather" for event in sent.events))
+    assert gathers[1] <= gathers[0]
