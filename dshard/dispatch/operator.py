@@ -60,12 +60,12 @@ from dshard.ops.random import is_random
 from dshard.ops.views import in_memory_of
 from dshard.rules.blocked_factors import with_blocks
 from dshard.rules.rule import Rule
-from dshard.rules.strategy import ANY, Constraints, Question, Strategy
+from dshard.rules.strategy import Constraints, Question, Strategy
 from dshard.rules.strategy_choice import alternative_strategy, cheapest
-from dshard.torch_private import OpOverload, no_torch_function
+from dshard.torch_private import OpOverload, graph_task_id, no_torch_function
 
 Executor = Callable[[Args, Kwargs], Any]
-_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+_DETACH, _ADD, _SUM = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 _KEEP_LAYOUT = frozenset({_DETACH, torch.ops.aten.alias.default})
 """Operators whose result is their operand: of a partial tensor, too, they send nothing, observed or not."""
 
@@ -99,11 +99,12 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         if facts.changes:
             _count_change(func, args[0], facts.writes)
         return out
-    key = call_key(number, args, kwargs, facts.values)
+    is_gradient = func is _SUM and graph_task_id() >= 0 and not torch.is_grad_enabled()
+    key = call_key(-number if is_gradient else number, args, kwargs, facts.values)
     executors = planning_context().executors
     executor = executors.get(key)
     if executor is None:
-        executor = executors.add(key, _build(func, facts.op, args, kwargs))
+        executor = executors.add(key, _build(func, facts.op, args, kwargs, is_gradient))
     else:
         executors.hits += 1
     decision = getattr(executor, "decision", None) if OBSERVERS else None
@@ -121,7 +122,7 @@ def _count_change(func: OpOverload, operand: object, written: bool) -> None:
         propagate_write(operand, func)
 
 
-def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) -> Executor:
+def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs, is_gradient: bool) -> Executor:
     plan_lists = FOREACH.get(func)
     if plan_lists is not None:
         return plan_lists(func, args, kwargs)
@@ -135,7 +136,7 @@ def _build(func: OpOverload, op: Operator | None, args: Args, kwargs: Kwargs) ->
         call, result = call_of(func, mesh, args, kwargs)
     except NotImplementedError:  # torch cannot tell what comes out without data
         return _without_rule(func, args, kwargs)
-    executable = operator_executable(op, call, result, positions_of(args, kwargs))
+    executable = operator_executable(op, call, result, positions_of(args, kwargs), is_gradient)
     if func in _KEEP_LAYOUT and isinstance(executable, Executable):
         executable.compared = False  # they come here only where observed, which may be on some ranks alone
     return executable
@@ -174,15 +175,15 @@ def _without_rule(func: OpOverload, args: Args, kwargs: Kwargs) -> Executor:
 
 
 def operator_executable(
-    op: Operator, call: Call, result: object, positions: Sequence[int] | None
+    op: Operator, call: Call, result: object, positions: Sequence[int] | None, once: bool = False
 ) -> Executable | AlternativeExecutable:
     """The executable of a call by the cheapest strategy of its rule, or by a cheaper alternative.
 
     `result` is the result of the call on meta tensors; `positions` are the positions of the distributed arguments, None
-    if tensors are nested or named.
+    if tensors are nested or named. `once` says that the result is read once, as a gradient is.
     """
     keeps = writes_first(call.func) or call.func in _KEEP_LAYOUT
-    constraints = Constraints(keep=call.specs[0].layout) if keeps else ANY
+    constraints = Constraints(keep=call.specs[0].layout if keeps else None, once=once and not keeps)
     rule = op.rule(call)
     if op.kernel is None or op.blocks:
         for spec in call.specs:

@@ -208,18 +208,29 @@ def _units(traced: ModelTrace) -> dict[int, int]:
 
 
 def _outputs(traced: ModelTrace, residual: int | None, parameters: dict[str, tuple[Role, ...]]) -> dict[str, Output]:
-    """The outputs of modules whose weights produce residual features, in a matmul or a look-up."""
+    """The outputs of modules whose weights produce residual or latent features, in a matmul or a look-up.
+
+    A latent has the rows of the residual stream: so what is made of it has, and what is wide need not be moved.
+    """
     batch = _batch(traced)
+    narrow = {
+        use.module: traced.parameters[use.parameter][i].group
+        for use in traced.uses
+        for i in use.left
+        if parameters[use.parameter][i].kind is FeatureKind.LATENT
+    }
     makers = {use.module for use in traced.uses if len(parameters[use.parameter]) > 1}
     makers |= traced.experts.modules
     outputs = {}
     for name, dims in traced.outputs.items():
         classes = [dim.group for dim in dims]
-        if name not in makers or residual not in classes:
+        made = residual if residual in classes else narrow.get(name)
+        if name not in makers or made not in classes:
             continue
-        features = classes.index(residual)
+        features = classes.index(made)
         first = classes.index(batch) if batch in classes else None
         rest = [i for i in range(len(dims)) if i not in (features, first) and classes[i] is not None]
         shape, itemsize = traced.shapes[name]
-        outputs[name] = Output(first, rest[0] if rest else None, features, shape, itemsize)
+        own = features if made == residual else None
+        outputs[name] = Output(first, rest[0] if rest else None, own, shape, itemsize)
     return outputs

@@ -23,6 +23,7 @@ class Constraints:
     redistributed copy is kept for that. `among`: alternatives, each with the rows that every mesh axis may have.
     `reduced`: for each mesh axis the placement of a sum that a matmul leaves partial there: P, R, or sharded over the
     dim of loop m or n. `returned`: the layout whose shards the first output gets back if the strategy has others.
+    `once`: the outputs are read once, so that an operand which is partial, where no other is sharded, stays so.
     """
 
     keep: Layout | None = None
@@ -32,6 +33,7 @@ class Constraints:
     among: tuple[Allowed, ...] | None = None
     reduced: tuple[str, ...] | None = None
     returned: Layout | None = None
+    once: bool = False
 
 
 ANY = Constraints()

@@ -24,6 +24,9 @@ def choose(question: Question) -> StrategyChoice:
     candidates, keep, operands = candidate_expansions(question), question.constraints.keep, question.operands
     if keep is not None:
         candidates = [e for e in candidates if e.inputs[0] == keep == e.outputs[0]] or candidates
+    if question.constraints.once:
+        late = _summed_later(question)
+        candidates = [e for e in candidates if all(isinstance(e.rows[axis], PassThrough) for axis in late)] or candidates
     price = Price(question)
     if len(candidates) == 1:
         return StrategyChoice(question, price.of(candidates[0]))
@@ -60,6 +63,19 @@ def choose(question: Question) -> StrategyChoice:
             best, best_key = strategy, key
     assert best is not None, "replicated operands are always an expansion"
     return StrategyChoice(question, best)
+
+
+def _summed_later(question: Question) -> list[int]:
+    """The mesh axes on which operands are partial and others replicated.
+
+    Autograd adds the gradients of all uses of a tensor two by two: their sum is reduced once, and not each of them.
+    """
+    columns = zip(*[operand.layout.placements for operand in question.operands], strict=True)
+    return [
+        axis
+        for axis, column in enumerate(columns)
+        if any(isinstance(p, Partial) for p in column) and not any(isinstance(p, Shard) for p in column)
+    ]
 
 
 def _digits(seconds: float) -> float:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, Placement, Replicate, Shard, Topology, use_topology
+from dshard import Mesh, Placement, Replicate, Shard, Topology, distribute_tensor, trace, use_topology
 from dshard.parallel import parallelize, plan_model
 from dshard.testing import simulated, whole
 
@@ -39,15 +39,18 @@ class LatentAttention(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A feed-forward block with an adapter of low rank beside each of its layers."""
+    """A feed-forward block with an adapter of low rank beside each of its layers; of rank 0 without."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, rank: int = RANK) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.up_a, self.up_b = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, 4 * WIDTH, bias=False)
-        self.down_a, self.down_b = nn.Linear(4 * WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
+        self.up, self.down, self.rank = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), rank
+        if rank:
+            self.up_a, self.up_b = nn.Linear(width, rank, bias=False), nn.Linear(rank, 4 * width, bias=False)
+            self.down_a, self.down_b = nn.Linear(4 * width, rank, bias=False), nn.Linear(rank, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.rank:
+            return x + self.down(F.gelu(self.up(x)))
         h = F.gelu(self.up(x) + self.up_b(self.up_a(x)))
         return x + self.down(h) + self.down_b(self.down_a(h))
 
@@ -102,3 +105,42 @@ def test_heads_of_unequal_sizes_keep_scores_only_where_no_kernel_takes_them(topo
         cost = plan_model(LatentAttention(), Mesh((2,), ("x",)), "data", torch.empty(rows, length, WIDTH)).cost
     scores = rows // 2 * HEADS * length * length * 4
     assert (cost.memory.peak > scores) == (topology == "cpu")
+
+
+NAMES = (
+    *("data", "fsdp", "megatron", "megatron-sp"),
+    *("atp", "optimus", "data x megatron", "fsdp x megatron", "data x megatron-sp", "fsdp x megatron-sp"),
+)
+
+
+@pytest.mark.parametrize("trained", ["adapters", "all"])
+@pytest.mark.parametrize("strategy", NAMES)
+def test_adapters_send_hardly_more_than_their_base(strategy: str, trained: str) -> None:
+    sent = []
+    for rank in (0, 4):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(256, 256), Adapted(256, rank), Adapted(256, rank))
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(not rank or trained == "all" or name.endswith(("_a.weight", "_b.weight")))
+        mesh = Mesh((2, 2), ("a", "b")) if " x " in strategy or strategy in ("atp", "optimus") else Mesh((4,), ("a",))
+        sent.append(plan_model(net, mesh, strategy, torch.empty(8, 128, 256, device="meta")).cost.nbytes)
+    assert sent[1] <= 1.05 * sent[0]
+
+
+def test_gradients_that_are_partial_or_not_are_reduced_together() -> None:
+    mesh, x = Mesh((2, 2), ("a", "b")), torch.randn(8, 64, 256, dtype=torch.float64)
+    weights = torch.randn(2, 256, 512, dtype=torch.float64)
+
+    def loss(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = x * 2
+        return (y @ first).sin().sum() + y.sin().sum() + (y @ second).cos().sum() + y.cos().sum()
+
+    alone = x.clone().requires_grad_()
+    loss(alone, *weights).backward()
+    with simulated(mesh):
+        mine = distribute_tensor(x, mesh, (Shard(0), Replicate())).requires_grad_()
+        value = loss(mine, *[distribute_tensor(w, mesh, (Replicate(), Shard(1))) for w in weights])
+        with trace() as sent:
+            value.backward()
+        assert [(event.collective, event.axis) for event in sent.events] == [("all_reduce", "b")]
+        torch.testing.assert_close(whole(mine.grad), alone.grad)
