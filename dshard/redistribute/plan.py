@@ -15,13 +15,13 @@ from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
-from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, changed_axes
+from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
 from dshard.redistribute.step import Exchange, Step, after, describe, sizes_received
 from dshard.topology import Topology
 
-Search: TypeAlias = Literal["lean", "free", "greedy"]
+Search: TypeAlias = Literal["lean", "free"]
 """The search of a plan, see `plan`."""
 
 MAX_STATES = 4000
@@ -112,9 +112,7 @@ def plan(
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" plan may hold
-    more in between if that is cheaper. A "greedy" plan, made without a search, is mostly the lean one, and never
-    cheaper: of the steps after which all their mesh axes are as in `dst`, it takes the one that leaves the fewest
-    elements, so that reductions come before gathers.
+    more in between if that is cheaper.
 
     The plan that moves the fewest bytes is the one on `BYTES`.
 
@@ -122,8 +120,7 @@ def plan(
     >>> from dshard.mesh import Mesh
     >>> mesh = Mesh((2, 2), ("x", "y"))
     >>> src, dst = parse_layout("x:P(sum) y:S(0)", mesh), parse_layout("x:S(1) y:R", mesh)
-    >>> greedy = plan(src, dst, (8, 8), 4, Topology.preset("bytes"), search="greedy")
-    >>> [type(step).__name__ for step in greedy.steps]
+    >>> [type(step).__name__ for step in plan(src, dst, (8, 8), 4, Topology.preset("bytes")).steps]
     ['ReduceScatter', 'AllGather']
 
     Raises:
@@ -176,15 +173,9 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
         return _plan_of_blocks(src, dst, shape, itemsize, topology, search)
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
-    if search == "greedy":
-        axes: Sequence[int] = range(dst.mesh.ndim)
-        end = _greedy(space, first, last)
-        if end is None:
-            return plan(src, dst, shape, itemsize, topology)
-    else:
-        renamed = space.canonical_axes(first, last)
-        axes = [renamed.index(axis) for axis in range(dst.mesh.ndim)]
-        end = _cheapest(space, *space.canonical(first, last), search)
+    renamed = space.canonical_axes(first, last)
+    axes = [renamed.index(axis) for axis in range(dst.mesh.ndim)]
+    end = _cheapest(space, *space.canonical(first, last), search)
     steps = tuple(space.step(here, there, kind, axes) for here, there, kind in end.path())
     return Plan(src, dst, shape, steps, end.seconds)
 
@@ -279,32 +270,6 @@ class _Queue:
             heapq.heappush(
                 self.entries, (total + rest, next(self.ticket), ReachedState(here, there, total, kind), exact)
             )
-
-
-def _greedy(space: Space, first: State, last: State) -> ReachedState | None:
-    """The end of a path on which after each step its mesh axes agree with `last`; None if there is no such path.
-
-    Takes the steps that leave the fewest elements, and of these the fewest seconds for each such axis.
-    """
-    here = ReachedState(None, first, 0.0, None)
-    while here.state is not last:
-        state, straight, away = here.state, space.direct(here.state, last), _off(here.state, last)
-        moves = [*space.successors(state, useful_dims(state, last), begins_of(last)), *([straight] if straight else [])]
-        nearer = [move for move in moves if _off(move.there, last) <= away - len(changed_axes(state, move.there))]
-        if not nearer:
-            return None
-        least = min(move.there.numel for move in nearer)
-        exact = [move if move.exact else space.exact(state, last) for move in nearer if move.there.numel == least]
-        prices = ((move.seconds / (away - _off(move.there, last)), i, move) for i, move in enumerate(exact))
-        _, _, move = min(prices)
-        here = ReachedState(here, move.there, here.seconds + move.seconds, move.kind)
-    return here
-
-
-def _off(state: State, last: State) -> int:
-    """The number of mesh axes on which the states differ, plus one if their orders of axes differ."""
-    orders = ([split if split != tuple(sorted(split)) else () for split in each.axes] for each in (state, last))
-    return len(changed_axes(state, last)) + (next(orders) != next(orders))
 
 
 def useful_dims(src: State, dst: State) -> tuple[int, ...]:
