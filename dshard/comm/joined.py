@@ -110,9 +110,9 @@ def _elements(members: Sequence[tuple[Step, Layout, Shape]], at: Coordinate) -> 
     for each, src, shape in members:
         own += prod(src.local_shape(shape, at))
         then += prod(after(each, src).local_shape(shape, at))
-    ranks = layout.mesh.group(step.axes, at)
     if isinstance(step, AllGather):
         return then - own
+    ranks = layout.mesh.group(step.axes, at)
     if isinstance(step, ReduceScatter):
         return (len(ranks) - 1) * then
     return sum(all_reduce_sizes(then, ranks, layout.mesh.rank(at)))

@@ -66,10 +66,11 @@ class MovePrices:
         """Have a lower bound for each move from one of the sources to one of the destinations."""
         states = [self.space.state_of(layout) for layout in self.layouts]
         rows, columns = sources.unique(), destinations.unique()
-        for row, column in (~self.known[rows][:, columns]).nonzero().tolist():
-            src, dst = int(rows[row]), int(columns[column])
-            self.seconds[src, dst] = self.space.least(states[src], states[dst]) / self.joined
-            self.known[src, dst] = True
+        row, column = (~self.known[rows][:, columns]).nonzero().unbind(1)
+        src, dst, space = rows[row], columns[column], self.space
+        least = [space.least(states[i], states[j]) for i, j in zip(src.tolist(), dst.tolist(), strict=True)]
+        self.seconds[src, dst] = torch.tensor(least, dtype=torch.float64) / self.joined
+        self.known[src, dst] = True
 
     def price(self, src: int, dst: int) -> bool:
         """Price one move exactly; return whether it was not before."""
