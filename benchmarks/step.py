@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from section import markdown_table, write_section
-from torch import Tensor, nn
+from torch import nn
 
 from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.calibrate import measure
@@ -34,39 +33,27 @@ from dshard.core.context import use_topology
 from dshard.launch import rehearse
 from dshard.launch.processes import share_cores
 from dshard.parallel import RankedPlan, plan_table
-from dshard.simulate import Model, record
+from dshard.simulate import record
 from dshard.tables import text_table
 from dshard.testing import RankPool
+from dshard.tools.calibrate.block_program import TransformerBlock
 from dshard.topology import Topology
 
 ROUNDS = 11
-MODEL = Model(layers=2, hidden=256, heads=8, sequence=64, fused=False)
-BATCH = 32
+BATCH, TOKENS, HIDDEN, HEADS = 32, 64, 256, 8
 PLANS = 4
 
 
-class Block(nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.heads, width = model.heads, model.hidden
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, model.qkv), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, model.width), nn.Linear(model.width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        query, key, value = heads.chunk(3, dim=-1)
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+def transformer() -> nn.Module:
+    """The model, where tensors are made by default."""
+    return nn.Sequential(*(TransformerBlock(HIDDEN, HEADS) for _ in range(2)))
 
 
 def stepper(mesh: DeviceMesh | Mesh, strategy: str, device: str) -> Callable[[], None]:
     """A step of the model, laid out by the strategy."""
     torch.manual_seed(0)
-    x = torch.randn(BATCH, MODEL.sequence, MODEL.hidden).to(device)
-    laid = nn.Sequential(*(Block(MODEL) for _ in range(MODEL.layers))).to(device)
-    laid = parallelize(laid, mesh, strategy, x)
+    x = torch.randn(BATCH, TOKENS, HIDDEN).to(device)
+    laid = parallelize(transformer().to(device), mesh, strategy, x)
     optimizer = torch.optim.Adam(laid.parameters(), foreach=False)
 
     def step() -> None:
@@ -156,10 +143,9 @@ HEADER = [
 
 def chosen(topology: Topology, ranks: int) -> list[RankedPlan]:
     """The fastest plan of all, and the fastest of each other strategy."""
-    model = nn.Sequential(*(Block(MODEL) for _ in range(MODEL.layers))).to("meta")
-    x = torch.empty(BATCH, MODEL.sequence, MODEL.hidden, device="meta")
+    x = torch.empty(BATCH, TOKENS, HIDDEN, device="meta")
     first: dict[str, RankedPlan] = {}
-    for each in plan_table(model, ranks, topology, (x,), {}, dtype="float32").plans:
+    for each in plan_table(transformer().to("meta"), ranks, topology, (x,), {}, dtype="float32").plans:
         first.setdefault(each.plan.strategy, each)
     return list(first.values())[:PLANS]
 

@@ -67,7 +67,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Edge Crossing computes edges_of lead_of play rank_schedules",
     },
     "A step before it runs": {
-        "dshard.simulate": "Model Setup Step simulate_step record Recorded Memory Event timeline",
+        "dshard.simulate": "record Recorded Event PlacedEvent",
         "dshard.launch": "rehearse Rehearsed",
     },
     "Checkpoints": {

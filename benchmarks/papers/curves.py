@@ -14,64 +14,75 @@ from math import log2
 from pathlib import Path
 from statistics import linear_regression
 
+import torch
+
+from benchmarks.papers.planned import planned
+from benchmarks.papers.traced import Sizes, events_of, passes_of
 from benchmarks.section import markdown_table, write_section
+from dshard import Mesh
 from dshard.rules.communication_bounds import matmul_lower_bound
-from dshard.simulate import Model, Setup, form_of
-from dshard.simulate.block import BlockCosts, block_events
 from dshard.tools.demo.curves import COLOURS
-from dshard.topology import Topology
+from dshard.topology import BYTES, Topology
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 RANKS = [4**i for i in range(1, 8)]
 FORMS = ("megatron", "megatron-sp", "atp", "optimus", "tesseract", "fsdp")
 SEQUENCES, TOKENS = 128, 512
 BOUND = "lower bound"
+PLANNED = {"planned": 1, "planned, two copies": 2, "planned, four copies": 4}
+"""Lines of plans, and how many times they store each tensor at most."""
 WIDTH, HEIGHT, MARGIN = 720, 420, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one rank receives of a block, forward, in bytes, and the part of the time that it computes."""
+    """What one rank receives of a block, forward, in bytes, and the part of the time that it computes, if known."""
 
     ranks: int
     nbytes: float
-    efficiency: float
+    efficiency: float = 1.0
 
 
-def model_of(ranks: int) -> Model:
-    """As many parameters for each rank whatever their number."""
-    width = 512 * round(ranks**0.5)
-    return Model(1, width, max(ranks, 64), TOKENS, head_size=64, ffn=4 * width)
+def block_of(ranks: int) -> Sizes:
+    """A block that has as many parameters for each rank whatever their number."""
+    return Sizes(512 * round(ranks**0.5), max(ranks, 64), TOKENS, 64)
 
 
-def shape_of(form: str, ranks: int) -> tuple[int, ...] | None:
-    """The mesh of a form: the deepest Tesseract, the ATP mesh nearest to the best, (2 sqrt p, sqrt p / 2)."""
-    shapes = form_of(form).shapes(ranks)
-    if form == "tesseract":
-        shapes = tuple(s for s in shapes if s[0] <= s[1])
-        return max(shapes, default=None)
+def mesh_of(form: str, ranks: int) -> Mesh | None:
+    """The mesh of a form: a square, the deepest Tesseract, the ATP mesh nearest to the best, (2 sqrt p, sqrt p / 2)."""
+    root = round(ranks**0.5)
+    if form == "optimus":
+        return Mesh((root, root), ("r", "c"))
     if form == "atp":
-        return min(shapes, key=lambda s: abs(log2(s[0] / s[1]) - 2), default=None)
-    return shapes[0] if shapes else None
+        return Mesh((2 * root, root // 2), ("d1", "d2"))
+    if form == "tesseract":
+        depths = [(d, q, q) for q in (2**i for i in range(1, 8)) if 1 < (d := ranks // q**2) <= q and d * q**2 == ranks]
+        return Mesh(max(depths), ("d", "r", "c")) if depths else None
+    return Mesh((ranks,), ("tp",))
 
 
 def point(form: str, ranks: int, topology: Topology) -> Point | None:
     """One form on so many ranks; None where it has no mesh of them."""
-    shape = shape_of(form, ranks)
-    if shape is None:
+    mesh = mesh_of(form, ranks)
+    if mesh is None:
         return None
-    events = block_events(BlockCosts(model_of(ranks), Setup(form_of(form), shape), topology, exact=False), SEQUENCES)[0]
-    busy = sum(e.seconds for e in events if not e.axes)
-    moved = sum(e.seconds for e in events if e.axes)
+    events, timed = (
+        events_of(passes_of(block_of(ranks), SEQUENCES, mesh, form, prices, torch.bfloat16)[0], prices)
+        for prices in (BYTES, topology)
+    )
+    busy, moved = (sum(e.seconds for e in timed if e.queue == queue) for queue in ("compute", "network"))
     return Point(ranks, sum(e.nbytes for e in events), busy / (busy + moved))
 
 
 def bound(ranks: int, itemsize: int = 2) -> Point:
     """The least that the four products of the block can receive, each tensor stored once."""
-    model = model_of(ranks)
-    tokens = SEQUENCES * TOKENS
-    sizes = [(linear.features_in, linear.features_out) for linear in model.linears]
-    return Point(ranks, itemsize * sum(matmul_lower_bound(tokens, k, n, ranks) for k, n in sizes), 1.0)
+    products = block_of(ranks).products
+    return Point(ranks, itemsize * sum(matmul_lower_bound(SEQUENCES * TOKENS, k, n, ranks) for k, n in products))
+
+
+def least(ranks: int, copies: int = 1, axes: int = 4) -> Point:
+    """The plan of all layouts and foldings together that receives the least, each tensor stored so many times."""
+    return Point(ranks, planned(block_of(ranks), SEQUENCES, ranks, copies=copies, axes=axes).nbytes)
 
 
 def exponent(form: str, ranks: Sequence[int] = RANKS[2:]) -> float:
@@ -80,15 +91,12 @@ def exponent(form: str, ranks: Sequence[int] = RANKS[2:]) -> float:
     Communication over computation is measured at a width that does not change, as p^a; it falls with the width h as 1/h
     and the work grows as h^3, so the work must grow as p^(3 a). The fit is that of least squares in the logarithms.
     """
-    topology = Topology.flat(25e9, ranks=max(ranks)).bytes_only()
-    ratios = []
+    ratios, block = [], Sizes(64 * max(ranks), max(ranks), TOKENS, 64)
     for p in ranks:
-        model = Model(1, 64 * max(ranks), max(ranks), 64 * max(ranks))
-        shape = shape_of(form, p)
-        assert shape is not None
-        found = block_events(BlockCosts(model, Setup(form_of(form), shape), topology, exact=False), 256)[0]
-        moved = sum(e.nbytes for e in found if e.axes and e.name != "norm")
-        ratios.append(moved / sum(e.flops for e in found if e.name != "attention"))
+        mesh = mesh_of(form, p)
+        assert mesh is not None
+        events = events_of(passes_of(block, SEQUENCES, mesh, form, BYTES, torch.bfloat16)[0], BYTES)
+        ratios.append(sum(e.nbytes for e in events) / sum(e.flops for e in events if e.name == "mm"))
     return 3 * linear_regression([log2(p) for p in ranks], [log2(ratio) for ratio in ratios]).slope
 
 
@@ -130,9 +138,10 @@ def main() -> None:
     """Draw, and write the table."""
     topology = Topology.preset("dgx-h100", nodes=RANKS[-1] // 8)
     found = {form: [p for ranks in RANKS if (p := point(form, ranks, topology))] for form in FORMS}
+    efficiency = {form: [(p.ranks, p.efficiency) for p in points] for form, points in found.items()}
+    found |= {name: [least(ranks, copies) for ranks in RANKS] for name, copies in PLANNED.items()}
     found[BOUND] = [bound(ranks) for ranks in RANKS]
-    nbytes = {form: [(p.ranks, p.nbytes) for p in points] for form, points in found.items()}
-    efficiency = {form: [(p.ranks, p.efficiency) for p in points] for form, points in found.items() if form != BOUND}
+    nbytes = {form: [(p.ranks, p.nbytes) for p in points if p.nbytes] for form, points in found.items()}
     figures = DOCS / "figures"
     drawing = draw("MiB received in a block, forward, by ranks", nbytes, logarithmic=True)
     (figures / "bytes.svg").write_text(drawing)

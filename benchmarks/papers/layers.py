@@ -1,4 +1,4 @@
-"""Table 2 of ATP: parameters and operations of one layer of its models, from the sizes alone."""
+"""Table 2 of ATP: parameters and operations of one layer of its models, counted from a layer on meta."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from dshard.simulate import Model
+import torch
+
+from benchmarks.papers.traced import Sizes
+from dshard.simulate import record
+from dshard.topology import BYTES
 
 DATA = Path(__file__).parent / "data" / "atp_2.csv"
 SEQUENCES, TOKENS = 4, 2048
@@ -40,7 +44,12 @@ def layers() -> tuple[Layer, ...]:
 
 def _layer(row: dict[str, str]) -> Layer:
     hidden, heads = int(row["hidden"]), int(row["heads"])
-    model = Model(1, hidden, heads, TOKENS)
-    forward = 2.0 * SEQUENCES * TOKENS * model.block_parameters + model.core_flops(SEQUENCES)
-    counted = model.block_parameters / PARAMETERS, 3 * forward / OPERATIONS
+    sizes = Sizes(hidden, heads, TOKENS, hidden // heads)
+    with torch.device("meta"):
+        block, x = sizes.block(), torch.empty(SEQUENCES, TOKENS, hidden)
+    forward = record(lambda: block(x), BYTES).flops
+    counted = (
+        sum(linear.numel() for linear in block.parameters() if linear.ndim == 2) / PARAMETERS,
+        3 * forward / OPERATIONS,
+    )
     return Layer(row["model"], hidden, heads, (float(row["parameters"]), float(row["operations"])), counted)

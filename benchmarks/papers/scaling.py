@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
-from math import exp, log, log2
+from math import exp, isqrt, log, log2, prod
 from pathlib import Path
 from statistics import correlation
 from typing import Literal, TypeAlias
 
-from dshard.layout import Layout, Shape
-from dshard.redistribute.price import step_seconds as seconds_of
-from dshard.simulate import Event, Model, Setup, form_of, host_tiles
-from dshard.simulate.block import BlockCosts
-from dshard.simulate.training_step import parts_of
-from dshard.step_timeline import Phase
+import torch
+
+from benchmarks.papers.traced import Sizes, events_of, gathered_again, passes_of
+from dshard import Mesh
+from dshard.cost import collective_seconds
+from dshard.simulate import Event
 from dshard.topology import Device, Layer, Topology
 
 DATA = Path(__file__).parent / "data"
@@ -63,29 +63,48 @@ class Row:
     @property
     def gpus(self) -> int:
         """How many."""
-        found = 1
-        for n in self.shape:
-            found *= n
-        return found
+        return prod(self.shape)
 
     @property
     def seconds(self) -> float:
         """Published seconds per sequence of a training step."""
         return self.forward + self.backward
 
-    def setup(self) -> Setup:
-        """The same as a setup; Optimus puts a node's GPUs in a block of the mesh (its figure 8).
+    @property
+    def strategy(self) -> str:
+        """The strategy by name: Tesseract [q, q, 1] is Optimus on q x q."""
+        return "optimus" if self.system == "tesseract" and self.shape[2] == 1 else self.system
 
-        Tesseract [q, q, 1] is Optimus on q x q.
-        """
+    def mesh(self) -> Mesh:
+        """The mesh of its ranks; Optimus puts a node's GPUs in a block of the mesh (its figure 8)."""
         if self.system == "megatron":
-            return Setup(form_of("megatron"), self.shape, recompute=True)
-        q, depth = self.shape[0], self.shape[2] if len(self.shape) == 3 else 1
+            return Mesh(self.shape, ("tp",))
+        q = self.shape[0]
         plane = host_tiles(q, q, min(PER_NODE, q * q))
-        if depth == 1:
-            return Setup(form_of("optimus"), (q, q), recompute=True, ranks=plane)
-        ranks = tuple(layer * q * q + rank for layer in range(depth) for rank in plane)
-        return Setup(form_of("tesseract"), (depth, q, q), recompute=True, ranks=ranks)
+        if self.strategy == "optimus":
+            return Mesh((q, q), ("r", "c"), plane)
+        depth = self.shape[2]
+        return Mesh((depth, q, q), ("d", "r", "c"), [layer * q * q + rank for layer in range(depth) for rank in plane])
+
+
+def host_tiles(rows: int, columns: int, per_host: int) -> tuple[int, ...]:
+    """The ranks of a mesh (rows, columns) in which each host has a block, as square as the sizes allow.
+
+    With rows of hosts instead, the columns of the mesh would cross as many hosts as there are rows; in blocks, both
+    directions cross few (Optimus figure 8).
+
+    >>> host_tiles(4, 4, 4)
+    (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
+    """
+    heights = (h for h in range(isqrt(per_host), 0, -1) if per_host % h == rows % h == columns % (per_host // h) == 0)
+    high = next(heights)
+    wide = per_host // high
+
+    def rank(row: int, column: int) -> int:
+        host = (row // high) * (columns // wide) + column // wide
+        return host * per_host + (row % high) * wide + column % wide
+
+    return tuple(rank(row, column) for row in range(rows) for column in range(columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,45 +153,37 @@ def predict(row: Row, machine: Machine, transport: Transport) -> tuple[float, fl
     return LAYERS * forward / row.batch, LAYERS * (forward + backward) / row.batch
 
 
-@cache
 def _block(row: Row, machine: Machine) -> tuple[tuple[float, float], ...]:
     """Of one block, forward and backward: seconds of the panels of SUMMA as an all_gather, after those of all else."""
-    model = Model(LAYERS, row.hidden, row.heads, TOKENS, head_size=row.hidden // row.heads, fused=False)
-    costs = ByStep(model, row.setup(), machine.topology(row.gpus), "float32", 4, exact=False, regather=True)
-    parts = parts_of(costs, row.batch)
-    return tuple(
-        (sum(e.seconds for e in events if not _panels(e)), sum(e.seconds for e in events if _panels(e)))
-        for events in (parts.forward, parts.backward)
+    topology, mesh = machine.topology(row.gpus), row.mesh()
+    passes = []
+    for events in traced(row):
+        panels = rest = 0.0
+        for e in events:
+            if _panels(e):
+                panels += collective_seconds(e.name, e.nbytes, mesh, e.axes, topology)  # type: ignore[arg-type]
+            elif e.axes:
+                rest += collective_seconds(e.name, e.nbytes, mesh, e.axes, topology)  # type: ignore[arg-type]
+            else:
+                rest += max(e.seconds, topology.device.launch + e.flops / machine.flops)
+        passes.append((rest, panels))
+    return tuple(passes)
+
+
+@cache
+def traced(row: Row) -> tuple[tuple[Event, ...], ...]:
+    """The events of a block forward and backward, their work as on a machine that takes no time for operations."""
+    topology = Machine(1e21, 8e9, 8e9).topology(row.gpus)
+    sizes = Sizes(row.hidden, row.heads, TOKENS, row.hidden // row.heads)
+    forward, both = (
+        events_of(step, topology)
+        for step in passes_of(sizes, row.batch, row.mesh(), row.strategy, topology, torch.float32, bias=True)
     )
-
-
-class ByStep(BlockCosts):
-    """An event for each collective: of a plan over depth and rows, the panels travel in the steps over rows."""
-
-    def moved(
-        self, name: str, phase: Phase, src: Layout, dst: Layout, shape: Shape, *, waits: bool = True
-    ) -> list[Event]:
-        """A redistribution, collective by collective."""
-        found = self.plan(src, dst, shape)
-        if len(found.steps) < 2:
-            return BlockCosts.moved(self, name, phase, src, dst, shape, waits=waits)
-        steps = found.stages()
-        return [
-            Event(
-                name,
-                phase,
-                "network",
-                seconds_of(step, layout, shape, self.itemsize, self.topology),
-                collectives=1,
-                axes=step.axes,
-                waits=waits,
-            )
-            for step, layout in steps
-        ]
+    return forward, (*both[len(forward) :], *gathered_again(forward))
 
 
 def _panels(event: Event) -> bool:
-    return bool(event.axes) and set(event.axes) <= {"r", "c"} and event.name != "norm"
+    return event.name in ("all_gather", "reduce_scatter") and set(event.axes) <= {"r", "c"}
 
 
 def over_gather(transport: Transport, q: int) -> float:
@@ -209,7 +220,7 @@ def fit(rows: Sequence[Row], transport: Transport) -> Machine:
             for f, i, b in ((times, 1, 1), (1, times, 1), (1, 1, times))
         ]
         found = min(tried, key=lambda machine: misfit(machine, rows, transport))
-        if (now := misfit(found, rows, transport)) < least:
+        if (now := misfit(found, rows, transport)) < least * (1 - 1e-9):
             best, least = found, now
         else:
             step = exp(log(step) / 2)
@@ -240,7 +251,7 @@ def most_with_ties(rows: Sequence[Row]) -> float:
 
     Tesseract [q, q, 1] and Optimus q x q are one layout. All orders of the layouts are tried.
     """
-    works = [(_layout(row), row.batch, row.hidden, row.heads) for row in rows]
+    works = [(row.strategy, row.gpus, row.batch, row.hidden, row.heads) for row in rows]
     kinds = sorted(set(works))
     if len(kinds) == len(works):
         return 1.0
@@ -248,12 +259,6 @@ def most_with_ties(rows: Sequence[Row]) -> float:
     orders = product(range(len(kinds)), repeat=len(kinds))
     tried = ([float(order[kinds.index(work)]) for work in works] for order in orders if len(set(order)) > 1)
     return max(spearman(predicted, published) for predicted in tried)
-
-
-def _layout(row: Row) -> tuple[str, tuple[int, ...]]:
-    if row.system == "tesseract" and row.shape[2] == 1:
-        return "optimus", row.shape[:2]
-    return row.system, row.shape
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from dshard.comm.rank_tensors import unstack
 from dshard.comm.workspace import WORKSPACE
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.panel_executor import PanelExecutor
-from dshard.simulate.recording import record
+from dshard.simulate import record
 from dshard.testing import RankPool, simulated, whole
 
 

@@ -11,7 +11,8 @@ from dshard import DeviceMesh, Mesh, parallelize, use_topology
 from dshard.comm import init_device_mesh
 from dshard.comm.workspace import WORKSPACE
 from dshard.core.comparisons import nothing_compared
-from dshard.simulate.recording import Recorded, record
+from dshard.simulate import Event, Recorded, record
+from dshard.step_timeline import makespan, place_events
 from dshard.testing import rank_pool
 from dshard.tools.demo.layouts import find
 from dshard.tools.demo.train import example, loss_of
@@ -67,3 +68,9 @@ def test_simulated_and_real_steps_are_the_same(name: str, ranks: int) -> None:
         assert {event.name} == {found.name for found in real}
         assert event.nbytes == max(found.nbytes for found in real)
     assert simulated.nbytes > 0
+
+
+def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
+    events = [Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)] * 3
+    blocking, hidden = (makespan(place_events(events, overlap=overlap)) for overlap in (False, True))
+    assert (blocking, hidden) == (9.0, 7.0)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dshard.simulate.block_program import operators_of, program_on
+from dshard.tools.calibrate.block_program import operators_of, program_on
 from dshard.tools.calibrate.fit import typical
 from dshard.tools.calibrate.rounds import Clock
 from dshard.topology import Device

@@ -30,10 +30,10 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.replay import replay
 from dshard.rules.matmul_strategies import strategies
 from dshard.rules.panel_stream import Stream
-from dshard.simulate.block_program import TransformerBlock
 from dshard.tables import human_bytes
 from dshard.testing.host_sync import no_host_sync
 from dshard.tools.calibrate import measure
+from dshard.tools.calibrate.block_program import TransformerBlock
 from dshard.topology import default_topology
 from dshard.trace import trace
 

@@ -35,7 +35,7 @@ from dshard.parallel.auto import names, unfoldings, uniform
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import roles_of
 from dshard.parallel.strategies import STRATEGIES
-from dshard.simulate.recording import record
+from dshard.simulate import record
 from dshard.testing import RankPool, simulated, whole
 from dshard.tools.demo.vit import build as build_demo
 

@@ -20,11 +20,10 @@ from dshard.errors import MeshError, StrategyError
 from dshard.parallel import PlanTable, plan_table
 from dshard.parallel.strategies import axes_of
 from dshard.pipeline import Pipeline, Stage
-from dshard.simulate import Model
 from dshard.testing import rank_pool, simulated, whole
+from dshard.tools.calibrate.block_program import TransformerBlock
 
-MODEL = Model(layers=2, hidden=16, heads=8, sequence=4, ffn=24)
-DEVICES, BATCH = 8, 8
+DEVICES, BATCH, TOKENS, HIDDEN, HEADS = 8, 8, 4, 16, 8
 STRATEGIES = (
     "data x megatron",
     "fsdp x megatron-sp",
@@ -35,31 +34,16 @@ STRATEGIES = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        width = MODEL.hidden
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, MODEL.qkv), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, MODEL.width), nn.Linear(MODEL.width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (MODEL.heads, -1)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(*heads.chunk(3, dim=-1))
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 @plain()
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(MODEL.layers))).double()
+    return nn.Sequential(*(TransformerBlock(HIDDEN, HEADS) for _ in range(2))).double()
 
 
 @plain()
 def batch() -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, MODEL.sequence, MODEL.hidden, dtype=torch.float64, generator=generator)
+    return torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
 
 
 @cache
@@ -145,7 +129,7 @@ def piped(setup: Piped) -> float:
     single, blocks = build(), build()
     expected = F.mse_loss(single(batch()), target())
     expected.backward()
-    each, own = MODEL.layers // setup.stages, ranks.flatten(1).eq(dist.get_rank()).any(1).tolist().index(True)
+    each, own = 2 // setup.stages, ranks.flatten(1).eq(dist.get_rank()).any(1).tolist().index(True)
     mine = slice(own * each, (own + 1) * each)
     lies = tuple(Shard(0) if axis.batch else Replicate() for axis in axes_of(setup.strategy, as_mesh(meshes[own])))
     part = parallelize(blocks[mine], meshes[own], setup.strategy, batch().chunk(setup.microbatches)[0])

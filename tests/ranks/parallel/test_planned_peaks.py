@@ -16,7 +16,7 @@ from dshard import Mesh
 from dshard.comm import plain
 from dshard.comm.workspace import WORKSPACE
 from dshard.parallel import Precision, parallelize, plan_model
-from dshard.simulate.recording import record
+from dshard.simulate import record
 from dshard.testing import RankPool
 
 MESHES = {"4": Mesh((4,), ("x",)), "2x2": Mesh((2, 2), ("a", "b"))}

@@ -1,16 +1,15 @@
-"""Record any step: its timeline, and the memory that it holds, on meta tensors or real ones.
-
-The closed forms of this package cover standard blocks only. Here the program itself runs.
-"""
+"""Record any step: its timeline, and the memory that it holds, on meta tensors or real ones, by running it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
+from dshard.step_timeline import Event, PlacedEvent, StepTimeline, makespan
 from dshard.topology import Topology
 from dshard.validate import check_callable
+
+__all__ = ["Event", "PlacedEvent", "Recorded", "record"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard.caches import cached
 from dshard.core.local_work import writes
 from dshard.core.observe import Decision, OperatorMode, observing
 from dshard.core.signature import Args, Kwargs
@@ -18,7 +17,6 @@ from dshard.distribute import distribute_tensor
 from dshard.mesh import Mesh
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
-from dshard.topology import Topology
 from dshard.torch_private import OpOverload
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
@@ -27,16 +25,19 @@ BATCH, LENGTH, WIDTH, HEADS = 2, 4, 16, 4
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward network, each applied to its normalised input and added to that input."""
 
-    def __init__(self, width: int, *, causal: bool = False) -> None:
+    def __init__(
+        self, width: int, heads: int = HEADS, *, head: int | None = None, bias: bool = True, causal: bool = False
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.causal = causal
+        query = heads * head if head else width
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+        self.qkv, self.out = nn.Linear(width, 3 * query, bias), nn.Linear(query, width, bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+        self.heads, self.causal = heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens -> tokens, [batch, tokens, width]."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         query, key, value = heads.chunk(3, dim=-1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -96,23 +97,6 @@ class Operators:
 
     making: int
     writing: int
-
-    def seconds(self, topology: Topology) -> float:
-        """Predict the host's seconds for these operators on `topology`."""
-        return self.making * topology.dispatch + self.writing * topology.in_place
-
-
-@cached("simulated setups", 1)
-def operators_of_phases() -> tuple[Operators, Operators, Operators]:
-    """Count the distributed operators of the block's forward pass, backward pass and optimiser step.
-
-    >>> [phase.writing > phase.making for phase in operators_of_phases()]
-    [False, False, True]
-    """
-    program = program_on(Mesh((1,)), "meta")
-    program.step()
-    forward, backward, update = map(operators_of, (program.forward, program.backward, program.update))
-    return forward, backward, update
 
 
 def operators_of(step: Callable[[], object]) -> Operators:
