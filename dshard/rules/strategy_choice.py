@@ -26,7 +26,8 @@ def choose(question: Question) -> StrategyChoice:
         candidates = [e for e in candidates if e.inputs[0] == keep == e.outputs[0]] or candidates
     if question.constraints.once:
         late = _summed_later(question)
-        candidates = [e for e in candidates if all(isinstance(e.rows[axis], PassThrough) for axis in late)] or candidates
+        later = [e for e in candidates if all(isinstance(e.rows[axis], PassThrough) for axis in late)]
+        candidates = later or candidates
     price = Price(question)
     if len(candidates) == 1:
         return StrategyChoice(question, price.of(candidates[0]))
