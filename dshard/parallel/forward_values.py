@@ -139,17 +139,17 @@ class ForwardValues(_Rewriting):
     """Within the block, functions of tensors without data that return values on the host compute them from data.
 
     Each of `stand_ins` is a tensor without data, the tensor that it stands for, and the name of the input that it is
-    part of, if any. `answers` are the values returned so far. `note` is called with each function and its arguments.
+    part of, if any. `answers` are the values returned so far. `call` calls a function with its arguments.
     """
 
     def __init__(
         self,
         model: nn.Module,
         stand_ins: Iterable[tuple[Tensor, Tensor, str | None]],
-        note: Callable[[Function, Args, Kwargs], object],
+        call: Callable[[Function, Args, Kwargs], Any],
     ) -> None:
         super().__init__()
-        self.model, self.note = type(model).__name__, note
+        self.model, self.call = type(model).__name__, call
         self.answers: list[object] = []
         self.results: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
@@ -166,18 +166,17 @@ class ForwardValues(_Rewriting):
                 return self.answers[-1]
             if _is_counting(func, args, kwargs):
                 return self._count(func, args, kwargs)
-        self.note(func, args, kwargs)
         if func == Tensor.__getitem__ and not has_only_shape(args[0]) and is_any_meta(tensors):
             args = (self._stand_in(args[0]), *args[1:])  # or torch would bring the index to where the data is
             tensors = tensors_in((args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = self.call(func, args, kwargs)
         except RuntimeError:
             if writes or not are_mixed(tensors):
                 raise
             # torch refuses operands on two devices
             args, kwargs = replace_tensors((args, kwargs), lambda x: x if has_only_shape(x) else self._stand_in(x))
-            out = func(*args, **kwargs)
+            out = self.call(func, args, kwargs)
             tensors = tensors_in((args, kwargs))
         origin = self._origin(func, args, kwargs, tensors)
         if writes:
@@ -187,7 +186,7 @@ class ForwardValues(_Rewriting):
                 after = Origin(partial(_written, func), origin.operands, origin.inputs, None, origin.origins)
                 self.results[id(written[0])] = _Result(after, 0)
         else:
-            self._note(tensors_in(out), origin)
+            self._note([out] if isinstance(out, Tensor) else tensors_in(out), origin)
         return out
 
     def _origin(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Origin:

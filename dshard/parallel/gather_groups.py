@@ -294,7 +294,7 @@ def gather_for(model: nn.Module, groups: dict[str, GatherGroup]) -> tuple[list[R
 def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
     """Whether this parameter is used in another layout or dtype than it is stored in."""
     placements = plan.parameters.get(name.lstrip("."))
-    if placements is None or not (plan.gathered or plan.gathers or plan.precision):
+    if placements is None or not (plan.gathers or plan.precision):
         return False
     is_gathered = any(
         isinstance(placements[plan.mesh.axis(axis)], Shard) for axis in plan.gathered_axes(name.lstrip("."))

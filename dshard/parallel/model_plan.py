@@ -30,7 +30,6 @@ from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_b
 from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
-from dshard.parallel.forward_values import HostReadMissing
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.plan_files import plan_of
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
@@ -38,9 +37,7 @@ from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
 from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
-from dshard.parallel.trace_step import trace_step
 from dshard.placements import Placement, Replicate
-from dshard.planning.step_graph import StepGraph
 from dshard.routing import Routing
 from dshard.validate import check_type, shown
 
@@ -243,9 +240,10 @@ def planned(
         auto = plan if isinstance(plan, Auto) else Auto()
         with use_strategy(routing=auto.routing):
             prices = StepPrices(model, args, kwargs, reached, model_trace)
+            graph = None if model_trace.step.answers is None else model_trace.step.graph().copies()
             first = {id(x): name for name, x in model.named_parameters()}
             names = {name: first[id(x)] for name, x in model.named_parameters(remove_duplicate=False)}
-            return cheapest(mesh, roles, auto, options, prices, _graph(model, args, kwargs, reached), names)
+            return cheapest(mesh, roles, auto, options, prices, graph, names)
     named, idle = plan_by_name(roles, plan, mesh)
     if idle:
         warn_user(idle, mesh)
@@ -264,16 +262,6 @@ def plan_by_name(roles: Roles, strategy: str, mesh: Mesh) -> tuple[Plan, str]:
         axes = axes_of(strategy, mesh)
     roles = fitted_roles(roles, axes, mesh)
     return lay_out(roles, strategy, axes, mesh), idle_experts(roles, axes, mesh)
-
-
-def _graph(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState
-) -> StepGraph | None:
-    """The graph of a step; None of a model that does not run without data, for which there are strategies by name."""
-    try:
-        return trace_step(model, args, kwargs, reached).copies()
-    except (HostReadMissing, LayoutError, RuntimeError, NotImplementedError):
-        return None
 
 
 def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from dshard.parallel.factors import TracedCalls
 from dshard.parallel.gather_groups import lists_of_blocks
 from dshard.parallel.plan_values import Plan
+from dshard.planning.step_recorder import SignedCall
 
 V = TypeVar("V")
 Entry: TypeAlias = tuple[str, int]
@@ -81,7 +81,7 @@ class BlockLists:
         """Whether entries are made alike, so that a trace is worth its time."""
         return any(any(self._repeats(path, self.made)) for path in self.names)
 
-    def repeats(self, calls: TracedCalls, plan: Plan) -> tuple[Repeat, ...]:
+    def repeats(self, calls: Sequence[SignedCall], plan: Plan) -> tuple[Repeat, ...]:
         """The units that repeat in a trace, and are laid out alike by a plan."""
         called = _by_entry(((self.entry(module), call) for module, call in calls))
         laid = _by_entry(self._laid_out(plan))
@@ -216,7 +216,7 @@ class ShortModel:
             changes[kind] = short if isinstance(named, Mapping) else named if named is None else type(named)(short)
         return replace(plan, **changes)
 
-    def is_part(self, calls: TracedCalls, whole: TracedCalls) -> bool:
+    def is_part(self, calls: Sequence[SignedCall], whole: Sequence[SignedCall]) -> bool:
         """Whether these calls are those of the whole model, but for the entries left out."""
         rest = [(name, call) for module, call in whole if (name := self.name(module)) is not None]
         return rest == [*calls]

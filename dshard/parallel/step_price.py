@@ -24,12 +24,14 @@ from dshard.errors import LayoutError
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.expert_modules import experts_as_operators
-from dshard.parallel.factors import ModelTrace, stand_in_for, trace_factors, without_data
+from dshard.parallel.factors import ModelTrace, trace_factors
 from dshard.parallel.forward_values import HostReadMissing, HostReads
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.repeated_blocks import KEPT, SPREAD, BlockLists, Entry, Repeat, ShortModel
+from dshard.parallel.trace_step import record_step, stand_in_for, without_data
 from dshard.placements import Replicate
+from dshard.planning.step_recorder import SignedCall
 from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
@@ -79,7 +81,7 @@ class _Case:
             return _run(self.model, plan, self.example, self.reached, self.answers)
         except HostReadMissing:
             args, kwargs = self.example
-            self.answers = trace_factors(self.model, args, kwargs, self.reached).answers
+            self.answers = record_step(self.model, args, kwargs, self.reached).answers
             return _run(self.model, plan, self.example, self.reached, self.answers)
 
 
@@ -102,6 +104,7 @@ class StepPrices:
         self.model, self.example = model, (args, kwargs)
         self.reached = reached or ReachableState(model, args, kwargs)
         self.model_trace, self.blocks = model_trace, BlockLists(model)
+        self.calls: Sequence[SignedCall] | None = None
         self.whole = _Case(model, self.example, self.reached)
         self.cases: dict[tuple[tuple[Repeat, ...], tuple[int, ...]], _Case | None] = {}
 
@@ -137,7 +140,7 @@ class StepPrices:
     def _repeats(self, plan: Plan) -> tuple[Repeat, ...]:
         if not self.blocks.may_repeat():
             return ()
-        return self.blocks.repeats(self._trace().calls, plan)
+        return self.blocks.repeats(self._calls(), plan)
 
     def _price(self, plan: Plan) -> Cost:
         repeats = self._repeats(plan)
@@ -171,6 +174,12 @@ class StepPrices:
             self.model_trace = trace_factors(self.model, self.example[0], self.example[1], self.reached)
         return self.model_trace
 
+    def _calls(self) -> Sequence[SignedCall]:
+        """The operators of the forward pass."""
+        if self.calls is None:
+            self.calls = self._trace().step.recorder.signatures()
+        return self.calls
+
     def _short(self, repeats: tuple[Repeat, ...], units: Sequence[int]) -> _Case | None:
         """The model with so many units of each repeat, if its forward pass is a part of the whole one."""
         key = repeats, tuple(units)
@@ -179,11 +188,11 @@ class StepPrices:
             with short.applied():
                 reached = ReachableState(self.model, *self.example)
                 try:
-                    own = trace_factors(self.model, *self.example, reached)
-                    calls, answers = own.calls, own.answers or None
+                    own = record_step(self.model, *self.example, reached)
+                    calls, answers = own.recorder.signatures(), own.answers or None
                 except Exception:  # whatever a model raises that counts on the entries left out
-                    calls, answers = (), None
-            is_part = bool(calls) and short.is_part(calls, self._trace().calls)
+                    calls, answers = [], None
+            is_part = bool(calls) and short.is_part(calls, self._calls())
             self.cases[key] = _Case(self.model, self.example, reached, short, answers) if is_part else None
         return self.cases[key]
 
@@ -191,7 +200,7 @@ class StepPrices:
 def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether the forward pass of `model` fails without data, and does not with it."""
     try:
-        return trace_factors(model, args, kwargs).answers is None
+        return record_step(model, args, kwargs).answers is None
     except Exception:
         return False
 

@@ -318,7 +318,7 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
     attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
     kept = {name: rest for name, dims in roles.parameters.items() if (rest := _gathered(dims, axes, mesh)) != gathered}
-    gathers = {"": gathered} | kept
+    gathers = ({"": gathered} if gathered else {}) | kept
     return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, attention=attention, gathers=gathers)
 
 

@@ -1,18 +1,22 @@
-"""Trace a model's forward pass, without data, into the graph of its step."""
+"""Run a model's forward pass, without data, and record its calls: plans of all kinds are made of these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dshard.comm import plain
+from dshard.comm import has_only_shape, plain
+from dshard.core.observe import observing
 from dshard.core.trees import map_tensors, nested_tensors
+from dshard.core.wrapper import Wrapper
+from dshard.errors import LayoutError
+from dshard.ops.fused_loss.fused_call import OF_WHOLE_LOGITS
 from dshard.parallel.expert_modules import experts_as_operators
-from dshard.parallel.factors import stand_in_for, without_data
 from dshard.parallel.forward_values import ForwardValues, named_inputs
 from dshard.parallel.reachable_state import ReachableState
 from dshard.planning.step_graph import StepGraph
@@ -20,44 +24,109 @@ from dshard.planning.step_recorder import GraphRecorder
 from dshard.torch_private import disable_modes
 
 
+class RecordedStep(NamedTuple):
+    """A forward pass as it ran: its calls, the host values that it read, None if it ran on data, and its result."""
+
+    recorder: GraphRecorder
+    answers: list[Any] | None
+    out: object
+
+    @plain()
+    @disable_modes()
+    def graph(self) -> StepGraph:
+        """The graph of the step, in shapes of the global tensors.
+
+        The backward pass is the forward pass transposed, and is not recorded.
+        """
+        return self.recorder.graph(nested_tensors(self.out))
+
+
 @plain()
 @disable_modes()
-def trace_step(
+def record_step(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState | None = None
-) -> StepGraph:
-    """The graph of a forward pass of `model`, run without data; nothing of what it writes stays.
+) -> RecordedStep:
+    """Run the forward pass of `model` without data, or on copies if it needs data; nothing of what it writes stays.
 
-    Shapes are those of the global tensors. The backward pass is the forward pass transposed, and is not recorded.
     `reached` is the state that the model and the batch lead to, for callers that have it.
 
     Raises:
-        LayoutError: the pass reads a value that depends on inputs without data.
-        RuntimeError, NotImplementedError: what torch raises for an operator that does not run without data.
+        LayoutError: a pass that does not run without data, of a model or a batch that has none.
     """
     reached = reached or ReachableState(model, args, kwargs)
-    stand_ins = {id(x): stand_in_for(x, without_data) for x in reached.tensors}
+    try:
+        return _recorded(model, args, kwargs, reached, without_data)
+    except Exception as error:
+        if all(type(x) in (Tensor, nn.Parameter) and not has_only_shape(x) for x in reached.tensors):
+            return _recorded(model, args, kwargs, reached, torch.clone)._replace(answers=None)
+        if not isinstance(error, NotImplementedError | RuntimeError) or isinstance(error, LayoutError):
+            raise
+        if "meta" not in str(error).lower():
+            raise
+        raise LayoutError(
+            f"the forward pass of {type(model).__name__} does not run without data ({str(error).partition('. ')[0]}): "
+            "give a model and an example with data, or the placements of its parameters by name, {pattern: placements}"
+        ) from error
+
+
+def trace_step(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> StepGraph:
+    """The graph of the step of `model` on these inputs.
+
+    Raises:
+        LayoutError: a pass that does not run without data, of a model or a batch that has none.
+    """
+    return record_step(model, args, kwargs).graph()
+
+
+def _recorded(
+    model: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    reached: ReachableState,
+    stand_in: Callable[[Tensor], Tensor],
+) -> RecordedStep:
+    """Run the forward pass of `model` on stand-ins of all tensors that it and the batch lead to, and record it."""
+    stand_ins = {id(x): stand_in_for(x, stand_in) for x in reached.tensors}
     recorder = GraphRecorder()
-    for name, x in model.named_parameters():
-        recorder.leaf(stand_ins[id(x)], "parameter", name)
-    for name, buffer in model.named_buffers():
-        recorder.leaf(stand_ins[id(buffer)], "buffer", name)
     example = named_inputs(model, tuple(args), kwargs)
-    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda x: without_data(x.detach()))
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda x: stand_in(x.detach()))
     inputs = [(x, data, name) for x, (data, name) in zip(nested_tensors((args, kwargs)), example, strict=True)]
-    for stand_in, _, name in inputs:
-        recorder.leaf(stand_in, "input", name)
-    values = ForwardValues(model, [*((stand_ins[id(x)], x, None) for x in reached.tensors), *inputs], lambda *_: None)
-    with reached.replaced(stand_ins), experts_as_operators(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        for name, module in model.named_modules():
-            _follow(recorder, name, module)
-        with recorder.recording(), values:
-            out = model(*args, **kwargs)
-    graph = recorder.graph(nested_tensors(out))
-    return replace(graph, answers=tuple(values.answers))
+    parameters = [(name, stand_ins[id(x)]) for name, x in model.named_parameters()]
+    buffers = [(name, stand_ins[id(x)]) for name, x in model.named_buffers()]
+    recorder.leaves({"parameter": parameters, "buffer": buffers, "input": [(name, x) for x, _, name in inputs]})
+    known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *inputs]
+
+    values = ForwardValues(model, known, recorder.function)
+    of_experts = nullcontext() if stand_in is without_data else observing(_unseen, found=recorder.found)
+    with (
+        reached.replaced(stand_ins),
+        experts_as_operators(model),
+        OF_WHOLE_LOGITS.entered(None),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        values,
+        of_experts,
+    ):
+        out = recorder.record(model, args, kwargs)
+    return RecordedStep(recorder, values.answers, out)
 
 
-def _follow(recorder: GraphRecorder, name: str, module: nn.Module) -> None:
-    """Register hooks by which the recorder knows the module that runs."""
-    if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-        module.register_forward_pre_hook(lambda module, args: recorder.enter(name))
-        module.register_forward_hook(lambda module, args, out: recorder.leave(), always_call=True)
+def _unseen(decision: object) -> None:
+    """The observer of decisions: on plain tensors there are none."""
+
+
+def without_data(x: Tensor) -> Tensor:
+    """A plain meta tensor with the global shape, strides and dtype of `x`."""
+    return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
+
+
+def stand_in_for(x: Tensor, stand_in: Callable[[Tensor], Tensor] = without_data) -> Tensor:
+    """`stand_in(x)` for a tensor that a model holds: a parameter if `x` is one, with its attributes."""
+    is_own = isinstance(x, Wrapper)  # whose layout is dshard's
+    if not is_own and (x.layout != torch.strided or x.is_nested or x.is_quantized):
+        return x
+    out = stand_in(x.detach())
+    out = nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else out.requires_grad_(x.requires_grad)
+    if not is_own:
+        vars(out).update(vars(x))
+    return out

@@ -100,15 +100,11 @@ class GraphCall:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The calls of a step, in order, all values that they read or make, and those that the model returns.
-
-    `answers` are the host values that the pass read, None if it ran on data.
-    """
+    """The calls of a step, in order, all values that they read or make, and those that the model returns."""
 
     calls: tuple[GraphCall, ...]
     values: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
-    answers: tuple[Any, ...] | None = ()
 
     def copies(self) -> StepGraph:
         """The graph with a call "copy" between a tensor and the matmuls that all read it.
@@ -136,8 +132,7 @@ class StepGraph:
                 number += 1
             operands = [copied.get(End(call.number, i), value.number) for i, value in enumerate(call.operands)]
             drafts.append(DraftCall(call, tuple(operands), tuple([value.number for value in call.results])))
-        graph = linked((*self.values, *added), drafts, [value.number for value in self.outputs])
-        return replace(graph, answers=self.answers)
+        return linked((*self.values, *added), drafts, [value.number for value in self.outputs])
 
     def _products_of(self, value: Value) -> tuple[End, ...]:
         """The uses of a value, that is no parameter, in matmuls and attention."""

@@ -7,83 +7,155 @@ below it are, and of those without a rule the ones that they decompose into.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dshard.comm import are_mixed, has_only_shape
-from dshard.core.call import Call, LocalOp, Operator, views_first, writes_first
+from dshard.core.call import Call, LocalOp, Operator, OperatorForm, views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import specs_of
-from dshard.core.trees import replace_tensors, tensors_in, with_tensors
+from dshard.core.spec import Spec, specs_of
+from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
+from dshard.errors import DShardError
 from dshard.layout import Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
+from dshard.ops.experts.experts_call import PlainExperts
 from dshard.planning.step_graph import DraftCall, GraphCall, Kind, OperandSlot, StepGraph, Value, linked, signature_of
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
-from dshard.torch_private import OpOverload, no_torch_function
+from dshard.torch_private import OpOverload, is_transforming, no_functions, no_torch_function
 
 ONE = replicated(Mesh((1,), ("one",)))
 """The layout of whole tensors, of which operators' rules are asked."""
 
 
+SignedCall: TypeAlias = tuple[str, Hashable]
+"""The module that makes a call, and the call's signature."""
+
+
 class _Place(NamedTuple):
-    """The module that runs, the number of its visit, and how many calls of each name it has made in it."""
+    """The module that runs, and the number of its visit."""
 
     module: str
     visit: int
-    calls: Counter[str]
 
 
-class _Recorded(NamedTuple):
-    """A call as it was recorded: `recorded` says whether autograd recorded operators at the time."""
+class ModulesRun(NamedTuple):
+    """The modules in the order in which they began, and the values of their first arguments and results."""
 
-    call: GraphCall
+    order: list[str]
+    first_inputs: dict[str, int]
+    outputs: dict[str, int]
+
+
+class OperatorCall(NamedTuple):
+    """A call of an operator as it was recorded: its operands and results are numbers of values.
+
+    `arguments` have an `OperandSlot` or a `Spec` for each operand. `row` is the operator's own, None of one without a
+    rule that fits. `is_seen` says whether autograd recorded operators at the time.
+    """
+
+    name: str
+    function: Function
+    rule: Rule
+    row: Operator | None
+    arguments: tuple[Args, Kwargs]
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    recorded: bool
+    place: _Place
+    is_seen: bool
+    alternatives: tuple[tuple[str, Rule], ...] = ()
+    kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
+
+    def as_call(self, ordinal: int, values: Sequence[Value]) -> GraphCall:
+        """The call of a graph with these values, whose operands and results are not linked."""
+        alternatives, function, slots = self.alternatives, self.function, map(OperandSlot, range(len(self.operands)))
+        if self.row is not None and isinstance(function, OpOverload) and not writes_first(function):
+            rules = [(each.name, each.rule(self.rule)) for each in self.row.alternatives]
+            alternatives = tuple([(name, rule) for name, rule in rules if rule is not None])
+        arguments = replace_leaves(self.arguments, lambda x: next(slots) if isinstance(x, Spec) else x)
+        signature = signature_of(self.name, function, arguments, [values[n] for n in self.operands])
+        at = *self.place, ordinal
+        return GraphCall(
+            0, self.name, function, self.rule, alternatives, (), (), *at, arguments, signature, self.kernel
+        )
+
+
+class _FunctionCall(NamedTuple):
+    """A call of a function that may be one call of the graph, in place of the operators from `first` to `end`."""
+
+    function: Function
+    form: Callable[[Args, Kwargs], OperatorForm | None]
+    arguments: tuple[Args, Kwargs]
+    numbers: dict[int, int]
+    result: int
+    first: int
+    end: int
+
+    def recorded(self, place: _Place, is_seen: bool) -> OperatorCall | None:
+        """The call, if the function's row has a form for it."""
+        try:
+            with no_torch_function():
+                form = self.form(*self.arguments)
+        except (TypeError, DShardError):  # torch refuses such arguments in its own words
+            form = None
+        if form is None:
+            return None
+        slots = defaultdict[int, list[OperandSlot]](list)
+        for i, x in reversed([*enumerate(form.operands)]):
+            slots[id(x)].append(OperandSlot(i))
+        arguments = with_tensors(self.arguments, [slots[id(x)].pop() for x in tensors_in(self.arguments)])
+        name = getattr(self.function, "__name__", str(self.function)).strip("_")
+        operands = tuple([self.numbers[id(x)] for x in form.operands])
+        made, rest = (operands, (self.result,), place, is_seen), (form.alternatives, form.kernel)
+        return OperatorCall(name, self.function, form.rule, None, arguments, *made, *rest)
 
 
 class GraphRecorder:
     """Records calls of operators on tensors without data; `graph` gives them once the pass has ended.
 
-    Tensors are known by their ids; one that no call made and that is not given as a leaf is a constant.
+    Tensors are known by their ids; one that no call made and that is not given as a leaf is a constant, and so is what
+    is made of constants alone. Calls that make these are recorded, too, and left out of the graph.
     """
 
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.tensors: list[Tensor] = []  # of each value
         self.kept: list[Tensor] = []  # others whose ids stay their own
-        self.calls: list[_Recorded] = []
+        self.operators: list[OperatorCall] = []
+        self.functions: list[_FunctionCall] = []
         self.numbers: dict[int, int] = {}  # of the value that a tensor has now, by the tensor's id
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)  # tensors by the memory that they share
         self.written: dict[int, int] = {}  # by a tensor's id the value that was written to its memory through another
-        self.places = [_Place("", 0, Counter())]
+        self.places = [_Place("", 0)]
         self.visits: Counter[str] = Counter()
+        self.modules = ModulesRun([], {}, {})
+        self.heads: list[int] = []  # of each attention
         self.paused = False
 
     # -- values
 
-    def leaf(self, x: Tensor, kind: Kind, name: str = "") -> None:
-        """Note a tensor that no call makes; one that is noted already keeps its first name."""
-        if id(x) not in self.numbers:
-            self._add(x, kind, name)
+    def leaves(self, named: Mapping[Kind, Sequence[tuple[str, Tensor]]]) -> None:
+        """Note tensors that no call makes, by kind and name; one that is noted already keeps its first name."""
+        for kind, tensors in named.items():
+            for name, x in tensors:
+                if id(x) not in self.numbers:
+                    self._add(x, kind, name)
 
     def _add(self, x: Tensor, kind: Kind, name: str = "") -> int:
         number = len(self.values)
         self.values.append(Value(number, tuple(x.shape), x.dtype, kind, name, False, None, ()))
         self.tensors.append(x)
-        if id(x) not in self.numbers:
+        if id(x) not in self.numbers and x.layout == torch.strided:
             self.sharing[x.untyped_storage()._cdata].append(x)
         self.numbers[id(x)] = number
         return number
@@ -103,8 +175,7 @@ class GraphRecorder:
             self.numbers[id(x)] = source
             return
         rule = whole_rule([self.values[before].shape, self.values[source].shape], [tuple(x.shape)])
-        arguments: tuple[Args, Kwargs] = ((OperandSlot(0), OperandSlot(1)), {})
-        self._call("write to a view", _written, (rule,), (before, source), [x], arguments)
+        self._record("write to a view", _written, rule, None, _slots(2), (before, source), [x])
 
     # -- calls
 
@@ -122,20 +193,19 @@ class GraphRecorder:
                 if out is not NotImplemented:
                     return out
         numbers = [] if self.paused else [self.number(x) for x in tensors]
+        # before it runs, as it may write shapes
+        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
         out = with_meta_form(func)(*args, **kwargs)
-        outs = tensors_in(out)
-        if self.paused or not outs:
-            return out
-        if all(self.values[n].kind == "constant" for n in numbers):
-            for x in outs:
-                if id(x) not in self.numbers:
-                    self._add(x, "constant")
-        elif writes_first(func) or outs[0] is not tensors[0]:  # else it is the operand itself
-            rules = _rules(op, func, (args, kwargs), tensors, outs)
-            slots = map(OperandSlot, range(len(tensors)))
-            name = func.overloadpacket.__name__
-            self._call(name, func, rules, tuple(numbers), outs, with_tensors((args, kwargs), slots))
-            if writes_first(func):
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        writes = bool(numbers and outs) and outs[0] is tensors[0] and writes_first(func)  # or it is the operand itself
+        if numbers and outs and (writes or outs[0] is not tensors[0]):
+            rule, arguments = None, with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
+            if op is not None:
+                rule = op.rule(Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)))
+            if rule is None or len(rule.inputs) != len(numbers) or len(rule.outputs) != len(outs):
+                op, rule = None, whole_rule([self.values[n].shape for n in numbers], [tuple(x.shape) for x in outs])
+            self._record(func.overloadpacket.__name__, func, rule, op, arguments, tuple(numbers), outs)
+            if writes:
                 self._note_write(outs[0])
         return out
 
@@ -150,103 +220,126 @@ class GraphRecorder:
 
     def function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch, and record it as one call if its row in the table has a form for it."""
+        self.heads.extend(_heads_of(func, args, kwargs))
         row = FUNCTIONS.get(func)
-        if self.paused or row is None or row.form is None:
+        if self.paused or row is None or row.form is None or is_transforming():
             return func(*args, **kwargs)
-        with no_torch_function():
-            form = row.form(args, kwargs)
-        if form is None:
-            return func(*args, **kwargs)
-        numbers = tuple([self.number(x) for x in form.operands])
-        with self.pause():
-            out = func(*args, **kwargs)
-        if all(self.values[n].kind == "constant" for n in numbers):
-            self._add(out, "constant")
-            return out
-        slots = defaultdict[int, list[OperandSlot]](list)
-        for i, x in reversed([*enumerate(form.operands)]):
-            slots[id(x)].append(OperandSlot(i))
-        arguments = replace_tensors((args, kwargs), lambda x: slots[id(x)].pop())
-        name = getattr(func, "__name__", str(func)).strip("_")
-        self._call(name, func, (form.rule, *form.alternatives), numbers, [out], arguments, form.kernel)
+        tensors = tensors_in((args, kwargs))
+        arguments = with_tensors((args, kwargs), tensors)  # whose lists may change
+        numbers, first = {id(x): self.number(x) for x in tensors}, len(self.operators)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and (result := self.number(out)) not in numbers.values():
+            self.functions.append(_FunctionCall(func, row.form, arguments, numbers, result, first, len(self.operators)))
         return out
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within the block functions of torch, and operators on plain tensors, run without data and are recorded."""
-        with OperatorMode(self.run), _Functions(self):
-            yield
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Within the block operators run and are not recorded."""
-        paused, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = paused
-
-    def _call(
+    def _record(
         self,
         name: str,
         function: Function,
-        rules: tuple[Any, ...],
+        rule: Rule,
+        row: Operator | None,
+        arguments: tuple[Args, Kwargs],
         operands: tuple[int, ...],
         outs: Sequence[Tensor],
-        arguments: tuple[Args, Kwargs],
-        kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None,
     ) -> None:
-        place = self.places[-1]
-        rule, *alternatives = rules
-        ordinal = place.calls[name]
-        place.calls[name] += 1
-        results = tuple([self._add(x, "made") for x in outs])
-        at = place.module, place.visit, ordinal
-        call = GraphCall(0, name, function, rule, tuple(alternatives), (), (), *at, arguments, (), kernel)
-        self.calls.append(_Recorded(call, operands, results, torch.is_grad_enabled()))
+        """Record a call that makes these tensors."""
+        kind = self._kind(operands)
+        results = tuple([self._add(x, kind) for x in outs])
+        at = self.places[-1], torch.is_grad_enabled()
+        self.operators.append(OperatorCall(name, function, rule, row, arguments, operands, results, *at))
+
+    def _kind(self, operands: Sequence[int]) -> Kind:
+        """The kind of what a call of these operands makes."""
+        return "constant" if {self.values[n].kind for n in operands} <= {"constant"} else "made"
+
+    def found(self, call: object) -> None:
+        """Record a layer of experts that runs on data, of which observers are told, as one call without its body."""
+        if isinstance(call, PlainExperts):
+            self.paused = call.out is None
+            if call.out is not None:
+                numbers = tuple([self.number(x) for x in call.operands])
+                slots, function = _slots(len(numbers)), torch.ops.dshard.experts
+                self._record("experts", function, call.rule, None, slots, numbers, [call.out])
 
     def _note_write(self, x: Tensor) -> None:
         """After a write to `x`, the other tensors of its memory have a value that follows from it."""
         source = self.numbers[id(x)]
-        for other in self.sharing[x.untyped_storage()._cdata]:
+        for other in () if x.layout != torch.strided else self.sharing[x.untyped_storage()._cdata]:
             if other is not x:
                 self.written[id(other)] = source
 
     # -- modules
 
-    def enter(self, module: str) -> None:
-        """Note that a module begins to run."""
-        self.places.append(_Place(module, self.visits[module], Counter()))
-        self.visits[module] += 1
+    def record(self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Run a model, and record its calls; hooks tell the module that runs, its first argument and its result."""
+        for name, module in model.named_modules():
+            self._follow(name, module)
+        with OperatorMode(self.run):
+            return model(*args, **kwargs)
 
-    def leave(self) -> None:
-        """Note that the module that ran last has ended."""
-        self.places.pop()
+    def _follow(self, name: str, module: nn.Module) -> None:
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if name not in self.visits:
+                self.modules.order.append(name)
+            self.places.append(_Place(name, self.visits[name]))
+            self.visits[name] += 1
+            if args and isinstance(args[0], Tensor):
+                with no_functions():  # the model has not asked for its shape
+                    self.modules.first_inputs[name] = self.number(args[0])
+
+        def leave(module: nn.Module, args: object, out: object) -> None:
+            if isinstance(out, Tensor):
+                with no_functions():
+                    self.modules.outputs[name] = self.number(out)
+            self.places.pop()
+
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave, always_call=True)
 
     # -- the graph
+
+    def signatures(self) -> list[SignedCall]:
+        """The operators, in order."""
+        values = [replace(x, needs_grad=t.requires_grad) for x, t in zip(self.values, self.tensors, strict=True)]
+        calls = [each.as_call(0, values) for each in self.operators]
+        return [(call.module, call.signature) for call in calls]
 
     def graph(self, outputs: Sequence[Tensor]) -> StepGraph:
         """The calls and values of the pass; `outputs` are the tensors that it returned.
 
         Views that nobody reads, such as those that autograd saves, are left out.
         """
-        returned = [self.number(x) for x in outputs]
-        needs = self._needing_gradients()
+        returned, calls = [self.number(x) for x in outputs], self._calls()
+        needs = self._needing_gradients(calls)
         values = [
             Value(x.number, x.shape, x.dtype, x.kind, x.name, needs[n], None, ()) for n, x in enumerate(self.values)
         ]
-        drafts: list[DraftCall] = []
-        read = {*returned}
-        for call, operands, results, _ in reversed(self.calls):
-            function = call.function
-            if isinstance(function, OpOverload) and views_first(function) and read.isdisjoint(results):
+        ordinals, numbered = Counter[tuple[_Place, str]](), list[tuple[OperatorCall, int]]()
+        for each in calls:
+            numbered.append((each, ordinals[each.place, each.name]))
+            ordinals[each.place, each.name] += 1
+        read, drafts = {*returned}, list[DraftCall]()
+        for each, ordinal in reversed(numbered):
+            function = each.function
+            if isinstance(function, OpOverload) and views_first(function) and read.isdisjoint(each.results):
                 continue
-            read.update(operands)
-            signature = signature_of(call.name, function, call.arguments, [values[n] for n in operands])
-            drafts.append(DraftCall(replace(call, signature=signature), operands, results))
+            read.update(each.operands)
+            drafts.append(DraftCall(each.as_call(ordinal, values), each.operands, each.results))
         return linked(values, drafts[::-1], returned)
 
-    def _needing_gradients(self) -> list[bool]:
+    def _calls(self) -> list[OperatorCall]:
+        """The calls of the graph: functions that have a form for it, and other operators; none of constants alone."""
+        calls, done = list[OperatorCall](), 0
+        for function in sorted(self.functions, key=lambda each: (each.first, -each.end)):  # the outermost first
+            inside = self.operators[function.first : function.end]
+            if inside and function.first >= done and (whole := function.recorded(inside[0].place, inside[0].is_seen)):
+                calls += [*self.operators[done : function.first], whole]
+                done = function.end
+        return [each for each in (*calls, *self.operators[done:]) if self._kind(each.operands) == "made"]
+
+    def _needing_gradients(self, calls: Sequence[OperatorCall]) -> list[bool]:
         """For each value whether a backward pass gives it a gradient.
 
         Autograd tells it of tensors. It records nothing within functions with a backward pass of their own, such as
@@ -254,42 +347,33 @@ class GraphRecorder:
         """
         needs = [x.requires_grad for x in self.tensors]
         leads = [x.requires_grad for x in self.tensors]
-        for call in self.calls:
+        for call in calls:
             if any(leads[n] for n in call.operands):
                 for n in call.results:
-                    leads[n] = leads[n] or (call.call.name != "detach" and self.values[n].dtype.is_floating_point)
-        for call in reversed(self.calls):
-            if not call.recorded and any(needs[n] for n in call.results):
+                    leads[n] = leads[n] or (call.name != "detach" and self.values[n].dtype.is_floating_point)
+        for call in reversed(calls):
+            if not call.is_seen and any(needs[n] for n in call.results):
                 for n in call.operands:
                     needs[n] = needs[n] or leads[n]
         return needs
 
 
-class _Functions(TorchFunctionMode):
-    """Within the block functions of torch are called by a recorder."""
-
-    def __init__(self, recorder: GraphRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        return self.recorder.function(func, args, kwargs or {})
+def _slots(operands: int) -> tuple[Args, Kwargs]:
+    """The arguments of a call of so many operands and nothing else."""
+    return tuple(map(OperandSlot, range(operands))), {}
 
 
-def _rules(
-    op: Operator | None, func: OpOverload, operands: Any, tensors: Sequence[Tensor], outs: Sequence[Tensor]
-) -> tuple[Any, ...]:
-    """The rule of an operator on these operands, of whole tensors if it has none; then its alternatives by name."""
-    whole = whole_rule([tuple(t.shape) for t in tensors], [tuple(t.shape) for t in outs])
-    if op is None:
-        return (whole,)
-    specs = tuple(specs_of([ONE] * len(tensors), tensors, tensors[0].device))
-    args, kwargs = with_tensors(operands, specs)
-    rule = op.rule(Call(func, args, kwargs, specs, tuple(outs)))
-    if len(rule.inputs) != len(tensors) or len(rule.outputs) != len(outs):
-        return (whole,)
-    alternatives = [] if writes_first(func) else [(each.name, each.rule(rule)) for each in op.alternatives]
-    return (rule, *[each for each in alternatives if each[1] is not None])
+_PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
+
+
+def _heads_of(func: Function, args: Args, kwargs: Kwargs) -> Sequence[int]:
+    """The number of heads of an attention, or of a matmul that may be attention written as matmuls; of others none."""
+    if func is F.scaled_dot_product_attention:
+        query = args[0] if args else kwargs["query"]
+        return [query.shape[-3] if query.dim() > 2 else 1]
+    if func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
+        return [*{args[0].shape[-3]} & {args[1].shape[-3]}]
+    return ()
 
 
 def whole_rule(operands: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:

@@ -199,8 +199,8 @@ def test_a_trace_on_data_finds_the_loops_of_experts_as_one_without() -> None:
     x = torch.ones(8, 8)
     without, on_data = trace_factors(OwnModel(), (x,), {}), trace_factors(ModelOfData(), (x,), {})
 
-    assert without.answers is not None
-    assert on_data.answers is None
+    assert without.step.answers is not None
+    assert on_data.step.answers is None
     assert roles_of(on_data).parameters == roles_of(without).parameters
     assert roles_of(on_data).has_experts
     with pytest.raises(
