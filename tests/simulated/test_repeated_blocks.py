@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dshard import Mesh, Topology, plan_model, use_topology
 from dshard.parallel.plan_values import Cost
@@ -26,14 +27,19 @@ def on_gpus() -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """A block of attention, and a feed-forward part of its own width."""
+    """A block of attention, and a feed-forward part of its own width; it may be computed again in the backward pass."""
 
-    def __init__(self, width: int = 4 * WIDTH) -> None:
+    def __init__(self, width: int = 4 * WIDTH, *, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.run, x, use_reentrant=False) if self.again else self.run(x)
+        return out
+
+    def run(self, x: Tensor) -> Tensor:
         heads = [t.unflatten(-1, (8, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)]
         x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
@@ -91,7 +97,12 @@ def in_pairs() -> list[nn.Module]:
     return [Attention(WIDTH), *(Attention((2 + i % 2) * WIDTH) for i in range(12))]
 
 
-@pytest.mark.parametrize("blocks", [alike, in_pairs])
+def every_other_again() -> list[nn.Module]:
+    """Twelve blocks that are made alike, of which every other is computed again in the backward pass."""
+    return [Attention(again=bool(i % 2)) for i in range(12)]
+
+
+@pytest.mark.parametrize("blocks", [alike, in_pairs, every_other_again])
 @pytest.mark.parametrize(("shape", "strategy"), [((8,), "fsdp"), ((2, 4), "data x megatron-sp"), ((8,), "data")])
 def test_a_deep_model_costs_as_if_all_blocks_had_run(
     shape: tuple[int, ...], strategy: str, blocks: Callable[[], list[nn.Module]], monkeypatch: pytest.MonkeyPatch
