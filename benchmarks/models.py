@@ -1,10 +1,12 @@
 """Measured regret of the cheapest plan: a training step under "auto" against every named plan, on real gloo ranks.
 
-    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--netlab netlab.py] [--rate 200mbit] [--hidden 64] [--write]
+    PYTHONPATH=. python benchmarks/models.py [--ranks 4] [--netlab netlab.py] [--rate 200mbit] [--write]
+        [--hidden 64] [--batch 16] | [--sweep]
 
 The network is measured first, on the line of all ranks and on each folding of it, and all plans are made on what was
 found. With --netlab (a program that runs ranks on emulated hosts with slow links, as root) the ranks are on two hosts.
-Steps of all plans are interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its
+--sweep runs several models and sizes, each beside the names that are predicted to be cheapest. Steps of all plans are
+interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its
 median, and the regret that of auto over the least of the others.
 """
 
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,20 +56,48 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def model(hidden: int) -> nn.Module:
+class Adapted(nn.Module):
+    """A layer that is not trained, with an adapter of low rank that is."""
+
+    def __init__(self, hidden: int, out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(hidden, out).requires_grad_(False)
+        self.a, self.b = nn.Linear(hidden, 8, bias=False), nn.Linear(8, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.b(self.a(x))
+        return y
+
+
+def model(hidden: int, kind: str = "transformer") -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, hidden), Layer(hidden), Layer(hidden))
+    if kind == "adapted":
+        layers = [Adapted(32, hidden), nn.GELU(), Adapted(hidden, 4 * hidden), nn.GELU(), Adapted(4 * hidden, hidden)]
+        return nn.Sequential(*layers)
+    head = [nn.Linear(hidden, 64 * hidden)] if kind == "wide head" else []
+    return nn.Sequential(nn.Linear(32, hidden), Layer(hidden), Layer(hidden), *head)
 
 
-def plans(ranks: int, hidden: int, batch: int) -> dict[str, Plan]:
-    """The cheapest plan, and all named ones on all unfoldings."""
+BESIDE = 6
+"""The names that are predicted to be cheapest, and are measured, in a sweep."""
+SWEEP = (
+    *[("transformer", hidden, batch) for hidden, batch in ((64, 4), (64, 64), (256, 4), (256, 16))],
+    *[("wide head", hidden, batch) for hidden, batch in ((64, 4), (64, 32), (128, 8))],
+    *[("adapted", hidden, batch) for hidden, batch in ((64, 16), (256, 16), (256, 64))],
+)
+"""Models, hidden sizes and batches."""
+
+
+def plans(ranks: int, hidden: int, batch: int, kind: str = "transformer", beside: int = 99) -> dict[str, Plan]:
+    """The cheapest plan, and the cheapest named ones on all unfoldings."""
     x, line = torch.empty(batch, 16, 32, device="meta"), Mesh((ranks,), ("x",))
-    found = {"auto": plan_model(model(hidden), line, "auto", x)}
+    auto, found = plan_model(model(hidden, kind), line, "auto", x), {}
     for mesh in unfoldings(line):
         for name in names(mesh.ndim):
             with suppress(dshard.StrategyError):  # more ranks than heads
-                found[f"{name} ({mesh})"] = plan_model(model(hidden), mesh, name, x)
-    return found
+                found[f"{name} ({mesh})"] = plan_model(model(hidden, kind), mesh, name, x)
+    cheapest = sorted(found.items(), key=lambda each: each[1].cost.seconds)
+    return {"auto": auto, **dict(cheapest[:beside])}
 
 
 def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topology | None:
@@ -77,16 +108,28 @@ def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topolo
     return found
 
 
-def as_rank(hidden: int, batch: int, calibrate: float) -> dict[str, Any]:
-    """Seconds of a step under each plan, measured and predicted, and what auto took."""
+def as_rank(settings: Sequence[tuple[str, int, int]], calibrate: float) -> list[dict[str, Any]]:
+    """Seconds of a step under each plan, measured and predicted, and what auto took, in each setting."""
     share_cores()
     line = Mesh((dist.get_world_size(),), ("x",))
     meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in unfoldings(line)}
+    beside = 99 if len(settings) == 1 else BESIDE
     with use_topology(topology_of(meshes, calibrate)):
-        found = plans(line.size, hidden, batch)
-        seconds = measured(found, meshes, hidden, batch)
+        return [in_setting(line, meshes, each, beside) for each in settings]
+
+
+def in_setting(
+    line: Mesh, meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int], beside: int
+) -> dict[str, Any]:
+    """What is found of one model, hidden size and batch."""
+    kind, hidden, batch = setting
+    found = [plans(line.size, hidden, batch, kind, beside)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(found)  # made once
+    (found,) = found
+    seconds = measured(found, meshes, setting)
     auto = found["auto"]
     return {
+        "setting": f"{kind}, {hidden}, batch {batch}",
         "seconds": seconds,
         "predicted": {name: plan.cost.seconds for name, plan in found.items() if plan.cost},
         "auto": f"{auto.strategy} on ({auto.mesh})",
@@ -95,11 +138,12 @@ def as_rank(hidden: int, batch: int, calibrate: float) -> dict[str, Any]:
 
 
 def measured(
-    found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], hidden: int, batch: int
+    found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int]
 ) -> dict[str, float]:
     """Median seconds of a step under each plan, of the slowest rank."""
+    kind, hidden, batch = setting
     x = torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
-    laid = {name: parallelize(model(hidden), meshes[plan.mesh], plan) for name, plan in found.items()}
+    laid = {name: parallelize(model(hidden, kind), meshes[plan.mesh], plan) for name, plan in found.items()}
     times: dict[str, list[float]] = {name: [] for name in laid}
     for _ in range(ROUNDS + WARM):
         for name, laid_model in laid.items():
@@ -113,12 +157,13 @@ def measured(
     return dict(zip(times, took.tolist(), strict=True))
 
 
-def on_hosts(netlab: str, args: argparse.Namespace) -> dict[str, Any]:
+def on_hosts(netlab: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same on two emulated hosts."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         options = f"run --hosts 2 --ranks {args.ranks // 2} --rate {args.rate} --show rank0 --timeout 900"
         own = [f"--hidden={args.hidden}", f"--batch={args.batch}", f"--calibrate={args.calibrate}"]
+        own += ["--sweep"] * args.sweep
         command = [
             sys.executable,
             netlab,
@@ -131,13 +176,13 @@ def on_hosts(netlab: str, args: argparse.Namespace) -> dict[str, Any]:
             str(result),
         ]
         subprocess.run(command, check=True)
-        found: dict[str, Any] = json.loads(result.read_text())
+        found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
 
 
 def join_and_run(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
-    found = as_rank(args.hidden, args.batch, args.calibrate)
+    found = as_rank(settings_of(args), args.calibrate)
     if dist.get_rank() == 0:
         Path(args.rank).write_text(json.dumps(found))
     dist.barrier()
@@ -151,6 +196,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of the links between hosts")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sweep", action="store_true", help="several models and sizes")
     parser.add_argument("--calibrate", type=float, default=5.0, metavar="SECONDS", help="of each mesh")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
@@ -167,22 +213,49 @@ def main() -> None:
         found = on_hosts(args.netlab, args)
     else:
         with RankPool(args.ranks, timeout=900) as pool:
-            found = pool.run(as_rank, args.hidden, args.batch, args.calibrate)[0]
+            found = pool.run(as_rank, settings_of(args), args.calibrate)[0]
     if args.json:
         print(json.dumps(found))
         return
+    where = f"two hosts, {args.rate} links" if args.netlab else "one host"
+    header, rows, said = of_sweep(found) if args.sweep else of_one(found[0])
+    print(text_table(header, rows))
+    print(said := f"{args.ranks} ranks on {where}; {said}")
+    if args.write:
+        name = "models sweep" * args.sweep or "models"
+        write_section(f"{name} netlab" if args.netlab else name, f"{markdown_table(header, rows)}\n\n{said}")
+
+
+def settings_of(args: argparse.Namespace) -> Sequence[tuple[str, int, int]]:
+    return SWEEP if args.sweep else [("transformer", args.hidden, args.batch)]
+
+
+def of_one(found: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
+    """All plans of one setting, the fastest first."""
     rows = [
         [name, f"{found['predicted'][name] * 1e3:.2f}", f"{took * 1e3:.2f}"]
         for name, took in sorted(found["seconds"].items(), key=lambda pair: pair[1])
     ]
-    header = ["plan", "predicted ms", "measured ms"]
-    where = f"two hosts, {args.rate} links" if args.netlab else "one host"
-    said = f"{args.ranks} ranks on {where}; auto is {found['auto']}; regret {found['regret']:.2f}"
-    print(text_table(header, rows))
-    print(said)
-    if args.write:
-        name = "models netlab" if args.netlab else "models"
-        write_section(name, f"{markdown_table(header, rows)}\n\n{said}")
+    said = f"auto is {found['auto']}; regret {found['regret']:.2f}"
+    return ["plan", "predicted ms", "measured ms"], rows, said
+
+
+def of_sweep(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]], str]:
+    """Auto and the fastest name in each setting."""
+    rows = []
+    for each in found:
+        seconds = dict(each["seconds"])
+        auto = seconds.pop("auto")
+        best = min(seconds, key=lambda name: seconds[name])
+        rows.append(
+            [
+                *(each["setting"], each["auto"], f"{auto * 1e3:.2f}", best, f"{seconds[best] * 1e3:.2f}"),
+                f"{seconds[best] / auto:.2f}",
+            ]
+        )
+    regrets = [each["regret"] for each in found]
+    said = f"regret of auto: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}"
+    return ["model, width", "auto", "ms", "fastest name", "ms", "name / auto"], rows, said
 
 
 if __name__ == "__main__":
