@@ -179,8 +179,9 @@ class PlanSearch:
         return min(bounds.values(), default=0.0)
 
     def result(self, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
-        """The cheapest plan, with what is known of the others; `named` are strategies by name on
-        all meshes, each with what it takes at least.
+        """The cheapest plan, with what is known of the others.
+
+        `named` are strategies by name on all meshes, each with what it takes at least.
 
         Raises:
             StrategyError: none is within the limit of memory.
@@ -189,27 +190,37 @@ class PlanSearch:
         best = self.best()
         if best is None:
             raise self._none_fits()
-        plan, tables, chosen = best
-        laid = {each.strategy: each.parameters for _, each in named if each.mesh == plan.mesh}
-        traced = [Tried(p.strategy, str(p.mesh), p.cost.seconds) for p, _, _ in self.priced if self.auto.allows(p)]
-        known = {(each.strategy, each.mesh) for each in traced}
-        bounds = [Tried(p.strategy, str(p.mesh), least, is_bound=True) for least, p in named if least > 0]
-        rest = sorted(
-            [each for each in bounds if (each.strategy, each.mesh) not in known], key=lambda each: each.seconds
-        )
-        tried = (*sorted(traced, key=lambda each: each.seconds), *rest)
-        weights, held = (BESIDE, 0.0) if chosen is None else (chosen.weights, chosen.parts.memory)
-        seconds = plan.cost.seconds if chosen is None else chosen.seconds
+        return self.certified(best, names, named)
+
+    def certified(self, priced: Priced, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
+        """A plan with what is known of the others: a bound, what was tried, and the space of its step."""
+        plan, tables, chosen = priced
         tables = tables or next((t for other, t, _ in self.priced if t is not None and other.mesh == plan.mesh), None)
         if tables is None:
             return plan
-        total = least_of(tables, plan).total if chosen is None else chosen.total
-        space = TracedSpace(tables, weights, total, names, laid)
-        spent, parts = process_time() - self.begin, named_parts(plan, laid)
-        meshes = len({mesh for mesh, _ in self.solved})
-        bound = self.bound(weights, held)
-        search = Search(seconds, bound, assignments(tables), spent, meshes, tried[:MOST], parts, space)
-        return replace(plan, search=search)
+        laid = {each.strategy: each.parameters for _, each in named if each.mesh == plan.mesh}
+        weights, held = (BESIDE, 0.0) if chosen is None else (chosen.weights, chosen.parts.memory)
+        return replace(
+            plan,
+            search=Search(
+                plan.cost.seconds if chosen is None else chosen.seconds,
+                self.bound(weights, held),
+                assignments(tables),
+                process_time() - self.begin,
+                len({mesh for mesh, _ in self.solved}),
+                self._tried(named)[:MOST],
+                named_parts(plan, laid),
+                TracedSpace(tables, weights, (chosen or least_of(tables, plan)).total, names, laid),
+            ),
+        )
+
+    def _tried(self, named: Sequence[tuple[float, Plan]]) -> tuple[Tried, ...]:
+        """What was priced, the fastest first, and then the bounds of strategies by name that were not."""
+        traced = [Tried(p.strategy, str(p.mesh), p.cost.seconds) for p, _, _ in self.priced if self.auto.allows(p)]
+        known = {(each.strategy, each.mesh) for each in traced}
+        bounds = [Tried(p.strategy, str(p.mesh), least, is_bound=True) for least, p in named if least > 0]
+        rest = [each for each in bounds if (each.strategy, each.mesh) not in known]
+        return tuple([each for part in (traced, rest) for each in sorted(part, key=lambda each: each.seconds)])
 
     def _none_fits(self) -> StrategyError:
         """The error where no plan keeps the limit of memory: the least of any, and what takes most of that."""

@@ -33,11 +33,14 @@ from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.plan_files import plan_of
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
+from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
 from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
+from dshard.parallel.trace_step import RecordedStep, record_step, stand_in_for
 from dshard.placements import Placement, Replicate
+from dshard.planning.step_graph import Dtypes, StepGraph
 from dshard.routing import Routing
 from dshard.validate import check_type, shown
 
@@ -240,9 +243,9 @@ def planned(
         auto = plan if isinstance(plan, Auto) else Auto()
         with use_strategy(routing=auto.routing):
             prices = StepPrices(model, args, kwargs, reached, model_trace)
-            graph = None if model_trace.step.answers is None else model_trace.step.graph().copies()
             first = {id(x): name for name, x in model.named_parameters()}
             names = {name: first[id(x)] for name, x in model.named_parameters(remove_duplicate=False)}
+            graph = step_graph(model_trace.step, model, tuple(args), kwargs, reached, options.precision)
             return cheapest(mesh, roles, auto, options, prices, graph, names)
     named, idle = plan_by_name(roles, plan, mesh)
     if idle:
@@ -262,6 +265,30 @@ def plan_by_name(roles: Roles, strategy: str, mesh: Mesh) -> tuple[Plan, str]:
         axes = axes_of(strategy, mesh)
     roles = fitted_roles(roles, axes, mesh)
     return lay_out(roles, strategy, axes, mesh), idle_experts(roles, axes, mesh)
+
+
+def step_graph(
+    step: RecordedStep,
+    model: nn.Module,
+    args: Args,
+    kwargs: Mapping[str, object],
+    reached: ReachableState,
+    precision: Precision | None = None,
+) -> StepGraph | None:
+    """The graph of a recorded step of `model`, or of one with weights in the dtype in which they are used.
+
+    None of a model that does not run without data, for which there are strategies by name.
+    """
+    if step.answers is None:
+        return None
+    stored = next((x.dtype for x in model.parameters() if x.dtype.is_floating_point), None)
+    if precision is None or precision.param_dtype is None or stored is None:
+        return step.graph().copies()
+    used = {id(x): stand_in_for(x, precision.without_data) for x in model.parameters()}
+    with reached.replaced(used):
+        args, kwargs = precision.inputs((tuple(args), kwargs))
+        graph = record_step(model, args, kwargs).graph().copies()
+    return replace(graph, dtypes=Dtypes(stored, precision.reduced))
 
 
 def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:

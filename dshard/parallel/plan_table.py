@@ -16,8 +16,9 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.notebook import Tabled
 from dshard.ops.matmul.options import use_strategy
+from dshard.parallel.auto import Auto, PlanSearch
 from dshard.parallel.factors import trace_factors
-from dshard.parallel.model_plan import plan_by_name
+from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.model_summary import model_summary
 from dshard.parallel.plan_values import Plan, PlanOptions
 from dshard.parallel.precision import Precision
@@ -25,6 +26,8 @@ from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
 from dshard.parallel.step_price import MOMENTS, StepPrices
 from dshard.parallel.strategies import STRATEGIES, axes_of
+from dshard.parallel.whole_plan import PLANNED
+from dshard.planning.step_tables import StepTables
 from dshard.routing import Routing
 from dshard.tables import human_bytes, text_table
 from dshard.topology import Topology
@@ -43,6 +46,8 @@ class RankedPlan(NamedTuple):
 
     def data(self) -> dict[str, Any]:
         """What `parallelize(model, mesh, Path(...))` reads, as JSON values."""
+        if self.plan.strategy == PLANNED:
+            return self.plan.data()
         mesh = {"shape": list(self.mesh.shape), "names": list(self.mesh.names)}
         return {"strategy": self.plan.strategy, "mesh": mesh}
 
@@ -121,8 +126,9 @@ def plan_table(
 ) -> PlanTable:
     """Plans of `model` for a batch, by the `strategies` on all foldings of `devices`; by default those that are common.
 
-    Each is priced as `plan_model` prices it. Devices reach `efficiency` of the stated rate of `dtype` in matmuls.
-    After `seconds` no other plan is begun; at least one is priced.
+    "planned" is one of these: the cheapest layouts of all tensors together that keep the limit of `memory`, searched in
+    at most half of the time. Each is priced as `plan_model` prices it. Devices reach `efficiency` of the stated rate of
+    `dtype` in matmuls. After `seconds` no other plan is begun; at least one is priced.
 
     Raises:
         StrategyError: no strategy fits the devices, or one that is not known.
@@ -137,26 +143,53 @@ def plan_table(
     memory = topology.device.memory if memory is None else memory
     peak = topology.flops(dtype)
     topology = with_efficiency(topology, efficiency)
-    done: list[RankedPlan] = []
+    done, turns = list[RankedPlan](), list[RankedPlan | None]()
+    within, begun = _within_host(topology, devices), 0
     with use_topology(topology), use_strategy(routing=routing):
-        laid = [*_candidates(roles, devices, _within_host(topology, devices), strategies)]
+        names = [name for name in strategies if name != PLANNED]
+        laid = [*_candidates(roles, devices, within, names)] if names or not strategies else []
         tried = [each for each in laid if memory is None or _state_bytes(model, each.plan) <= memory]
         tried = tried or sorted(laid, key=lambda each: _state_bytes(model, each.plan))
         flops = prices(options.of(plan_by_name(roles, "data", Mesh((1,), ("x",)))[0])).flops
-        for plan, mesh in tried:
+        turns += tried
+        turns[1:1] = [None] if PLANNED in strategies or not strategies else []
+        for each in turns:
             if done and perf_counter() - begin > seconds:
                 break
             if progress is not None:
-                progress(len(done), len(tried))
-            plan = options.of(plan)
-            done.append(RankedPlan(replace(plan, cost=prices(plan)), mesh))
+                progress(begun, len(turns))
+            if each is not None:
+                plan = options.of(each.plan)
+                done.append(RankedPlan(replace(plan, cost=prices(plan)), each.mesh))
+            elif (graph := step_graph(model_trace.step, model, tuple(args), kwargs, reached, precision)) is not None:
+                left = max(1e-9, (seconds - perf_counter() + begin) / 2)
+                search = PlanSearch(Auto(memory, seconds=left), options, prices, graph)
+                done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
+            begun += 1
     table = PlanTable((), model_summary(model, model_trace, roles), memory, flops, topology, peak)
-    distinct = {(c.seconds, c.nbytes, c.memory): each for each in reversed(done) for c in [each.plan.cost]}
-    fitting = [each for each in distinct.values() if table.fits(each.plan)]
-    others = [each for each in distinct.values() if not table.fits(each.plan)]
+    alike: dict[tuple[str, ...], RankedPlan] = {}
+    for each, row in zip(done, replace(table, plans=tuple(done)).rows(), strict=True):
+        alike.setdefault((row[0], *row[3:]), each)
+    fitting = [each for each in alike.values() if table.fits(each.plan)]
+    others = [each for each in alike.values() if not table.fits(each.plan)]
     fitting.sort(key=lambda each: each.plan.cost.seconds)
     others.sort(key=lambda each: each.plan.cost.memory.total)
-    return replace(table, plans=(*fitting, *others), skipped=len(laid) - len(tried), left=len(tried) - len(done))
+    return replace(table, plans=(*fitting, *others), skipped=len(laid) - len(tried), left=len(turns) - begun)
+
+
+def _planned(search: PlanSearch, tables: StepTables) -> list[RankedPlan]:
+    """The cheapest plan of those that choose all layouts together, or where none fits the smallest."""
+    search.add_planned(tables)
+    smallest = min(search.priced, key=lambda each: each.plan.cost.memory.total)
+    plan = search.certified(search.best() or smallest, {}, ())
+    return [RankedPlan(plan, plan.mesh)]
+
+
+def _outer_inner(devices: int, within: int) -> Mesh:
+    """A mesh of two axes: hosts and the devices of one, or two factors of one host's that are as even as may be."""
+    outer = [n for n in range(1, devices + 1) if devices % n == 0 and (n * n <= devices or n * within == devices)]
+    size = devices // within if devices // within in outer[1:] else max(n for n in outer if n * n <= devices)
+    return Mesh((size, devices // size), ("outer", "inner")) if size > 1 else Mesh((devices,), ("all",))
 
 
 def with_efficiency(topology: Topology, efficiency: float) -> Topology:

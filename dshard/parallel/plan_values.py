@@ -340,9 +340,11 @@ class Plan(Tabled):
         return rows
 
     def __str__(self) -> str:
-        lines = [f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"]
-        lines.append(text_table(HEADINGS, self.rows()))
-        return "\n".join(lines + self.notes())
+        return "\n".join([self.head(), text_table(HEADINGS, self.rows()), *self.notes()])
+
+    def head(self) -> str:
+        """The strategy, the mesh and the layout of the batch, in a line."""
+        return f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"
 
     def notes(self) -> list[str]:
         """What a step receives and holds, the loops of layers of experts, and how it was found, in sentences."""

@@ -50,6 +50,10 @@ class Precision:
         """The dtype in which a parameter that is stored in `stored` is used."""
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
+    def without_data(self, x: Tensor) -> Tensor:
+        """A tensor without data of the form in which the parameter `x` is used."""
+        return torch.empty_strided(tuple(x.shape), x.stride(), dtype=self.used(x.dtype), device="meta")
+
     def inputs(self, inputs: object) -> Any:
         """The inputs of a module, cast to `param_dtype` if `cast_forward_inputs`."""
         return _cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs

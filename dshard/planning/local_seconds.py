@@ -196,14 +196,26 @@ def gradient_sum_seconds(value: Value, layout: Layout, topology: Topology) -> fl
     times = len(value.uses) - 1
     if times < 1 or not value.needs_grad:
         return 0.0
+    return times * _elementwise("add", value, layout, value.dtype, value.dtype, topology)
+
+
+def cast_seconds(value: Value, layout: Layout, src: torch.dtype, dst: torch.dtype, topology: Topology) -> float:
+    """The seconds in which a tensor of a value's shape, in this layout, is cast on the first rank."""
+    return 0.0 if src == dst else _elementwise("_to_copy", value, layout, src, dst, topology)
+
+
+def _elementwise(
+    name: str, value: Value, layout: Layout, src: torch.dtype, dst: torch.dtype, topology: Topology
+) -> float:
+    """The seconds of an addition or a cast of tensors of a value's shape, in this layout, on the first rank."""
     (shape,) = _local_shapes([layout], [value])
-    key = "sum of gradients", shape, value.dtype, topology
+    key = name, shape, src, dst, topology
     seconds: float | None = _SECONDS.get(key)
     if seconds is None:
         timeline = StepTimeline(topology, for_shapes=True)
-        x = torch.empty(shape, dtype=value.dtype, device="meta")
+        x = torch.empty(shape, dtype=src, device="meta")
         with plain(), disable_modes(), OperatorMode(timeline.run):
-            torch.add(x, x)
-        host = host_seconds("aten.add.Tensor", topology)
+            torch.add(x, x) if name == "add" else x.to(dst)
+        host = host_seconds("aten.add.Tensor", topology) if name == "add" else 0.0
         seconds = _SECONDS.add(key, timeline.seconds("compute") + host)
-    return times * seconds
+    return seconds

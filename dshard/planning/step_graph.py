@@ -98,6 +98,17 @@ class GraphCall:
         return (with_meta_form(function) if isinstance(function, OpOverload) else function)(*args, **kwargs)
 
 
+class Dtypes(NamedTuple):
+    """The dtypes in which parameters are stored and their gradients reduced; None: that in which they are used."""
+
+    stored: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+
+
+ALIKE = Dtypes()
+"""Parameters are stored, and their gradients reduced, in the dtype in which they are used."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """The calls of a step, in order, all values that they read or make, and those that the model returns."""
@@ -105,6 +116,7 @@ class StepGraph:
     calls: tuple[GraphCall, ...]
     values: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
+    dtypes: Dtypes = ALIKE
 
     def copies(self) -> StepGraph:
         """The graph with a call "copy" between a tensor and the matmuls that all read it.

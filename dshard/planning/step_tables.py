@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import inf, prod, sqrt
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.eliminate import NamedTable
-from dshard.planning.local_seconds import gradient_sum_seconds
+from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
 from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
@@ -88,7 +88,8 @@ class _Edge(NamedTuple):
 class _Use(NamedTuple):
     """A parameter and an operand that it is: the layouts in which it may be stored, with the bytes held, and its uses.
 
-    `variable` chooses the layout of one that several calls read.
+    `variable` chooses the layout of one that several calls read. `casts` are the seconds of casts between the dtypes
+    in which it is stored and used, and its gradient reduced, by these layouts; gradients are `wider` than it.
     """
 
     prices: MovePrices
@@ -98,6 +99,8 @@ class _Use(NamedTuple):
     domain: int
     variable: int | None
     needs_grad: bool
+    casts: Tensor
+    wider: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +265,28 @@ class StepTables:
                 if value.needs_grad:
                     prices.bound(pairs.gradients, stored)
                 held = self._held(value, own) * (variable is None)
-                self.parameters[key] = _Use(prices, stored, held, pairs, domain, variable, value.needs_grad)
+                self.parameters[key] = _Use(
+                    *(prices, stored, held, pairs, domain, variable, value.needs_grad),
+                    *self._casts(value, own, [prices.layouts[i] for i in pairs.gradients.tolist()]),
+                )
             self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
 
+    def _casts(self, value: Value, stored: Sequence[Layout], gradients: Sequence[Layout]) -> tuple[Tensor, float]:
+        """The seconds of casts of a parameter in each layout and its gradient in each, and how much wider that is."""
+        used = value.dtype
+        kept, reduced = (each or used for each in self.graph.dtypes)
+
+        def seconds(layout: Layout, *dtypes: torch.dtype) -> float:
+            return sum([cast_seconds(value, layout, *ends, self.topology) for ends in pairwise(dtypes)])
+
+        back = value.needs_grad
+        down = [seconds(layout, kept, used) + back * seconds(layout, reduced, kept) for layout in stored]
+        up = [back * seconds(layout, used, kept, reduced) for layout in gradients]
+        both = torch.tensor(down, dtype=torch.float64)[:, None] + torch.tensor(up, dtype=torch.float64)
+        return both, reduced.itemsize / used.itemsize
+
     def _held(self, value: Value, layouts: Sequence[Layout]) -> Tensor:
-        nbytes = (COPIES if value.needs_grad else 1) * value.itemsize
+        nbytes = (COPIES if value.needs_grad else 1) * (self.graph.dtypes.stored or value.dtype).itemsize
         return torch.tensor([nbytes * layout.local_numel(value.shape) for layout in layouts], dtype=torch.float64)
 
     # -- tables
@@ -283,7 +303,7 @@ class StepTables:
             made, pairs = (of[alive[d]] for of, d in zip((edge.of, edge.pairs.of), edge.domains, strict=True))
             tables[name] = self._between(edge)[made][:, pairs]
         for name, use in self.parameters.items():
-            total = weights.beside * self._moved(use) + weights.memory * use.held[:, None]
+            total = weights.beside * self._moved(use) + weights.memory * use.held[:, None] + use.casts
             pairs = use.pairs.of[alive[use.domain]]
             if use.variable is None:
                 tables[name] = total.amin(0)[pairs]
@@ -303,7 +323,8 @@ class StepTables:
         there = use.prices.seconds[use.stored][:, use.pairs.used]
         if not use.needs_grad:
             return there
-        return 2 * there + use.prices.seconds[use.pairs.gradients][:, use.stored].T
+        back = use.prices.seconds[use.pairs.gradients][:, use.stored].T
+        return 2 * there + use.wider * back
 
     # -- exact prices
 
@@ -326,7 +347,8 @@ class StepTables:
                 stored, more = self._price_use(use, at, weights)
                 new += more
                 moved = float(self._moved(use)[stored, use.pairs.of[at[-1]]])
-                done = Parts(beside=moved, memory=float(use.held[stored]))
+                cast = float(use.casts[stored, use.pairs.of[at[-1]]])
+                done = Parts(work=cast, beside=moved, memory=float(use.held[stored]))
             parts = parts.plus(done, times)
         return parts, new
 
@@ -341,7 +363,7 @@ class StepTables:
         pair, new = int(use.pairs.of[at[-1]]), 0
         used, gradient = int(use.pairs.used[pair]), int(use.pairs.gradients[pair])
         while True:  # what is cheapest by a bound may not be by its price
-            costs = weights.beside * self._moved(use)[:, pair] + weights.memory * use.held
+            costs = weights.beside * self._moved(use)[:, pair] + weights.memory * use.held + use.casts[:, pair]
             best = int(costs.argmin()) if use.variable is None else at[0]
             more = int(use.prices.price(int(use.stored[best]), used))
             if use.needs_grad:

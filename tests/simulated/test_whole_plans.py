@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import Mesh, Partial, Topology, parallelize, use_topology
-from dshard.parallel import Auto, Plan, plan_model
+from dshard.parallel import Auto, Plan, Precision, plan_model
+from dshard.parallel.model_plan import step_graph
+from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.step_price import price
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step, trace_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
@@ -174,6 +176,27 @@ def test_prices_of_the_planner_are_those_of_the_traced_step() -> None:
 
     assert chosen.parts.work == pytest.approx(cost.work, rel=0.02)
     assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.1)
+
+
+def test_weights_are_planned_in_the_dtype_in_which_they_are_used() -> None:
+    """Casts are priced: local work is within a tenth of the traced step's, and what it sends within a fifth."""
+    model, args = without_data(32000, 1024, 8, 1024)
+    policy, mesh = Precision(torch.bfloat16, torch.float32), Mesh((2, 4), ("x", "y"))
+    reached = ReachableState(model, args, {})
+    graph = step_graph(record_step(model, args, {}, reached), model, args, {}, reached, policy)
+    assert graph is not None
+    assert ({value.dtype for value in graph.parameters()}, graph.dtypes) == (
+        {torch.bfloat16},
+        (torch.float32, torch.float32),
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    topology = Topology.preset("dgx-h100")
+    chosen = plan_step(StepTables(graph, mesh, topology))
+    with use_topology(topology):
+        cost = price(model, replace(as_plan(graph, chosen, mesh), precision=policy), args, {})
+
+    assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.2)
+    assert chosen.parts.work == pytest.approx(cost.work, rel=0.1)
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:

@@ -50,7 +50,7 @@ def add_plan_model(kinds: Commands) -> None:
     parser = add_command(kinds, "model", "strategies to lay out a model on devices, the fastest that fit first")
     parser.add_argument("--devices", type=parse_devices, required=True, metavar="N", help="how many")
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
-    names = "a name as parallelize has it, on every folding, repeatable (those that are common)"
+    names = "a name as parallelize has it, on every folding, or planned; repeatable (those that are common)"
     parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help=names)
     parser.add_argument("--seconds", type=parse_seconds, default=50.0, metavar="N", help="to price plans in (50)")
     parser.add_argument("--top", type=parse_positive, default=SHOWN, metavar="N", help=f"how many to show ({SHOWN})")
@@ -189,12 +189,15 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
         plan = plan_model(
             model, mesh, strategy, *args, precision=_precision(arguments), routing=arguments.routing, **kwargs
         )
+        is_drawn = any(each is not None for each in (arguments.trace, arguments.html, arguments.svg))
+        slots = StepPrices(model, args, kwargs).slots(plan) if is_drawn else ()
         if arguments.trace is not None:
-            arguments.trace.write_text(chrome_trace(StepPrices(model, args, kwargs).slots(plan)))
+            arguments.trace.write_text(chrome_trace(slots))
     cost, moves = plan.cost, [asdict(each) for each in plan.cost.moves]
-    value = {"strategy": strategy, "mesh": str(mesh), "seconds": cost.seconds, "received": cost.nbytes, "moves": moves}
+    value: dict[str, object] = {"strategy": plan.strategy, "mesh": str(plan.mesh), "moves": moves}
+    value |= {"seconds": cost.seconds, "received": cost.nbytes}
     value |= {"memory": asdict(cost.memory) | {"total": cost.memory.total}, "efficiency": efficiency}
-    return print_result(arguments, value | topology_data(topology, why), report.model_table(plan))
+    return print_result(arguments, value | topology_data(topology, why), report.model_table(plan, slots))
 
 
 def parse_bytes(text: str) -> float:

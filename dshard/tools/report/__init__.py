@@ -26,6 +26,7 @@ from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
 from dshard.reshard import ReshardPlan
 from dshard.reshard.plan_rows import chain_rows, summary_lines
+from dshard.step_timeline import PlacedEvent
 from dshard.tables import human_bytes
 from dshard.tools.demo import Predicted, Row, Settings
 from dshard.tools.report.console import WIDE, Drawing, count, table, title
@@ -43,7 +44,7 @@ from dshard.tools.report.progress import search_progress as search_progress
 from dshard.tools.report.progress import waiting as waiting
 from dshard.tools.report.selftest_tables import selftest_failures as selftest_failures
 from dshard.tools.report.selftest_tables import selftest_table as selftest_table
-from dshard.tools.report.timelines import simulation_table, timeline_table
+from dshard.tools.report.timelines import simulation_table, step_timeline, timeline_table
 from dshard.tools.selftest import SelfTest
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
@@ -271,11 +272,11 @@ def comparison_table(comparison: Comparison) -> Group:
     return Group(title(comparison.head()), table(heads, rows, styles=styles))
 
 
-def model_table(model_plan: ModelPlan) -> Group:
-    """Modules of a model with their layouts and the collectives of each in a step."""
-    first = str(model_plan).partition("\n")[0]
+def model_table(model_plan: ModelPlan, slots: Sequence[PlacedEvent] = ()) -> Group:
+    """Modules of a model with their layouts and the collectives of each in a step, and the timeline of that."""
     heads = [f">{head}" if head in ("received", "ms") else head for head in PLAN_HEADINGS]
-    return Group(title(first), table(heads, model_plan.rows()), Text("\n".join(model_plan.notes())))
+    drawn = title(model_plan.head()), table(heads, model_plan.rows()), Text("\n".join(model_plan.notes()))
+    return Group(*drawn, *([step_timeline(slots)] if slots else []))
 
 
 def measured_table(topology: Topology) -> Group:

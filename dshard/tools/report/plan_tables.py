@@ -27,6 +27,8 @@ def plans_table(plans: PlanTable, why: str = "as given", top: int = SHOWN, effic
         notes.append(f"{count(plans.skipped, 'plan')} left out: weights and moments alone do not fit")
     if plans.left:
         notes.append(f"{count(plans.left, 'plan')} not priced in the time: give --seconds")
+    searched = [(each.plan, each.plan.search) for each in plans.plans if each.plan.search is not None]
+    notes += [f"planned: {search.notes(plan)[0]}" for plan, search in searched]
     notes += [f"{efficiency}; MFU: the share of that peak"] if efficiency else []
     lines = [title(plans.summary), title(f"{count(len(plans.plans), 'plan')}, {limit}, on {topology.name} ({why})")]
     first = plans.plans[0].plan.cost.loops()
@@ -45,7 +47,7 @@ def plans_data(plans: PlanTable, top: int = SHOWN) -> dict[str, Any]:
             | {"seconds": cost.seconds, "mfu": plans.mfu(each.plan), "fits": plans.fits(each.plan)}
             | {"memory": held | {"transient": memory.transient, "total": memory.total}}
             | {"network": cost.communication, "hidden": cost.hidden, "received": cost.nbytes, "work": cost.work}
-            | {"experts": dict(cost.experts)}
+            | {"experts": dict(cost.experts), "certificate": each.plan.certificate}
         )
     numbers = {"memory": plans.memory, "flops": plans.flops, "skipped": plans.skipped, "not_priced": plans.left}
     return {"model": plans.summary, **numbers, "plans": rows}

@@ -20,11 +20,14 @@ from dshard.pipeline import (
     Timeline,
     simulate,
 )
+from dshard.step_timeline import PlacedEvent
 from dshard.tables import human_bytes
 from dshard.tools.report.console import WIDE, count, table, title
 
 COLUMNS, LEAST = 72, 16
 """Columns of a timeline, and of one in a narrow terminal."""
+SHADES = " ░▒▓█"
+"""Shares of a column of time, from idle to busy."""
 BESIDE = 40
 """Columns of what stands beside it."""
 
@@ -53,6 +56,23 @@ def timeline_table(timeline: Timeline, columns: int = COLUMNS) -> Table:
         for stage, spans in enumerate(timeline.spans)
     ]
     return table((">stage", "timeline", ">idle", ">in flight", ">peak"), rows, no_wrap=True)
+
+
+def step_timeline(slots: Sequence[PlacedEvent], columns: int = COLUMNS) -> Table:
+    """The local work and the network of a step, to scale: each column is as dark as its share of time is busy."""
+    makespan = max([slot.end for slot in slots], default=0.0) or 1.0
+    rows = []
+    for queue in ("compute", "network"):
+        own = [slot for slot in slots if slot.event.queue == queue]
+        busy = [0.0] * columns
+        for slot in own:
+            begin, end = slot.begin * columns / makespan, slot.end * columns / makespan
+            for column in range(int(begin), min(columns, int(end) + 1)):
+                busy[column] += max(0.0, min(end, column + 1) - max(begin, column))
+        bar = "".join([SHADES[min(len(SHADES) - 1, round(share * (len(SHADES) - 1)))] for share in busy])
+        seconds = sum([slot.event.seconds for slot in own])
+        rows.append((queue, Text(bar, style="blue" if queue == "compute" else "green"), f"{seconds * 1e3:.3f}"))
+    return table(("queue", f"{makespan * 1e3:.3f} ms", ">ms"), rows, no_wrap=True)
 
 
 def schedules_table(ranked: Sequence[Choice], budget: int | None = None) -> Group:
