@@ -15,6 +15,7 @@ from torch import nn
 
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.trace_step import RecordedStep, record_step
+from dshard.planning.step_graph import Value
 from dshard.planning.step_recorder import GraphRecorder
 from dshard.rules.rule import Rule, Term, factor_sizes
 
@@ -144,13 +145,16 @@ class FactorClasses:
     views made the major part of a dim.
     """
 
-    def __init__(self, recorder: GraphRecorder) -> None:
+    def __init__(self, values: Sequence[Value]) -> None:
         self.classes, self.majors, self.dims = Classes(), set[int](), dict[int, tuple[Nodes, ...]]()
-        self.shapes = [value.shape for value in recorder.values]
-        self.is_floating = [value.dtype.is_floating_point for value in recorder.values]
+        self.shapes = [value.shape for value in values]
+        self.is_floating = [value.dtype.is_floating_point for value in values]
         self.uses, self.experts = list[Use](), ExpertClasses()
-        self.names = {value.number: value.name for value in recorder.values if value.kind == "parameter"}
+        self.names = {value.number: value.name for value in values if value.kind == "parameter"}
         self.parameters = {name: self.nodes(number) for number, name in self.names.items()}
+
+    def join_recorded(self, recorder: GraphRecorder) -> None:
+        """Join the factors of all operators of a recorded pass."""
         for each in recorder.operators:
             operands, results = each.operands, each.results
             if recorder.tensors[results[0]] is recorder.tensors[operands[0]]:  # written in place: its dims are the same
@@ -285,7 +289,8 @@ def trace_factors(
 def _traced(step: RecordedStep) -> ModelTrace:
     """The trace of a recorded forward pass."""
     recorder, ran = step.recorder, step.recorder.modules
-    factors = FactorClasses(recorder)
+    factors = FactorClasses(recorder.values)
+    factors.join_recorded(recorder)
     classes, experts = factors.classes, factors.experts
     inputs = [factors.nodes(x.number) for x in recorder.values if x.kind == "input"]
     outputs = {name: factors.nodes(number) for name, number in ran.outputs.items()}

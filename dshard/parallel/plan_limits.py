@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from dshard.errors import DShardError, LayoutError, MeshError, StrategyError
 from dshard.layout import Layout, layout_of, parse_layout
 from dshard.mesh import Mesh
-from dshard.parallel.factors import Classes, Nodes
+from dshard.parallel.factors import FactorClasses
 from dshard.parallel.plan_values import Pins
 from dshard.planning.step_graph import GraphCall, StepGraph, Value
 from dshard.planning.step_limits import WORDS, DimWords, StepLimits, StoredLimit
@@ -176,10 +176,12 @@ def dim_words(graph: StepGraph) -> dict[int, DimWords]:
     Dims of parameters count features, or experts where the rule of a layer says so; the first dim of an input counts
     the batch, and further ones that no parameter has are the sequence. Of a dim of several factors it is the major one.
     """
-    classes, nodes = Classes(), dict[int, tuple[Nodes, ...]]()
-    experts = [node for call in graph.calls for node in _join(call, classes, nodes)]
-    for value in graph.values:
-        _nodes(value, classes, nodes)
+    factors = FactorClasses(graph.values)
+    for call in graph.calls:
+        ends = ([value.number for value in values] for values in (call.operands, call.results))
+        factors.join(call.rule, call.module, *ends)
+    classes = factors.classes
+    nodes = {value.number: factors.nodes(value.number) for value in graph.values}
     words: dict[int, str] = {}
 
     def name(word: str, kind: str, dims: slice = slice(None)) -> None:
@@ -189,33 +191,10 @@ def dim_words(graph: StepGraph) -> dict[int, DimWords]:
                     words.setdefault(classes.find(own[0]), word)
 
     name("batch", "input", slice(1))
-    words |= {classes.find(node): "experts" for node in experts}
+    words |= {classes.find(node): "experts" for node in factors.experts.experts}
     name("features", "parameter")
     name("sequence", "input")
     return {
         number: tuple([words.get(classes.find(own[0])) if own else None for own in dims])
         for number, dims in nodes.items()
     }
-
-
-def _nodes(value: Value, classes: Classes, nodes: dict[int, tuple[Nodes, ...]]) -> tuple[Nodes, ...]:
-    if value.number not in nodes:
-        nodes[value.number] = tuple([(classes.new(size),) if size > 1 else () for size in value.shape])
-    return nodes[value.number]
-
-
-def _join(call: GraphCall, classes: Classes, nodes: dict[int, tuple[Nodes, ...]]) -> list[int]:
-    """Join the factors of a call's values by its rule; return those that are experts."""
-    by_name = dict[str, Nodes]()
-    for value, term in zip(call.operands, call.rule.inputs, strict=True):
-        for names, own in zip(term, _nodes(value, classes, nodes), strict=True):
-            parts = [own] if len(names) == 1 else [(node,) for node in own]
-            if len(parts) != len(names):  # a dim that is split into factors: the major one is its own
-                parts = [own[:1], *[(classes.new(1),) for _ in names[1:]]]
-            for factor, part in zip(names, parts, strict=False):
-                classes.join(by_name.setdefault(factor, part), part)
-    for value, term in zip(call.results, call.rule.outputs, strict=True):
-        made = [tuple([node for factor in names for node in by_name.get(factor, ())]) for names in term]
-        nodes[value.number] = tuple([own or fresh for own, fresh in zip(made, _nodes(value, classes, {}), strict=True)])
-    chosen = call.rule.chosen
-    return [] if chosen is None else [*by_name.get(chosen.parts, ())]
