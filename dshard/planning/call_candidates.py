@@ -48,7 +48,8 @@ class CallCandidate:
 def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCandidate, ...]:
     """The candidates of a call on a mesh: of those with the same layouts the cheapest."""
     best: dict[tuple[tuple[Layout, ...], ...], CallCandidate] = {}
-    for name, rule in (("", call.rule), *call.alternatives):
+    packed = () if call.packed is None else (("", call.packed),)
+    for name, rule in (("", call.rule), *packed, *call.alternatives):
         for candidate in _expansions(call, name, rule, mesh, topology):
             key = (candidate.inputs, candidate.outputs, candidate.gradients)
             if key not in best or candidate.seconds < best[key].seconds:
@@ -66,11 +67,12 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
         Question(rule, operands, outputs, topology, Constraints(gradients=gradients, kept=(True,) * len(gradients)))
     )
     beyond = _factors(rule) - _factors(call.rule)
+    in_blocks = {n for term in (*rule.inputs, *rule.outputs) for dim in term if {*dim[:1]} & rule.blocks for n in dim}
     for rows in product(_rows(call, rule, sizes), repeat=mesh.ndim):
         order = _order(rows)
         if any(sizes[factor] < prod(mesh.shape[axis] for axis in axes) for factor, axes in order.items()):
             continue
-        if name and beyond.isdisjoint(order):
+        if (name and beyond.isdisjoint(order)) or (in_blocks and in_blocks.isdisjoint(order)):
             continue
         expansion = expand(rule, operands, rows, order, sizes)
         if expansion is None:

@@ -74,7 +74,7 @@ class GraphCall:
     ran before, and `ordinal` that of calls of this name that it made before in this visit. `arguments` are those of
     `function` by position and by name, with an `OperandSlot` for each operand. `kernel` gives what a rank runs by a
     strategy of `rule` in place of a function; operators have theirs in their tables. Calls of equal `signature` have
-    equal rules, candidates and prices.
+    equal rules, candidates and prices. `packed` is the rule of tensors in blocks, where `rule` says nothing of blocks.
     """
 
     number: int
@@ -90,6 +90,7 @@ class GraphCall:
     arguments: tuple[Args, Kwargs]
     signature: Hashable
     kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
+    packed: Rule | None = None
 
     def run(self, *operands: object) -> Any:
         """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""

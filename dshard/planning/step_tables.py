@@ -30,6 +30,7 @@ from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.eliminate import NamedTable
 from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
+from dshard.planning.packed_values import with_packed_values
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
 from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
 from dshard.topology import Topology
@@ -123,7 +124,7 @@ class StepTables:
     """
 
     def __init__(self, graph: StepGraph, mesh: Mesh, topology: Topology, limits: StepLimits = FREE) -> None:
-        self.graph, self.mesh, self.topology, self.limits = graph, mesh, topology, limits
+        self.graph, self.mesh, self.topology, self.limits = with_packed_values(graph), mesh, topology, limits
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
         self.costs: list[list[tuple[float, float, float]]] = []
@@ -423,6 +424,7 @@ def _layouts(value: Value, mesh: Mesh, used: Sequence[Layout]) -> tuple[Layout, 
     dims: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))]
     layouts = dict.fromkeys([Layout(mesh, placements) for placements in product(dims, repeat=mesh.ndim)])
     for layout in used:
+        layouts[layout] = None
         free = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
         for n in range(1, len(free) + 1):
             for axes, into in product(combinations(free, n), product(range(len(value.shape)), repeat=n)):

@@ -11,6 +11,7 @@ from dshard.layout import DimOrder, Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.redistribute.axis_roles import roles
+from dshard.redistribute.blocks import unflattened_ends
 from dshard.redistribute.layout_state import (
     COUNTED,
     Axes,
@@ -170,13 +171,24 @@ class Space:
     # -- seconds
 
     def least(self, src: State, dst: State) -> float:
-        """A lower bound on the seconds of any plan from `src` to `dst`, cached; 0 where one has blocks."""
-        if src.blocked or dst.blocked:
-            return 0.0
+        """A lower bound on the seconds of any plan from `src` to `dst`, cached; 0 where blocks become others."""
         seconds = dst.rest.get(src)
         if seconds is None:
-            seconds = dst.rest[src] = self.bound.seconds(src, dst) if src is not dst else 0.0
+            if src.blocked or dst.blocked:
+                seconds = self._least_of_blocks(src, dst)
+            else:
+                seconds = self.bound.seconds(src, dst) if src is not dst else 0.0
+            dst.rest[src] = seconds
         return seconds
+
+    def _least_of_blocks(self, src: State, dst: State) -> float:
+        """The bound of the tensor with its blocked dims unflattened."""
+        ends = unflattened_ends(self.layout_of(src), self.layout_of(dst), self.shape)
+        if ends is None:
+            return 0.0
+        before, after, shape = ends
+        space = space_of(self.mesh, self.topology, shape, self.itemsize)
+        return space.least(space.state_of(before), space.state_of(after))
 
     def seconds(self, kind: type[Step], axes: tuple[int, ...], load: Load) -> float:
         """Seconds of a step of this kind along these mesh axes, cached for all layouts."""

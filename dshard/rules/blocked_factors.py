@@ -7,12 +7,13 @@ may be as many as indices. So it may have any indices of a factor, and blocks ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from dshard.layout import Shape
 from dshard.rules.expand import Operand
-from dshard.rules.rule import Dim, Rule
+from dshard.rules.rule import Dim, Rule, Term
 
 
 def with_blocks(rule: Rule, operands: Sequence[Operand]) -> Rule:
@@ -27,13 +28,22 @@ def with_blocks(rule: Rule, operands: Sequence[Operand]) -> Rule:
     >>> print(with_blocks(Rule(((("n",), ("k",)),), ((("k",), ("n",)),)), [packed]))
     ([n/] n) k -> k ([n/] n)
     """
+    inputs = zip(rule.inputs, operands, strict=True)
+    return rule_in_blocks(rule, [(term, operand.shape, operand.layout.blocks) for term, operand in inputs])
+
+
+def rule_in_blocks(rule: Rule, tensors: Sequence[tuple[Term, Shape, Mapping[int, int]]]) -> Rule:
+    """The rule with the factors of tensors that are in blocks, so many of each dim, each in two.
+
+    Each tensor is an operand or an output, by its term in the rule.
+    """
     sizes, blocks, cut = dict(rule.sizes), set(rule.blocks), dict[str, int]()
-    for term, operand in zip(rule.inputs, operands, strict=True):
-        for dim, n in operand.layout.blocks.items():
+    for term, shape, of_dims in tensors:
+        for dim, n in of_dims.items():
             match term[dim]:
                 case (name,) if name not in rule.unsharded and name not in cut:
                     cut[name] = n
-                    sizes |= {f"{name}/": n, name: operand.shape[dim] // n}
+                    sizes |= {f"{name}/": n, name: shape[dim] // n}
                 case (_, _, *_) as names:
                     blocks |= {*_leading(names, n, sizes)}
                 case _:

@@ -135,3 +135,35 @@ def test_many_equal_blocks_are_planned_as_one() -> None:
 
     four, eight, twelve = map(seconds, (4, 8, 12))
     assert twelve - eight == pytest.approx(eight - four, rel=0.05)  # joined gradients are in larger buckets
+
+
+class Gated(nn.Module):
+    """Two layers whose results are multiplied, and one behind them; `packed` has the two as one."""
+
+    def __init__(self, width: int, inner: int, packed: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner * (2 if packed else 1))
+        self.up = None if packed else nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.gate(x).chunk(2, -1) if self.up is None else (self.gate(x), self.up(x))
+        return self.down(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))], ids=["4", "2x2"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["dgx", "cpu"])
+def test_packed_layers_send_what_separate_ones_do(mesh: Mesh, topology: Topology) -> None:
+    plans = {}
+    for packed in (False, True):
+        with torch.device("meta"):
+            model, x = Gated(1024, 4096, packed), torch.empty(64, 1024, requires_grad=True)
+        tables = StepTables(trace_step(model, (x,), {}).copies(), mesh, topology)
+        plan = plan_step(tables)
+        names = {value.number: value.name for value in tables.graph.parameters()}
+        stored = next(layout for n, layout in plan.parameters.items() if names[n] == "gate.weight")
+        plans[packed] = plan.parts.exposed, plan.parts.beside, dict(stored.blocks), plan.certificate
+
+    assert plans[True][:2] == pytest.approx(plans[False][:2])
+    assert plans[True][2] == {0: 2}
+    assert plans[True][3] == pytest.approx(1.0, abs=1e-8)

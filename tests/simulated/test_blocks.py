@@ -31,6 +31,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.core.context import planning_context
 from dshard.layout import Shape
 from dshard.redistribute import plan
+from dshard.redistribute.space import Space
 from dshard.rules.strategy import completed_layout
 from dshard.testing import check_call, distribute, simulated, whole
 from dshard.testing.generators import layouts, meshes, whole_numbers
@@ -73,8 +74,10 @@ def test_a_redistribution_keeps_the_tensor_and_moves_what_is_planned(case: tuple
             moved = redistribute(x, dst)
 
         assert whole(moved).equal(given_tensor)
-    found = plan(src, dst, shape, 8, planning_context().topology_of(src.mesh))
+    topology = planning_context().topology_of(src.mesh)
+    found, space = plan(src, dst, shape, 8, topology), Space(src.mesh, topology, shape, 8)
     assert sum(event.nbytes for event in traced.events) == found.busiest() * 8
+    assert space.least(space.state_of(src), space.state_of(dst)) <= found.seconds * (1 + 1e-9)
 
 
 def test_a_rank_holds_its_part_of_each_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, Partial, Topology, parallelize, use_topology
+from dshard import Mesh, Partial, StrategyError, Topology, parallelize, use_topology
+from dshard.layout import layout_of
 from dshard.parallel import Auto, Plan, Precision, plan_model
-from dshard.parallel.model_plan import step_graph
+from dshard.parallel.auto import names
+from dshard.parallel.factors import trace_factors
+from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.reachable_state import ReachableState
+from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import price
 from dshard.parallel.trace_step import record_step, trace_step
 from dshard.parallel.whole_plan import as_plan
@@ -74,6 +79,28 @@ class Adapted(nn.Module):
         return (self.base(x) + self.b(self.a(x))).square().mean()
 
 
+class Packed(nn.Module):
+    """Attention whose queries, keys and values are made by one layer, and a gated layer whose halves are."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.gated, self.down = nn.Linear(width, 8 * width, bias=False), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = (*x.shape[:2], self.heads, -1)
+        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(x).split(x.shape[-1], -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        gate, up = self.gated(x).chunk(2, -1)
+        return (x + self.down(F.silu(gate) * up)).square().mean()
+
+
+def packed() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(5)
+    return Packed(16, 4).double(), (torch.randn(2, 4, 16, dtype=torch.float64),)
+
+
 def language(rows: int, tied: bool = False, width: int = 16, heads: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(rows)
     tokens = torch.randint(0, 24, (rows, 8))
@@ -90,6 +117,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "tied": lambda: language(4, tied=True),
     "uneven": lambda: language(3, width=15, heads=3),
     "adapted": adapted,
+    "packed": packed,
 }
 
 
@@ -210,3 +238,23 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
 
     assert tight.cost.memory.total <= free.cost.memory.total // 2
     assert tight.cost.seconds >= free.cost.seconds
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
+def test_no_name_is_cheaper_by_the_prices_of_the_planner(mesh: Mesh) -> None:
+    """Of one row weights move more than features, and Megatron's, in blocks, do not move at all."""
+    with torch.device("meta"):
+        model, x = Packed(1024, 16), torch.empty(1, 64, 1024)
+    model_trace = trace_factors(model, (x,), {})
+    roles, graph = roles_of(model_trace), model_trace.step.graph().copies()
+    tables = StepTables(graph, mesh, Topology.preset("dgx-h100"))
+    free, sums = plan_step(tables), dict[str, float]()
+    for name in names(mesh.ndim):
+        with suppress(StrategyError):
+            plan = plan_by_name(roles, name, mesh)[0]
+            stored = {x.name: layout_of(mesh, plan.parameters[x.name], len(x.shape)) for x in graph.parameters()}
+            pinned = plan_step(tables.pinned(stored))
+            sums[name] = pinned.weights.of(pinned.parts)
+
+    assert min(sums.values()) >= free.weights.of(free.parts) * (1 - 1e-9)
+    assert mesh.ndim > 1 or sums["megatron"] == pytest.approx(free.weights.of(free.parts), rel=0.02)
