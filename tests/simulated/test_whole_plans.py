@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import Mesh, Partial, StrategyError, Topology, parallelize, use_topology
+from dshard import Layout, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
 from dshard.layout import layout_of
 from dshard.parallel import Auto, Plan, Precision, plan_model
 from dshard.parallel.auto import names
@@ -152,6 +152,30 @@ def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, topo
             assert (own.grad is None) == (p.grad is None), name
             if p.grad is not None:
                 torch.testing.assert_close(whole(own.grad), p.grad)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
+def test_packed_layers_run_in_blocks(mesh: Mesh) -> None:
+    """Weights that are dear to move lie in blocks, and nothing is sent but sums: two of layers, one of a gradient."""
+    model, args = packed()
+    alone = copy.deepcopy(model)
+    expected = alone(*args)
+    expected.backward()
+    tables = StepTables(trace_step(model, args, {}).copies(), mesh, Topology.preset("dgx-h100"))
+    pins = {"qkv.weight": Shard(0, blocks=3), "gated.weight": Shard(0, blocks=2)}
+    pins |= dict.fromkeys(("out.weight", "down.weight"), Shard(1))
+    pinned = tables.pinned({name: Layout(mesh, (shard,) * mesh.ndim) for name, shard in pins.items()})
+    plan = replace(as_plan(tables.graph, plan_step(pinned, Weights(beside=1e3)), mesh), ndim=3)
+    with simulated(mesh), use_topology(tables.topology):
+        parallelize(model, mesh, plan)
+        with trace() as traced:
+            loss = model(*args)
+            loss.backward()
+
+        torch.testing.assert_close(whole(loss.detach()), expected.detach())
+        for own, p in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(own.grad), p.grad)  # type: ignore[arg-type]
+    assert [event.collective for event in traced.events] == ["all_reduce"] * 3
 
 
 def test_what_a_model_returns_is_charged_its_sum() -> None:
