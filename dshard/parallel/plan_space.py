@@ -14,11 +14,13 @@ from dshard.parallel.plan_blocks import block_of, folded
 from dshard.parallel.plan_limits import parameters_like, unknown_name, with_pins
 from dshard.parallel.plan_values import Pins, Placements, Plan, PlanPart, RunnerUp, Search
 from dshard.parallel.whole_plan import as_plan
-from dshard.planning.plan_step import StepPlan, plan_step
+from dshard.planning.plan_step import CLOSE, StepPlan, plan_step
 from dshard.planning.step_tables import StepTables, Weights
 
 Named: TypeAlias = Mapping[str, Mapping[str, Placements]]
 """Strategies by name, with the placements that each gives parameters."""
+SOON = 0.3
+"""Seconds of the processor after which no other alternative is tried."""
 QUICK = 4
 """Eliminations for what the alternatives of a plan take, and the alternatives of a block that are compared."""
 
@@ -69,11 +71,14 @@ class TracedSpace:
         for name, placements in self.named.items():
             ways.setdefault(tuple([Layout(each.mesh, placements[p]) for p, each in present.items()]), name)
         ways.pop(tuple(present.values()), None)
-        sums = []
+        sums, begin = list[tuple[str, float]](), process_time()
         for layouts, name in [*ways.items()][:QUICK] if present else ():
             pinned = self.tables.pinned(dict(zip(present, layouts, strict=True)))
             sums.append((name, plan_step(pinned, self.weights, passes=QUICK).total - self.total))
-        return min(sums, key=lambda each: each[1], default=None)
+            if sums[-1][1] < -CLOSE * self.total or process_time() - begin > SOON:
+                break
+        best = min(sums, key=lambda each: each[1], default=None)
+        return None if best is None or best[1] < -CLOSE * self.total else best
 
     def _made(self, plan: Plan, chosen: StepPlan, search: Search | None) -> Plan:
         made = as_plan(self.tables.graph, chosen, self.tables.mesh)

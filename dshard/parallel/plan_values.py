@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from math import inf
 from os import PathLike
 from pathlib import Path
+from time import process_time
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
@@ -156,7 +157,10 @@ class StepSpace(Protocol):
         """The cheapest plan in which the parameters that match lie otherwise than in `plan`."""
 
     def as_named(self, plan: Plan, parameters: Sequence[str]) -> tuple[str, float] | None:
-        """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes."""
+        """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes.
+
+        None where the plan was not searched to the end, so that another one is cheaper.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +197,11 @@ class Search:
         notes = [f"{took}within {self.certificate:.3f} of any plan of this space ({space})"]
         if len(self.tried) > 1:
             notes.append(f"others: {'; '.join(map(str, self.tried[1:SHOWN]))}")
-        return notes + [self._note(part, plan) for part in self.parts]
+        until = process_time() + PATIENCE
+        return notes + [self._note(part, plan, until) for part in self.parts]
 
-    def _note(self, part: PlanPart, plan: Plan) -> str:
-        """What the blocks of a part are, what they send, and the cheapest other strategy by name for them."""
+    def _note(self, part: PlanPart, plan: Plan, until: float) -> str:
+        """What the blocks of a part are, what they send, and the cheapest other strategy by name for them, in time."""
         label = next(iter(folded(dict.fromkeys(part.blocks, 0))))
         own = tuple(f"{block}." for block in part.blocks)
         moves = [] if plan.cost is None else [m for m in plan.cost.moves if f"{m.module}.".startswith(own)]
@@ -204,7 +209,8 @@ class Search:
         if moves:
             sent = f", {human_bytes(sum(m.nbytes for m in moves))} in {sum(m.seconds for m in moves) * 1e3:.3f} ms"
         parameters = [name for name in plan.parameters if name.startswith(own)]
-        other = None if self.space is None else self.space.as_named(plan, parameters)
+        is_late = self.space is None or process_time() > until
+        other = None if is_late or self.space is None else self.space.as_named(plan, parameters)
         return f"{label or 'the model'}: {part.names}{sent}" + (
             "" if other is None else f"; as {other[0]}: {other[1] * 1e3:+.3f} ms"
         )
@@ -364,8 +370,8 @@ class Plan(Tabled):
         return notes if self.search is None else notes + self.search.notes(self)
 
 
-SHOWN = 5
-"""Plans of a search that are shown."""
+SHOWN, PATIENCE = 5, 1.0
+"""Plans of a search that are shown, and seconds of the processor in which alternatives of blocks are looked for."""
 HEADINGS = ("module", "parameters", "forward", "backward", "received", "ms")
 
 
