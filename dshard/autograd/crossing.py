@@ -130,6 +130,19 @@ class Redistribute(torch.autograd.Function):
         return redistribute(grad, target, asynchronous=ctx.asynchronous), None, None, None, None
 
 
+class RedistributeWith(Redistribute):
+    """One layout -> another; backward: the gradient in the layout `wanted`."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Wrapper, layout: Layout, wanted: Layout) -> Wrapper:  # type: ignore[override]
+        ctx.wanted = wanted
+        return redistribute_unrecorded(x, local_redistribution(x._spec, layout), None, False)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return redistribute(as_distributed(grad, ctx.wanted), ctx.wanted), None, None
+
+
 def _with_versions_of(x: Wrapper, moved: Wrapper) -> Wrapper:
     """`moved`, a copy of `x` in another layout, with the version counters of `x`."""
     if comm.traced(moved._local_tensor) or x._view_sync is not None:  # an alias of a view would be written to with it
@@ -256,6 +269,14 @@ def redistribute(
             out: Wrapper = Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
             return out
         return redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+
+
+def redistribute_with(x: Wrapper, layout: Layout, wanted: Layout) -> Wrapper:
+    """`x` in `layout` on its mesh; its gradient is brought to the layout `wanted` before it is added to others."""
+    if x._spec.layout is layout or is_differentiating_forward() or not (torch.is_grad_enabled() and x.requires_grad):
+        return redistribute(x, layout)
+    with no_torch_function():
+        return RedistributeWith.apply(x, layout, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def redistributed_operand(x: Wrapper, layout: Layout) -> Wrapper:

@@ -40,6 +40,7 @@ from dshard.comm.agreement import (
     same_topology,
     shape_exchange,
     share,
+    text_of_first,
     with_waits,
 )
 from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, kernel_device, sum_dtype

@@ -229,20 +229,24 @@ def same_replicas(local: Tensor, layout: Layout) -> Tensor:
 
 
 def same_topology(topology: Topology, mesh: Mesh) -> Topology:
-    """Broadcast the topology of the mesh's first rank to all its ranks, so that all choose the same plans.
+    """Broadcast the topology of the mesh's first rank to all its ranks, so that all choose the same plans."""
+    return Topology.from_json(text_of_first(topology.to_json, mesh))
 
-    Two broadcasts: the size of its JSON, then the JSON. Without processes, or with one rank, nothing is sent.
+
+def text_of_first(text: Callable[[], str], mesh: Mesh) -> str:
+    """Broadcast a text that the first rank of the mesh alone makes.
+
+    Two broadcasts: the size of the text, then the text. Without processes, or with one rank, nothing is sent.
     """
     group = group_with_data(mesh)
     if group is None:
-        return topology
-    device, first = device_of(mesh), group.index == 0
-    text = torch.frombuffer(bytearray(topology.to_json().encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([len(text)], device=device)
-    size = transport.broadcast(length, 0, group, mesh)
-    mine = text if first else text.new_empty(int(size.item()))
-    agreed = transport.broadcast(mine, 0, group, mesh)
-    return Topology.from_json(bytes(agreed.cpu().tolist()).decode())
+        return text()
+    device, own = device_of(mesh), text().encode() if group.index == 0 else b""
+    length = torch.tensor([len(own)], device=device)
+    size = int(transport.broadcast(length, 0, group, mesh).item())
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else length.new_empty(size).byte()
+    agreed = transport.broadcast(mine, 0, group, mesh).cpu()
+    return string_at(agreed.data_ptr(), size).decode()
 
 
 def _from_first(local: Tensor, mesh: Mesh, axis: int) -> Tensor:

@@ -22,13 +22,15 @@ from dshard.core.spec import Spec
 from dshard.core.transforms import unwrapped
 from dshard.core.trees import map_tensors, nested_tensors
 from dshard.core.wrapper import is_leaf
+from dshard.dispatch.planned_calls import PLANNED
 from dshard.distribute import cut, distribute_tensor
 from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
 from dshard.parallel.expert_modules import ExpertsModule
+from dshard.parallel.followed_modules import FollowedModules
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
-from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
+from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard
@@ -69,6 +71,9 @@ def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] 
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
     if plan.attention is not None:
         blocks.append(_around(partial(_by_loops, plan.attention), by_loops(plan.attention)))
+    followed = FollowedModules(plan) if plan.calls else None
+    if followed is not None:
+        blocks.append(_around(followed.enter, by_cost()))
     layouts = input_layouts(plan)
     in_graph = InputsInGraph(plan.mesh, layouts, plan.ndim)
 
@@ -87,11 +92,14 @@ def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] 
         return out if plan.precision is None else plan.precision.outputs(out)
 
     hooks = [before(model, enter, with_kwargs=True), after(model, leave, always=True)]
-    return hooks + _recomputation_hooks(model, blocks, groups or {})
+    return hooks + _recomputation_hooks(model, blocks, groups or {}, followed)
 
 
 def _recomputation_hooks(
-    model: nn.Module, blocks: Sequence[tuple[Any, Any]], groups: Mapping[str, GatherGroup]
+    model: nn.Module,
+    blocks: Sequence[tuple[Any, Any]],
+    groups: Mapping[str, GatherGroup],
+    followed: FollowedModules | None,
 ) -> list[Any]:
     """Register hooks within which modules are recomputed in a backward pass, outside of the forward pass of `model`.
 
@@ -101,12 +109,18 @@ def _recomputation_hooks(
     entered: list[nn.Module] = []
     within = {child: group for path, group in groups.items() for child in model.get_submodule(path).children()}
 
-    def enter(module: nn.Module, args: object) -> None:
-        if is_dynamo_compiling() or graph_task_id() < 0 or entered:
+    def enter(name: str, module: nn.Module, args: object) -> None:
+        if is_dynamo_compiling():
+            return
+        if graph_task_id() < 0 or entered:
+            if followed is not None and PLANNED.of is followed.planned:
+                followed.arrive(name)
             return
         entered.append(module)
         for enter_block, _ in blocks:
             enter_block()
+        if followed is not None:
+            followed.arrive(name, again=True)
         group = within.get(module)
         if group is not None and group.running:
             group = None
@@ -123,8 +137,9 @@ def _recomputation_hooks(
 
         once = after(module, leave, always=True)
 
-    inside = [module for module in model.modules() if module is not model]
-    return [before(module, enter) for module in inside if module in within or any(module.children())]
+    inside = [(name, module) for name, module in model.named_modules() if module is not model]
+    hooked = [(name, module) for name, module in inside if module in within or any(module.children())]
+    return [before(module, partial(enter, name)) for name, module in hooked]
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

@@ -59,6 +59,11 @@ def lists_of_blocks(model: nn.Module) -> list[str]:
     return [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
 
 
+def block_within(blocks: Sequence[str], path: str) -> str:
+    """The first of these paths of modules within which a module is; "" if it is in none."""
+    return next((block for block in blocks if path == block or _is_within(path, block)), "")
+
+
 def _is_within(path: str, outer: str) -> bool:
     return not outer or path.startswith(outer + ".")
 
@@ -257,7 +262,7 @@ def gather_groups(model: nn.Module, plan: Plan) -> dict[str, GatherGroup]:
                 continue
             places[id(parameter)].append((module, own))
             axes.setdefault(id(parameter), plan.gathered_axes(f"{path}.{own}".lstrip(".")))
-            groups_of[id(parameter)].add(next((b for b in blocks if path == b or _is_within(path, b)), ""))
+            groups_of[id(parameter)].add(block_within(blocks, path))
     members: defaultdict[str, list[Member]] = defaultdict(list)
     for number, where in places.items():
         groups = groups_of[number]

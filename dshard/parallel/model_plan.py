@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
-from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dshard.comm import DeviceMesh, as_mesh, warn_user
+from dshard import errors
+from dshard.comm import DeviceMesh, as_mesh, text_of_first, warn_user
 from dshard.core.context import planning_context
 from dshard.core.signature import Args, Kwargs
 from dshard.core.subclasses import refuse_own_rules
@@ -31,7 +33,7 @@ from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
-from dshard.parallel.plan_files import plan_of
+from dshard.parallel.plan_files import plan_from, plan_of
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
@@ -156,12 +158,33 @@ def chosen_plan(
     """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
     pure = as_mesh(mesh)
     checked = _checked_argument(model, plan, pure, kwargs)
-    if checked == AUTO or isinstance(checked, Auto):  # each rank searches, and all must find the same plan
-        checked = replace(checked if isinstance(checked, Auto) else Auto(), seconds=inf)
-    chosen = _plan_for(model, pure, checked, options, args, kwargs)
+    if checked == AUTO or isinstance(checked, Auto):
+        chosen = _found_by_first(partial(_plan_for, model, pure, checked, options, args, kwargs), pure)
+    else:
+        chosen = _plan_for(model, pure, checked, options, args, kwargs)
     if chosen.search is not None:  # the step of the model as it was
         chosen = replace(chosen, search=replace(chosen.search, space=None))
     return chosen if chosen.mesh == pure else replace(chosen, mesh=_on_ranks_of(mesh, chosen.mesh))
+
+
+def _found_by_first(search: Callable[[], Plan], mesh: Mesh) -> Plan:
+    """The plan that the first rank of a mesh finds and sends to the others; an error of its search is that of all."""
+    found, failed = list[Plan](), list[Exception]()
+
+    def told() -> str:
+        try:
+            found.append(search())
+        except Exception as error:  # raised here once the others know
+            failed.append(error)
+            return json.dumps({"error": type(error).__name__, "text": str(error)})
+        return json.dumps(found[0].data())
+
+    data = json.loads(text_of_first(told, mesh))
+    if failed:
+        raise failed[0]
+    if "error" in data:
+        raise getattr(errors, data["error"], LayoutError)(data["text"])
+    return found[0] if found else plan_from(data, mesh)
 
 
 def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,15 @@ def plan_of(path: Path, mesh: Mesh) -> Plan | str:
         raise MeshError(f"the plan {path} is for a mesh of {shape}, but the mesh is ({mesh}): make one of that shape")
     if not has_layouts:
         return strategy
-    own = replace(mesh_of(path), ranks=mesh.ranks, device_type=mesh.device_type)
     try:
-        plan: Plan = decoded(Plan, {**contents, "mesh": None}, own)
+        return plan_from(contents, mesh)
     except (DShardError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise StrategyError(f"the plan {path} is not understood ({error}): {WAY_OUT}") from error
+
+
+def plan_from(data: Mapping[str, Any], mesh: Mesh) -> Plan:
+    """The plan with these `Plan.data()`, on the ranks of `mesh`."""
+    own = data["mesh"]
+    laid = Mesh(tuple(own["shape"]), tuple(own["names"]), ranks=mesh.ranks, device_type=mesh.device_type)
+    plan: Plan = decoded(Plan, {**data, "mesh": None}, laid)
     return plan

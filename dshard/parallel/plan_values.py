@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
+from dshard.dispatch.planned_calls import PlannedCall
 from dshard.errors import ArgumentError, LayoutError, StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
@@ -218,17 +219,18 @@ class Search:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan(Tabled):
-    """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules.
+    """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules, or of all calls.
 
     Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `batch` those of
     inputs whose first dim is the batch (other inputs are replicated), `outputs` those of module outputs, and `products`
     the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
     `gathers` has under "" the mesh axes whose shards of parameters are gathered a block at a time, and under its name
-    those of a parameter that is not gathered along all of them, such as experts. `precision` are the dtypes
-    in which weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together,
-    None for the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim`
-    is the number of dims of the example batch: an input of fewer is one row, and replicated. `search` says how "auto"
-    found the plan. Unnamed tensors are replicated, or laid out by cost.
+    those of a parameter that is not gathered along all of them, such as experts. `calls` are the functions of torch
+    that a forward pass calls, in order, with the layouts of operands and results. `precision` are the dtypes in which
+    weights are used and gradients reduced, `groups` the modules whose weights are gathered or cast together, None for
+    the model's blocks. `attention` is the loop of attention on each mesh axis, None for the cheapest. `ndim` is the
+    number of dims of the example batch: an input of fewer is one row, and replicated. `search` says how "auto" found
+    the plan. Unnamed tensors are replicated, or laid out by cost.
     """
 
     strategy: str
@@ -244,6 +246,7 @@ class Plan(Tabled):
     attention: AttentionLoops | None = None
     ndim: int = 1
     gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    calls: tuple[PlannedCall, ...] = ()
     search: Search | None = None
 
     @property

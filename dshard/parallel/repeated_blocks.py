@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from dshard.dispatch.planned_calls import PlannedCall
 from dshard.parallel.gather_groups import lists_of_blocks
 from dshard.parallel.plan_values import Plan
 from dshard.planning.step_recorder import SignedCall
@@ -122,6 +123,8 @@ class BlockLists:
         for kind in _NAMED:
             for name, value in _items(getattr(plan, kind)):
                 yield self.entry(name), (kind, value)
+        for call in plan.calls:
+            yield self.entry(call.module), call.layouts()
 
 
 _NAMED = ("parameters", "outputs", "products", "gathers", "shared", "groups")
@@ -214,7 +217,13 @@ class ShortModel:
             named = getattr(plan, kind)
             short = {own: value for name, value in _items(named) if (own := self.name(name)) is not None}
             changes[kind] = short if isinstance(named, Mapping) else named if named is None else type(named)(short)
+        changes["calls"] = tuple([self.call(call) for call in plan.calls if self.name(call.module) is not None])
         return replace(plan, **changes)
+
+    def call(self, call: PlannedCall) -> PlannedCall:
+        """A planned call, with the names of its modules here."""
+        begun = [name for module in call.begun if (name := self.name(module)) is not None]
+        return replace(call, module=self.name(call.module) or "", begun=tuple(begun))
 
     def is_part(self, calls: Sequence[SignedCall], whole: Sequence[SignedCall]) -> bool:
         """Whether these calls are those of the whole model, but for the entries left out."""

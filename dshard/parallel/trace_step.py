@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from dshard.errors import LayoutError
 from dshard.ops.fused_loss.fused_call import OF_WHOLE_LOGITS
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues, named_inputs
+from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.reachable_state import ReachableState
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_recorder import GraphRecorder
@@ -25,11 +27,15 @@ from dshard.torch_private import disable_modes
 
 
 class RecordedStep(NamedTuple):
-    """A forward pass as it ran: its calls, the host values that it read, None if it ran on data, and its result."""
+    """A forward pass as it ran: its calls, the host values that it read, None if it ran on data, and its result.
+
+    `blocks` are the paths of the modules whose weights are gathered together.
+    """
 
     recorder: GraphRecorder
     answers: list[Any] | None
     out: object
+    blocks: Sequence[str] = ()
 
     @plain()
     @disable_modes()
@@ -38,7 +44,16 @@ class RecordedStep(NamedTuple):
 
         The backward pass is the forward pass transposed, and is not recorded.
         """
-        return self.recorder.graph(nested_tensors(self.out))
+        graph = self.recorder.graph(nested_tensors(self.out))
+        return replace(graph, kept=_kept(graph, self.blocks))
+
+
+def _kept(graph: StepGraph, blocks: Sequence[str]) -> frozenset[str]:
+    """The parameters that stay gathered between their passes: those of no block, and of the block that runs last."""
+    calls = (block_within(blocks, call.module) for call in reversed(graph.calls))
+    last = next((block for block in calls if block), "")
+    own = {x.name: {block_within(blocks, graph.calls[call].module) for call, _ in x.uses} for x in graph.parameters()}
+    return frozenset([name for name, within in own.items() if len(within) > 1 or within <= {"", last}])
 
 
 @plain()
@@ -108,7 +123,7 @@ def _recorded(
         of_experts,
     ):
         out = recorder.record(model, args, kwargs)
-    return RecordedStep(recorder, values.answers, out)
+    return RecordedStep(recorder, values.answers, out, [*blocks_of(model)])
 
 
 def _unseen(decision: object) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
+from dshard.placements import Partial, Replicate
 from dshard.planning.local_seconds import LocalSeconds, executed, local_seconds
-from dshard.planning.step_graph import GraphCall
-from dshard.rules.expand import Operand, Order, Row, expand, sizes_of
+from dshard.planning.step_graph import GraphCall, is_copy
+from dshard.rules.expand import Expansion, Operand, Order, Row, expand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_price import Price
@@ -26,6 +27,7 @@ from dshard.topology import Topology
 class CallCandidate:
     """A way to run a call: the layouts of its operands, its results, and its operands' gradients.
 
+    The gradients of its results are brought to `cotangents`, without them to those of the layouts of the results.
     `work` are the seconds of its local work and `exchanges` those of what it sends by itself, forward and backward.
     `name` is that of an alternative to the rule, "" if it is none. `held` are the bytes of its results on a rank.
     """
@@ -38,6 +40,16 @@ class CallCandidate:
     work: float
     exchanges: float
     held: int
+    cotangents: tuple[Layout, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of its operands and results."""
+        return *self.inputs, *self.outputs
+
+    def cotangent(self, result: int) -> Layout:
+        """The layout to which the gradient of a result is brought."""
+        return self.cotangents[result] if self.cotangents else self.outputs[result].cotangent()
 
     @property
     def seconds(self) -> float:
@@ -51,7 +63,7 @@ def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCan
     packed = () if call.packed is None else (("", call.packed),)
     for name, rule in (("", call.rule), *packed, *call.alternatives):
         for candidate in _expansions(call, name, rule, mesh, topology):
-            key = (candidate.inputs, candidate.outputs, candidate.gradients)
+            key = (candidate.inputs, candidate.outputs, candidate.gradients, candidate.cotangents)
             if key not in best or candidate.seconds < best[key].seconds:
                 best[key] = candidate
     return tuple(best.values())
@@ -62,9 +74,9 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
     operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
     outputs = tuple([(value.shape, value.itemsize) for value in call.results])
     sizes = sizes_of(rule, operands, outputs)
-    gradients = tuple([value.needs_grad for value in call.operands])
+    needed = tuple([value.needs_grad for value in call.operands])
     price = Price(
-        Question(rule, operands, outputs, topology, Constraints(gradients=gradients, kept=(True,) * len(gradients)))
+        Question(rule, operands, outputs, topology, Constraints(gradients=needed, kept=(True,) * len(needed)))
     )
     beyond = _factors(rule) - _factors(call.rule)
     in_blocks = {n for term in (*rule.inputs, *rule.outputs) for dim in term if {*dim[:1]} & rule.blocks for n in dim}
@@ -79,13 +91,39 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
             continue
         results, sent = expansion.outputs, 0.0
         if name or any(not shape for shape, _ in outputs):  # it sends something by itself, or completes a number
-            local, _, sent, results = executed(call, expansion.inputs, topology)
+            local, _, sent, results, _ = executed(call, expansion.inputs, topology)
         elif rule.chosen is not None:  # the busiest rank's, by the routing that is expected
             local = LocalSeconds(*price.local_work(expansion))
         else:
             local = local_seconds(call, expansion, topology)
         held = sum([layout.local_numel(shape) * size for layout, (shape, size) in zip(results, outputs, strict=True)])
-        yield CallCandidate(expansion.inputs, results, expansion.gradients, rows, name, sum(local), sent, held)
+        gradients = expansion.gradients
+        if call.name in ("linear", "addmm") and len(gradients) > 2:  # nothing of a bias is in the sum of a matmul
+            gradients = (*gradients[:2], *_of_bias(rule, expansion, gradients[2:]))
+        yield CallCandidate(expansion.inputs, results, gradients, rows, name, sum(local), sent, held)
+        if is_copy(call):
+            for sums in _partial(expansion.gradients[0], rows):
+                yield CallCandidate(expansion.inputs, results, (sums,), rows, name, sum(local), sent, held, (sums,))
+
+
+def _of_bias(rule: Rule, expansion: Expansion, gradients: Sequence[Layout]) -> Iterator[Layout]:
+    """Gradients of what is added to a result: partial sums where the gradient of that has shards that they have not."""
+    factors = {name for dim in rule.outputs[0] for name in dim}
+    for layout in gradients:
+        for axis, row in enumerate(expansion.rows):
+            if isinstance(row, str) and row not in factors and axis in layout.partial_axes():
+                layout = layout.replace(axis, Replicate())
+        yield layout
+
+
+def _partial(gradient: Layout, rows: Sequence[Row]) -> Iterator[Layout]:
+    """The layouts of gradients that pass through a copy as partial sums on axes that do nothing: they are added."""
+    idle = [axis for axis, row in enumerate(rows) if row is None]
+    for axes in (each for n in range(1, len(idle) + 1) for each in combinations(idle, n)):
+        layout = gradient
+        for axis in axes:
+            layout = layout.replace(axis, Partial())
+        yield layout
 
 
 def _factors(rule: Rule) -> set[str]:

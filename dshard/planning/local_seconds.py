@@ -135,13 +135,14 @@ def _backward(call: GraphCall, out: object, operands: Sequence[Tensor]) -> None:
 class ExecutedCall(NamedTuple):
     """A call as the executor runs it: seconds of local work, of them the host's, and of what it sends in both passes.
 
-    `outputs` are the layouts of its results.
+    `outputs` are the layouts of its results, and `received` the bytes that it receives in each pass.
     """
 
     local: LocalSeconds
     host: LocalSeconds
     sent: float
     outputs: tuple[Layout, ...]
+    received: tuple[int, int]
 
 
 def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
@@ -168,13 +169,18 @@ def _executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) ->
     observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
     with use_topology(topology), torch.enable_grad(), timeline.recorded(), observed:
         out = call.run(*operands)
-        forward, begun = timeline.seconds("compute"), len(host)
+        forward, begun, received = timeline.seconds("compute"), len(host), _received(timeline)
         _backward(call, out, operands)
     seconds = LocalSeconds(forward, timeline.seconds("compute") - forward)
     outs: list[Any] = tensors_in(out)
     layouts = [x._spec.layout for x in outs]
     own = LocalSeconds(sum(host[:begun]), sum(host[begun:]))
-    return ExecutedCall(seconds, own, timeline.seconds("network"), tuple(layouts))
+    of_passes = received, _received(timeline) - received
+    return ExecutedCall(seconds, own, timeline.seconds("network"), tuple(layouts), of_passes)
+
+
+def _received(timeline: StepTimeline) -> int:
+    return sum([event.nbytes for event in timeline.events if event.queue == "network"])
 
 
 def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> LocalSeconds:

@@ -70,11 +70,11 @@ class GraphCall:
 
     `rule` is that of all operands and results, in their order; `alternatives` are other ways to run the call, each with
     its name and its rule. In "small reductions" a sharded factor that `rule` does not shard leaves results without it
-    replicated, not partial. `module` is the path of the module that makes the call, `visit` the number of times that it
-    ran before, and `ordinal` that of calls of this name that it made before in this visit. `arguments` are those of
-    `function` by position and by name, with an `OperandSlot` for each operand. `kernel` gives what a rank runs by a
-    strategy of `rule` in place of a function; operators have theirs in their tables. Calls of equal `signature` have
-    equal rules, candidates and prices. `packed` is the rule of tensors in blocks, where `rule` says nothing of blocks.
+    replicated, not partial. `module` is the path of the module that makes the call, `within` the number of the function
+    in the graph's `functions`, -1 for none. `arguments` are those of `function` by position and by name, with an
+    `OperandSlot` for each operand. `kernel` gives what a rank runs by a strategy of `rule` in place of a function;
+    operators have theirs in their tables. Calls of equal `signature` have equal rules, candidates and prices. `packed`
+    is the rule of tensors in blocks, where `rule` says nothing of blocks.
     """
 
     number: int
@@ -85,8 +85,7 @@ class GraphCall:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     module: str
-    visit: int
-    ordinal: int
+    within: int
     arguments: tuple[Args, Kwargs]
     signature: Hashable
     kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
@@ -111,21 +110,47 @@ ALIKE = Dtypes()
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A function of torch as the model called it, which one call of the graph stands for, or several.
+
+    `module` is the path of the module that made it, `visit` the number of times that this ran before, and `ordinal`
+    that of functions of this name that it called before in this visit; `begun` are the modules that began to run since
+    the function before. `operands` and `results` are the numbers of the values that the tensors among its arguments and
+    results had, in order, None of one that is no value. `is_view` says that a result has memory of an operand.
+    """
+
+    name: str
+    module: str
+    visit: int
+    ordinal: int
+    begun: tuple[str, ...]
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    is_view: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The calls of a step, in order, all values that they read or make, and those that the model returns."""
+    """The calls of a step, in order, all values that they read or make, and those that the model returns.
+
+    `functions` are those that the model called to make these calls, in order. `kept` are the parameters that stay
+    gathered from their use in the forward pass to the backward pass, if they are gathered.
+    """
 
     calls: tuple[GraphCall, ...]
     values: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
     dtypes: Dtypes = ALIKE
+    functions: tuple[FunctionCall, ...] = ()
+    kept: frozenset[str] = frozenset()
 
     def copies(self) -> StepGraph:
-        """The graph with a call "copy" between a tensor and the matmuls that all read it.
+        """The graph with a call "copy" between a tensor and several calls that read it.
 
         So the tensor is moved once for all of them, and their gradients are summed before they are reduced. The copy
         stands before the first of them, in the innermost module that has them all.
         """
-        shared = {value.number: uses for value in self.values if len(uses := self._products_of(value)) > 1}
+        shared = {value.number: uses for value in self.values if len(uses := self._shared_uses(value)) > 1}
         if not shared:
             return self
         before: defaultdict[int, list[int]] = defaultdict(list)
@@ -145,14 +170,15 @@ class StepGraph:
                 number += 1
             operands = [copied.get(End(call.number, i), value.number) for i, value in enumerate(call.operands)]
             drafts.append(DraftCall(call, tuple(operands), tuple([value.number for value in call.results])))
-        return linked((*self.values, *added), drafts, [value.number for value in self.outputs])
+        graph = linked((*self.values, *added), drafts, [value.number for value in self.outputs])
+        return replace(self, calls=graph.calls, values=graph.values, outputs=graph.outputs)
 
-    def _products_of(self, value: Value) -> tuple[End, ...]:
-        """The uses of a value, that is no parameter, in matmuls and attention."""
-        is_copy = value.producer is not None and self.calls[value.producer.call].function is _same
-        if value.kind not in ("made", "input") or not value.shape or is_copy:
+    def _shared_uses(self, value: Value) -> tuple[End, ...]:
+        """The uses of a tensor that the step makes; of an input, which is on all ranks, those in matmuls."""
+        of_copy = value.producer is not None and is_copy(self.calls[value.producer.call])
+        if value.kind not in ("made", "input") or not value.shape or of_copy:
             return ()
-        return tuple([end for end in value.uses if self.calls[end.call].rule.loops])
+        return tuple([end for end in value.uses if value.kind == "made" or self.calls[end.call].rule.loops])
 
     def parameters(self) -> tuple[Value, ...]:
         """The parameters that some call reads; one that has several names once."""
@@ -195,6 +221,11 @@ def _same(x: Any) -> Any:
     return x
 
 
+def is_copy(call: GraphCall) -> bool:
+    """Whether a call is a "copy", which `StepGraph.copies` has made."""
+    return call.function is _same
+
+
 def common_module(modules: Sequence[str]) -> str:
     """The path of the innermost module within which all of these are.
 
@@ -211,7 +242,7 @@ def copy_call(x: Value, module: str) -> GraphCall:
     rule = parse_rule("... -> ...", [x.shape], [x.shape], passes=linear(0))
     arguments: tuple[Args, Kwargs] = ((OperandSlot(0),), {})
     signature = signature_of("copy", _same, arguments, [x])
-    return GraphCall(0, "copy", _same, rule, (), (), (), module, 0, 0, arguments, signature)
+    return GraphCall(0, "copy", _same, rule, (), (), (), module, -1, arguments, signature)
 
 
 def signature_of(name: str, function: Function, arguments: tuple[Args, Kwargs], operands: Sequence[Value]) -> Hashable:

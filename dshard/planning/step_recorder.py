@@ -29,7 +29,17 @@ from dshard.layout import Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
-from dshard.planning.step_graph import DraftCall, GraphCall, Kind, OperandSlot, StepGraph, Value, linked, signature_of
+from dshard.planning.step_graph import (
+    DraftCall,
+    FunctionCall,
+    GraphCall,
+    Kind,
+    OperandSlot,
+    StepGraph,
+    Value,
+    linked,
+    signature_of,
+)
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload, is_transforming, no_functions, no_torch_function
@@ -50,11 +60,15 @@ class _Place(NamedTuple):
 
 
 class ModulesRun(NamedTuple):
-    """The modules in the order in which they began, and the values of their first arguments and results."""
+    """The modules in the order in which they began, and the values of their first arguments and results.
+
+    `begun` are those that have begun since the last function was called.
+    """
 
     order: list[str]
     first_inputs: dict[str, int]
     outputs: dict[str, int]
+    begun: list[str]
 
 
 class OperatorCall(NamedTuple):
@@ -76,15 +90,15 @@ class OperatorCall(NamedTuple):
     alternatives: tuple[tuple[str, Rule], ...] = ()
     kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
 
-    def as_call(self, ordinal: int, values: Sequence[Value]) -> GraphCall:
-        """The call of a graph with these values, whose operands and results are not linked."""
+    def as_call(self, within: int, values: Sequence[Value]) -> GraphCall:
+        """The call of a graph with these values, whose operands and results are not linked, within a function."""
         alternatives, function, slots = self.alternatives, self.function, map(OperandSlot, range(len(self.operands)))
         if self.row is not None and isinstance(function, OpOverload) and not writes_first(function):
             rules = [(each.name, each.rule(self.rule)) for each in self.row.alternatives]
             alternatives = tuple([(name, rule) for name, rule in rules if rule is not None])
         arguments = replace_leaves(self.arguments, lambda x: next(slots) if isinstance(x, Spec) else x)
         signature = signature_of(self.name, function, arguments, [values[n] for n in self.operands])
-        at = *self.place, ordinal
+        at = self.place.module, within
         return GraphCall(
             0, self.name, function, self.rule, alternatives, (), (), *at, arguments, signature, self.kernel
         )
@@ -120,6 +134,14 @@ class _FunctionCall(NamedTuple):
         return OperatorCall(name, self.function, form.rule, None, arguments, *made, *rest)
 
 
+class _Called(NamedTuple):
+    """A function as the model called it, and the first operator that it ran, and the one after its last."""
+
+    call: FunctionCall
+    first: int
+    end: int
+
+
 class GraphRecorder:
     """Records calls of operators on tensors without data; `graph` gives them once the pass has ended.
 
@@ -133,12 +155,14 @@ class GraphRecorder:
         self.kept: list[Tensor] = []  # others whose ids stay their own
         self.operators: list[OperatorCall] = []
         self.functions: list[_FunctionCall] = []
+        self.called: list[_Called] = []
+        self.within_function = False
         self.numbers: dict[int, int] = {}  # of the value that a tensor has now, by the tensor's id
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)  # tensors by the memory that they share
         self.written: dict[int, int] = {}  # by a tensor's id the value that was written to its memory through another
         self.places = [_Place("", 0)]
         self.visits: Counter[str] = Counter()
-        self.modules = ModulesRun([], {}, {})
+        self.modules = ModulesRun([], {}, {}, [])
         self.heads: list[int] = []  # of each attention
         self.paused = False
 
@@ -220,6 +244,25 @@ class GraphRecorder:
 
     def function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch, and record it as one call if its row in the table has a form for it."""
+        if self.within_function or self.paused:
+            return self._function(func, args, kwargs)
+        self.within_function, first, operands = True, len(self.operators), tensors_in((args, kwargs))
+        numbers = tuple([self.numbers.get(id(x)) for x in operands])
+        try:
+            out = self._function(func, args, kwargs)
+        finally:
+            self.within_function = False
+        if any(self._kind(each.operands) == "made" for each in self.operators[first:]):
+            results, memory = tensors_in(out), {*map(_memory_of, operands)}
+            made = tuple([self.numbers.get(id(x)) for x in results])
+            is_view = any(_memory_of(x) in memory for x in results)
+            name, place = getattr(func, "__name__", str(func)), self.places[-1]
+            call = FunctionCall(name, *place, 0, tuple(self.modules.begun), numbers, made, is_view)
+            self.called.append(_Called(call, first, len(self.operators)))
+            self.modules.begun.clear()
+        return out
+
+    def _function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         self.heads.extend(_heads_of(func, args, kwargs))
         row = FUNCTIONS.get(func)
         if self.paused or row is None or row.form is None or is_transforming():
@@ -284,6 +327,7 @@ class GraphRecorder:
                 self.modules.order.append(name)
             self.places.append(_Place(name, self.visits[name]))
             self.visits[name] += 1
+            self.modules.begun.append(name)
             if args and isinstance(args[0], Tensor):
                 with no_functions():  # the model has not asked for its shape
                     self.modules.first_inputs[name] = self.number(args[0])
@@ -303,7 +347,7 @@ class GraphRecorder:
     def signatures(self) -> list[SignedCall]:
         """The operators, in order."""
         values = [replace(x, needs_grad=t.requires_grad) for x, t in zip(self.values, self.tensors, strict=True)]
-        calls = [each.as_call(0, values) for each in self.operators]
+        calls = [each.as_call(-1, values) for each in self.operators]
         return [(call.module, call.signature) for call in calls]
 
     def graph(self, outputs: Sequence[Tensor]) -> StepGraph:
@@ -311,33 +355,43 @@ class GraphRecorder:
 
         Views that nobody reads, such as those that autograd saves, are left out.
         """
-        returned, calls = [self.number(x) for x in outputs], self._calls()
-        needs = self._needing_gradients(calls)
+        returned, numbered = [self.number(x) for x in outputs], self._calls()
+        needs = self._needing_gradients([*numbered.values()])
         values = [
             Value(x.number, x.shape, x.dtype, x.kind, x.name, needs[n], None, ()) for n, x in enumerate(self.values)
         ]
-        ordinals, numbered = Counter[tuple[_Place, str]](), list[tuple[OperatorCall, int]]()
-        for each in calls:
-            numbered.append((each, ordinals[each.place, each.name]))
-            ordinals[each.place, each.name] += 1
         read, drafts = {*returned}, list[DraftCall]()
-        for each, ordinal in reversed(numbered):
+        within = {i: n for n, called in enumerate(self.called) for i in range(called.first, called.end)}
+        for i, each in reversed(numbered.items()):
             function = each.function
             if isinstance(function, OpOverload) and views_first(function) and read.isdisjoint(each.results):
                 continue
             read.update(each.operands)
-            drafts.append(DraftCall(each.as_call(ordinal, values), each.operands, each.results))
-        return linked(values, drafts[::-1], returned)
+            drafts.append(DraftCall(each.as_call(within.get(i, -1), values), each.operands, each.results))
+        return replace(linked(values, drafts[::-1], returned), functions=self._functions())
 
-    def _calls(self) -> list[OperatorCall]:
-        """The calls of the graph: functions that have a form for it, and other operators; none of constants alone."""
-        calls, done = list[OperatorCall](), 0
+    def _functions(self) -> tuple[FunctionCall, ...]:
+        """The functions that the model called, with the number of each among those of its name in the same visit."""
+        functions, ordinals = list[FunctionCall](), Counter[tuple[str, int, str]]()
+        for call in (called.call for called in self.called):
+            place = call.module, call.visit, call.name
+            functions.append(replace(call, ordinal=ordinals[place]))
+            ordinals[place] += 1
+        return tuple(functions)
+
+    def _calls(self) -> dict[int, OperatorCall]:
+        """The calls of the graph: functions that have a form for it, and other operators; none of constants alone.
+
+        They are in order, by the number of their operator, or of a function's first.
+        """
+        calls, done = dict[int, OperatorCall](), 0
         for function in sorted(self.functions, key=lambda each: (each.first, -each.end)):  # the outermost first
             inside = self.operators[function.first : function.end]
             if inside and function.first >= done and (whole := function.recorded(inside[0].place, inside[0].is_seen)):
-                calls += [*self.operators[done : function.first], whole]
+                calls |= dict(enumerate(self.operators[done : function.first], done)) | {function.first: whole}
                 done = function.end
-        return [each for each in (*calls, *self.operators[done:]) if self._kind(each.operands) == "made"]
+        calls |= dict(enumerate(self.operators[done:], done))
+        return {i: each for i, each in calls.items() if self._kind(each.operands) == "made"}
 
     def _needing_gradients(self, calls: Sequence[OperatorCall]) -> list[bool]:
         """For each value whether a backward pass gives it a gradient.
@@ -356,6 +410,10 @@ class GraphRecorder:
                 for n in call.operands:
                     needs[n] = needs[n] or leads[n]
         return needs
+
+
+def _memory_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout == torch.strided else -id(x)
 
 
 def _slots(operands: int) -> tuple[Args, Kwargs]:

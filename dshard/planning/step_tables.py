@@ -89,13 +89,15 @@ class _Edge(NamedTuple):
 class _Use(NamedTuple):
     """A parameter and an operand that it is: the layouts in which it may be stored, with the bytes held, and its uses.
 
-    `variable` chooses the layout of one that several calls read. `casts` are the seconds of casts between the dtypes
-    in which it is stored and used, and its gradient reduced, by these layouts; gradients are `wider` than it.
+    `variable` chooses the layout of one that several calls read. `times` says how often each move to a use is made.
+    `casts` are the seconds of casts between the dtypes in which it is stored and used, and its gradient reduced, by
+    these layouts; gradients are `wider` than it.
     """
 
     prices: MovePrices
     stored: Tensor
     held: Tensor
+    times: Tensor
     pairs: _Pairs
     domain: int
     variable: int | None
@@ -216,10 +218,10 @@ class StepTables:
         domains = self.domain_of[producer], self.domain_of[call]
         key = ("edge", value.shape, value.dtype, value.needs_grad, domains[0], result, domains[1], operand)
         if key not in self.edges:
-            prices, numbers = self._prices(value), dict[Layout, int]()
-            own = self._candidates(domains[0])
-            of = torch.tensor([numbers.setdefault(c.outputs[result], len(numbers)) for c in own])
-            made, wanted = prices.add(numbers), prices.add([layout.cotangent() for layout in numbers])
+            prices, numbers = self._prices(value), dict[tuple[Layout, Layout], int]()
+            own = [(c.outputs[result], c.cotangent(result)) for c in self._candidates(domains[0])]
+            of = torch.tensor([numbers.setdefault(each, len(numbers)) for each in own])
+            made, wanted = map(prices.add, zip(*numbers, strict=True))
             pairs = self._pairs(prices, domains[1], operand)
             prices.bound(made, pairs.used)
             if value.needs_grad:
@@ -254,7 +256,8 @@ class StepTables:
             self.uses.append(NamedTable(("stored", value.number), (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]
-            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, limit)
+            is_kept = value.name in self.graph.kept
+            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, limit, is_kept)
             if key not in self.parameters:
                 prices = self._prices(value)
                 pairs = self._pairs(prices, domain, operand)
@@ -266,8 +269,10 @@ class StepTables:
                 if value.needs_grad:
                     prices.bound(pairs.gradients, stored)
                 held = self._held(value, own) * (variable is None)
+                used = [prices.layouts[i] for i in pairs.used.tolist()]
+                times = torch.tensor([[self._times(value, at, to) for to in used] for at in own], dtype=torch.float64)
                 self.parameters[key] = _Use(
-                    *(prices, stored, held, pairs, domain, variable, value.needs_grad),
+                    *(prices, stored, held, times, pairs, domain, variable, value.needs_grad),
                     *self._casts(value, own, [prices.layouts[i] for i in pairs.gradients.tolist()]),
                 )
             self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
@@ -285,6 +290,15 @@ class StepTables:
         up = [back * seconds(layout, used, kept, reduced) for layout in gradients]
         both = torch.tensor(down, dtype=torch.float64)[:, None] + torch.tensor(up, dtype=torch.float64)
         return both, reduced.itemsize / used.itemsize
+
+    def _times(self, value: Value, stored: Layout, used: Layout) -> int:
+        """How often a step moves a parameter to a use: again for the backward pass, unless it is kept until then.
+
+        Weights that are gathered are kept or not with all others of their block, whether they are trained or not.
+        """
+        pairs = zip(stored.placements, used.placements, strict=True)
+        is_gathered = any(isinstance(at, Shard) and isinstance(to, Replicate) for at, to in pairs)
+        return 1 + (value.name not in self.graph.kept if is_gathered else value.needs_grad)
 
     def _held(self, value: Value, layouts: Sequence[Layout]) -> Tensor:
         nbytes = (COPIES if value.needs_grad else 1) * (self.graph.dtypes.stored or value.dtype).itemsize
@@ -320,12 +334,12 @@ class StepTables:
         return moved
 
     def _moved(self, use: _Use) -> Tensor:
-        """Seconds from each layout in which a parameter is stored to each use, there again for the backward pass."""
-        there = use.prices.seconds[use.stored][:, use.pairs.used]
+        """Seconds from each layout in which a parameter is stored to each use, in both passes."""
+        there = use.times * use.prices.seconds[use.stored][:, use.pairs.used]
         if not use.needs_grad:
             return there
         back = use.prices.seconds[use.pairs.gradients][:, use.stored].T
-        return 2 * there + use.wider * back
+        return there + use.wider * back
 
     # -- exact prices
 

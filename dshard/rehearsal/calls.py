@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dshard.comm import ScopedState
 from dshard.core.wrapper import Wrapper
+from dshard.dispatch.planned_calls import Position
 from dshard.rehearsal.code import Code
 from dshard.rehearsal.local_recorder import Instruction
 from dshard.torch_private import is_autocasting, no_torch_function, pytree
@@ -67,13 +68,21 @@ def without_autocast(run: Callable[..., Any], state: Autocast) -> Callable[..., 
     return run_as_recorded
 
 
+class ForwardPass(NamedTuple):
+    """Whether a laid-out module's forward pass runs, and how far its planned calls are before a call, and after it."""
+
+    runs: bool
+    before: Position
+    after: Position
+
+
 @dataclass(slots=True)
 class RecordedCall:
     """A recorded call: its function, arguments and results, the state it ran in, and its local operators.
 
     `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
     `states` restore them. `checkpoint` stands for the checkpoint of torch that the call ran in. `writes` are numbers of
-    tensors whose versions it counted up. `within` says that a laid-out module's forward pass ran; `autocast` is that of
+    tensors whose versions it counted up. `forward` is the pass of a laid-out module that ran; `autocast` is that of
     torch, `saves_weights` says that autograd saved gathered weights.
     """
 
@@ -83,7 +92,7 @@ class RecordedCall:
     grad: bool
     settings: list[object]
     states: Sequence[ScopedState[Any, Any]]
-    within: bool
+    forward: ForwardPass
     autocast: Autocast = ()
     checkpoint: object = None
     saves_weights: bool = False
@@ -92,6 +101,11 @@ class RecordedCall:
     writes: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     line: str = "?"
+
+    @property
+    def within(self) -> bool:
+        """Whether a laid-out module's forward pass ran."""
+        return self.forward.runs
 
     @property
     def outs(self) -> list[Any]:

@@ -23,6 +23,7 @@ from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.dispatch.planned_calls import PLANNED
 from dshard.rehearsal.calls import RecordedCall, Ref, is_ready, local_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
@@ -523,6 +524,8 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
 def _as_before(call: RecordedCall) -> Iterator[None]:
     """Within the block, the state of a call."""
     count_as_replicated(int(call.within), forward=call.within)
+    position = PLANNED.position()
+    PLANNED.put(*call.forward.before)
     try:
         with ExitStack() as stack:
             stack.enter_context(settings_restored(call.states))
@@ -531,6 +534,7 @@ def _as_before(call: RecordedCall) -> Iterator[None]:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
             yield
     finally:
+        PLANNED.put(*position)
         count_as_replicated(-int(call.within), forward=call.within)
 
 

@@ -22,6 +22,7 @@ from dshard.core.observe import OBSERVERS
 from dshard.core.spec import is_for_shapes
 from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
+from dshard.dispatch.planned_calls import PLANNED
 from dshard.rehearsal.calls import autocast_now, is_own, is_ready, kind_of
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import Run
@@ -163,6 +164,7 @@ class Rehearsal:
             tuple(map(kind_of, inputs)),
             tuple(map(ids.index, ids)),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training, autocast_now(), use is None),
+            PLANNED.of and PLANNED.at,
         )
         known = self._known.pop(key, None) or _Known()
         self._known[key] = known

@@ -26,10 +26,11 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.dispatch.planned_calls import PLANNED, is_checkpoint
 from dshard.rehearsal.calls import MISS, RecordedCall, autocast_now, local_of, memory_of
 from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, CallResult, is_checkpoint, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, CallResult, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
@@ -142,7 +143,12 @@ class Run:
         return answer
 
     def _next_if_skipped(self, func: Any) -> int | None:
-        """Skip a call on which no later one depends, if one after it has this function; the number of the next."""
+        """Skip a call on which no later one depends, if one after it has this function; the number of the next.
+
+        Planned calls are none of those: by Python the next ones would not be found.
+        """
+        if PLANNED.of is not None:
+            return None
         n = at = self.n_answered
         calls, optional = self.record.contents.calls, self.record.places.optional
         while n < len(calls) and n in optional:
@@ -158,6 +164,9 @@ class Run:
         if HERE.drop_ended():
             return call_with_session(func, args, kwargs)
         HERE.answer = None
+        if PLANNED.of is not None:
+            self.catch_up()
+        at = PLANNED.at
         flat = pytree.tree_leaves((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
         name = getattr(func, "__name__", str(func))
@@ -174,6 +183,10 @@ class Run:
                 self._miss(name)
                 self.stop()
                 goes_on = False
+            elif PLANNED.at != at and self._is_ahead():
+                self._miss(name)
+                self.stop()
+                goes_on = False
             elif any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
                 self._miss(name)
                 at, n, why_not = self._missed
@@ -185,6 +198,17 @@ class Run:
             if goes_on:
                 HERE.answer = self.answer
         return out
+
+    def catch_up(self) -> None:
+        """Go on among the planned calls where they are after the calls that were answered."""
+        at = self.record.contents.calls[self.n_answered - 1].forward.after.at if self.n_answered else 0
+        if at > PLANNED.at:
+            PLANNED.put(PLANNED.of, at)
+
+    def _is_ahead(self) -> bool:
+        """Whether the next call of the record is planned before the calls that follow: this was another."""
+        n, calls = self.n_answered, self.record.contents.calls
+        return n < len(calls) and calls[n].forward.before.at < PLANNED.at
 
     def _miss(self, name: str) -> None:
         i, calls = self.n_answered, self.record.contents.calls
@@ -251,6 +275,8 @@ class Run:
         """End the run: calls that follow are eager. Results that somebody holds are given away, others are kept."""
         if not self.tensors:  # it has ended before
             return
+        if PLANNED.of is not None:
+            self.catch_up()
         if HERE.answer is self.answer:
             HERE.answer = None
         self.answer = None  # which holds the values

@@ -27,7 +27,18 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.trees import tensors_in
 from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.calls import Kind, RecordedCall, Ref, autocast_now, is_own, is_ready, kind_of, local_of
+from dshard.dispatch.planned_calls import PLANNED, is_checkpoint
+from dshard.rehearsal.calls import (
+    ForwardPass,
+    Kind,
+    RecordedCall,
+    Ref,
+    autocast_now,
+    is_own,
+    is_ready,
+    kind_of,
+    local_of,
+)
 from dshard.rehearsal.local_recorder import Instruction, LocalRecorder, Slot, equal
 from dshard.rehearsal.session import HERE, OWN_CALLS, call_with_session, run_eagerly
 from dshard.rehearsal.staged_backward import gradient_order
@@ -315,7 +326,7 @@ class RegionRecording:
             torch.is_grad_enabled(),
             self.recorder.settings_now(),
             settings_states(),
-            is_within_forward(),
+            ForwardPass(is_within_forward(), PLANNED.position(), PLANNED.position()),
         )
         call.autocast = autocast_now()
         hooks = saved_tensor_hooks(True)
@@ -404,6 +415,7 @@ class RegionRecording:
         with recording_calls(recorder), OperatorMode(recorder.run):
             call.out = pytree.tree_map_only(Tensor, lambda x: self._result(x, operands), out)
         call.instructions = recorder.instructions[start:]
+        call.forward = call.forward._replace(after=PLANNED.position())
         self.calls.append(call)
 
     def _forget(self, number: int) -> None:
@@ -515,11 +527,6 @@ def outside_of(frame: object, calls: list[RecordedCall]) -> list[RecordedCall]:
     while frame is not None and calls and calls[-1].checkpoint is frame:
         calls = calls[:-1]
     return calls
-
-
-def is_checkpoint(hooks: Sequence[object]) -> bool:
-    """Whether hooks of saved tensors are those of `torch.utils.checkpoint`."""
-    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def instructions_of(calls: Sequence[RecordedCall]) -> list[Instruction]:

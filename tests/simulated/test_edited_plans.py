@@ -74,6 +74,11 @@ def trains_as_one_device(plan: Any, mesh: Mesh = MESH) -> None:
 # -- pins
 
 
+def moves_of_results(plan: Plan) -> dict[str, Any]:
+    """The placements to which the result of each module's last call is redistributed, if it is."""
+    return {call.module: call.results[0] and call.results[0].placements for call in plan.calls}
+
+
 def test_pinned_plans_have_their_pins_and_compute_what_one_device_does() -> None:
     model, args = language(8)
     pins: Pins = {"head.weight": "x:S(0) y:R", "blocks.*.up.weight": [Shard(1), Shard(0)], "blocks.0.q": "x:R y:S(1)"}
@@ -82,7 +87,7 @@ def test_pinned_plans_have_their_pins_and_compute_what_one_device_does() -> None
 
     assert plan.placements("head.weight") == (Shard(0), Replicate())
     assert {plan.placements(f"blocks.{i}.up.weight") for i in range(2)} == {(Shard(1), Shard(0))}
-    assert plan.outputs["blocks.0.q"] == (Replicate(), Shard(1))
+    assert moves_of_results(plan)["blocks.0.q"] == (Replicate(), Shard(1))
     assert plan.certificate == pytest.approx(1.0)
     assert plan.search is not None
     assert free.bound is not None
@@ -114,7 +119,7 @@ def test_an_edited_plan_is_the_one_that_is_searched_with_its_pins(free: Plan) ->
     searched = planned(pins=first | second)
 
     assert edited.placements("head.weight") == (Shard(0), Replicate())
-    assert edited.outputs["blocks.1.v"] == (Replicate(), Shard(1))
+    assert moves_of_results(edited)["blocks.1.v"] == (Replicate(), Shard(1))
     assert edited.search is not None
     assert searched.search is not None
     assert edited.bound == pytest.approx(edited.search.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.planned_models import FAMILIES, as_meta, batch, language_model, mesh_of, planned_bytes
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dshard import Layout, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
 from dshard.layout import layout_of
@@ -282,3 +285,97 @@ def test_no_name_is_cheaper_by_the_prices_of_the_planner(mesh: Mesh) -> None:
 
     assert min(sums.values()) >= free.weights.of(free.parts) * (1 - 1e-9)
     assert mesh.ndim > 1 or sums["megatron"] == pytest.approx(free.weights.of(free.parts), rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("preset", ["dgx-h100", "cpu"])
+def test_a_step_receives_the_bytes_that_were_planned(preset: str, family: str, shape: tuple[int, ...]) -> None:
+    """On slow links bytes that are held have a price, so that weights are sharded, and gathered for use."""
+    topology, size = Topology.preset(preset), (16, 1024, 2048) if preset == "dgx-h100" else (8, 64, 512)
+    heads, width, vocabulary = size
+    model, args = as_meta(language_model(family, width, vocabulary, heads).float(), batch(2, width, vocabulary))
+    graph, mesh = trace_step(model, args, {}).copies(), mesh_of(shape)
+    chosen = plan_step(StepTables(graph, mesh, topology), Weights(memory=1e-7 if preset == "cpu" else 0.0))
+    received = planned_bytes(graph, chosen, topology)
+    with use_topology(topology):
+        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+
+    for direction in ("forward", "backward"):
+        planned = sum(n for (_, each), n in received.items() if each == direction)
+        assert planned == sum(move.nbytes for move in cost.moves if move.direction == direction), direction
+        assert planned > 0
+    assert chosen.parts.work == pytest.approx(cost.work, rel=0.04) or preset == "cpu"
+
+
+class Branching(nn.Module):
+    """A block that may leave out its norm, and run within a checkpoint, or as a part of one."""
+
+    def __init__(self, norm: bool = True, checkpoints: str = "") -> None:
+        super().__init__()
+        self.n, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm, self.checkpoints = norm, checkpoints
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.n(x).sin() if self.norm else x
+        return x + self.down(F.gelu(self.up(y)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints != "within":
+            return self.inner(x)
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+class Branched(nn.Module):
+    """Two such blocks, whose sum of squares it returns."""
+
+    def __init__(self, checkpoints: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Branching(True, checkpoints) for _ in range(2))
+        self.around = checkpoints == "around"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.around else block(x)
+        return x.square().mean()
+
+
+def branched(checkpoints: str = "") -> tuple[nn.Module, nn.Module, tuple[Tensor, ...], Plan]:
+    """A model on one device and to be laid out, its batch, and a plan that holds few bytes."""
+    model, args = Branched(checkpoints).double(), (torch.randn(8, 16, dtype=torch.float64),)
+    plan = planned(model, args, MESHES[1], Topology.preset("cpu"), Weights(memory=1e-6))
+    return model, copy.deepcopy(model), args, plan
+
+
+@pytest.mark.parametrize("checkpoints", ["", "around", "within"])
+def test_recomputed_calls_follow_the_plan_as_the_first_ones_do(checkpoints: str) -> None:
+    model, alone, args, plan = branched(checkpoints)
+    alone(*args).backward()
+    assert any(call.is_laid_out for call in plan.calls)
+    with simulated(MESHES[1]), use_topology(Topology.preset("cpu")):
+        parallelize(model, MESHES[1], plan)
+        with warnings.catch_warnings(action="error"):
+            model(*args).backward()
+
+        for own, p in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(own.grad), p.grad)
+
+
+def test_calls_that_a_plan_does_not_have_are_warned_of_once() -> None:
+    model, alone, args, plan = branched()
+    alone.blocks[0].norm = model.blocks[0].norm = False
+    alone(*args).backward()
+    with simulated(MESHES[1]), use_topology(Topology.preset("cpu")):
+        parallelize(model, MESHES[1], plan)
+        with pytest.warns(UserWarning, match=r"planned to call \w+ in blocks.0\S*, and .* by cost"):
+            model(*args).backward()
+        model.zero_grad()
+        with warnings.catch_warnings(action="error"):
+            model(*args).backward()
+
+        for own, p in zip(model.parameters(), alone.parameters(), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(whole(own.grad), p.grad)

@@ -1,0 +1,128 @@
+"""Models planned as a whole, on real ranks: they compute what one device does, and send what was planned."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers.default_cases import one_in
+from helpers.planned_models import FAMILIES, batch, language_model, mesh_of, planned_bytes
+
+import dshard
+from dshard import Topology, parallelize, use_topology
+from dshard.errors import StrategyError
+from dshard.parallel import Auto, Plan, model_plan
+from dshard.parallel.boundary import own_boundary
+from dshard.parallel.trace_step import trace_step
+from dshard.parallel.whole_plan import as_plan
+from dshard.planning.plan_step import plan_step
+from dshard.planning.step_tables import StepTables, Weights
+from dshard.testing import RankPool, rank_pool, whole
+from dshard.testing.counter import count_traffic
+
+SLOW = Topology.preset("cpu")
+SIZES: dict[str, Any] = {"width": 64, "vocabulary": 512}
+COUNTED = 3
+LOSS = 16
+"""Bytes of the sum of the loss, a number, which ranks send each other in other rounds than its price has."""
+PRICES = {"time": Weights(), "memory": Weights(memory=1e-7)}
+
+
+def planned(family: str, shape: tuple[int, ...], weights: Weights) -> tuple[Plan, dict[str, int]]:
+    """The plan of a model of this family, and the bytes that it says each pass receives, without those of numbers."""
+    model, args, mesh = language_model(family, **SIZES), batch(4, 16, SIZES["vocabulary"]), mesh_of(shape)
+    graph = trace_step(model, args, {}).copies()
+    chosen = plan_step(StepTables(graph, mesh, SLOW), weights)
+    received = planned_bytes(graph, chosen, SLOW)
+    of_passes = {d: sum(n for (_, each), n in received.items() if each == d) for d in ("forward", "backward")}
+    return replace(as_plan(graph, chosen, mesh), ndim=2), of_passes
+
+
+def trained(plan: Plan, family: str, steps: int) -> tuple[list[dict[str, int]], str]:
+    """What each step of a planned model receives in its passes, by this rank; it computes what one device does."""
+    torch.set_num_threads(1)
+    alone, args = language_model(family, **SIZES), batch(4, 16, SIZES["vocabulary"])
+    mesh = dshard.init_device_mesh("cpu", plan.mesh.shape, mesh_dim_names=plan.mesh.names)
+    received = []
+    with use_topology(SLOW):
+        model = parallelize(copy.deepcopy(alone), mesh, plan)
+        expected = alone(*args)
+        expected.backward()
+        for step in range(steps):
+            model.zero_grad()
+            counts = step < COUNTED  # without a rehearsal
+            with count_traffic() if counts else nullcontext() as forward:
+                loss = model(*args)
+            with count_traffic() if counts else nullcontext() as backward:
+                loss.backward()
+                for p in model.parameters():
+                    p.grad is None or p.grad.to_local()
+            if counts:
+                received.append({"forward": forward.nbytes, "backward": backward.nbytes})
+            torch.testing.assert_close(whole(loss.detach()), expected.detach())
+            for (name, own), p in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert (own.grad is None) == (p.grad is None), name
+                if p.grad is not None:
+                    torch.testing.assert_close(whole(own.grad), p.grad, msg=name)
+    return received, str(model.rehearsed)
+
+
+def sends_as_planned(pool: RankPool, family: str, shape: tuple[int, ...], price: str) -> None:
+    plan, expected = planned(family, shape, PRICES[price])
+
+    for received, rehearsed in pool.run(trained, plan, family, 7):
+        step = received[-1]  # the first ones compare their inputs, and the order of gradients
+        assert abs(step["forward"] - expected["forward"]) <= LOSS
+        assert step["backward"] == expected["backward"]
+        assert "calls of torch in 0 records" not in rehearsed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", one_in(4, [*product(FAMILIES, [(4,), (2, 2)], PRICES)][1:]), ids=str)
+def test_planned_models_send_what_was_planned(ranks: RankPool, case: tuple[str, tuple[int, ...], str]) -> None:
+    sends_as_planned(ranks, *case)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_models_send_what_was_planned_on_eight_ranks(family: str) -> None:
+    with rank_pool(8) as pool:
+        for shape in ((8,), (2, 4)):
+            sends_as_planned(pool, family, shape, "memory")
+
+
+def found() -> tuple[int, Plan, str]:
+    """The searches of this rank, the plan that it has, and the error where no plan keeps a limit."""
+    searches = list[object]()
+
+    def counted(*args: Any) -> Plan:
+        searches.append(args)
+        return cheapest(*args)
+
+    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    cheapest, model_plan.cheapest = model_plan.cheapest, counted
+    try:
+        model = parallelize(language_model("gpt"), mesh, "auto", *batch(4))
+        with pytest.raises(StrategyError) as error:
+            parallelize(language_model("gpt"), mesh, Auto(memory=1), *batch(4))
+    finally:
+        model_plan.cheapest = cheapest
+    return len(searches), own_boundary(model).plan, str(error.value)
+
+
+@pytest.mark.ranks
+def test_the_first_rank_searches_for_all(ranks: RankPool) -> None:
+    (searches, plan, error), *others = ranks.run(found)
+
+    assert searches == 2
+    assert "holds at most" in error
+    for other in others:
+        assert other[0] == 0
+        assert other[1].data() == plan.data()
+        assert other[2] == error
