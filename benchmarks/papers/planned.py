@@ -25,6 +25,8 @@ from dshard.topology import BYTES
 
 ITEMSIZE, STATISTICS = 2, 8
 """Bytes of an element, and of the two numbers in single precision that a norm adds for each token."""
+LARGEST = 2**25
+"""The most entries of a table that is summed."""
 HOMES: dict[str, Placement] = {"b": Shard(0), "s": Shard(1), "f": Shard(2), "r": Replicate()}
 READ: dict[str, Placement] = {"b": Shard(0), "s": Shard(1), "n": Replicate(), "k": Shard(2)}
 MADE: dict[str, Placement] = {"b": Shard(0), "s": Shard(1), "n": Shard(2), "k": Partial()}
@@ -119,7 +121,8 @@ class _Search:
 
     def run(self, known: float) -> Best:
         """The least choice, with exact bytes; whatever was found first, if none is below those that are known."""
-        order = elimination_order([len(domain) for domain in self.domains], self.factors)
+        order = elimination_order([len(domain) for domain in self.domains], self.factors, LARGEST)
+        assert order.is_exact
         while True:
             tables = {name: prices.seconds[a][:, b] for name, (prices, a, b) in self.moves.items()}
             least = solve(order, self.tables | tables)
