@@ -49,7 +49,10 @@ def block_of(ranks: int) -> Sizes:
 
 
 def mesh_of(form: str, ranks: int) -> Mesh | None:
-    """The mesh of a form: a square, the deepest Tesseract, the ATP mesh nearest to the best, (2 sqrt p, sqrt p / 2)."""
+    """The mesh of a form: a square, the deepest Tesseract, the ATP mesh (2 sqrt p, sqrt p / 2); FSDP has a sequence each.
+
+    None where there is none.
+    """
     root = round(ranks**0.5)
     if form == "optimus":
         return Mesh((root, root), ("r", "c"))
@@ -58,7 +61,7 @@ def mesh_of(form: str, ranks: int) -> Mesh | None:
     if form == "tesseract":
         depths = [(d, q, q) for q in (2**i for i in range(1, 8)) if 1 < (d := ranks // q**2) <= q and d * q**2 == ranks]
         return Mesh(max(depths), ("d", "r", "c")) if depths else None
-    return Mesh((ranks,), ("tp",))
+    return None if form == "fsdp" and ranks > SEQUENCES else Mesh((ranks,), ("tp",))
 
 
 def point(form: str, ranks: int, topology: Topology) -> Point | None:
