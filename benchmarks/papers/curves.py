@@ -49,9 +49,9 @@ def block_of(ranks: int) -> Sizes:
 
 
 def mesh_of(form: str, ranks: int) -> Mesh | None:
-    """The mesh of a form: a square, the deepest Tesseract, the ATP mesh (2 sqrt p, sqrt p / 2); FSDP has a sequence each.
+    """The mesh of a form: a square, the deepest Tesseract, the ATP mesh (2 sqrt p, sqrt p / 2).
 
-    None where there is none.
+    None where there is none, as of FSDP on more ranks than sequences.
     """
     root = round(ranks**0.5)
     if form == "optimus":
