@@ -29,11 +29,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "dshard.autograd": "redistribute",
     },
     "Whole models": {
-        "dshard": "parallelize plan_model batches distribute_batch data_ranks accumulate rehearsing rehearsal_of "
-        "replay distribute_module",
+        "dshard": "parallelize plan_model plan_function batches distribute_batch data_ranks accumulate rehearsing "
+        "rehearsal_of replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
-        "dshard.parallel": "Auto Plan Cost Memory Moves plan_table PlanTable RankedPlan "
+        "dshard.parallel": "Auto Plan FunctionPlan Cost Memory Moves plan_steps plan_table PlanTable RankedPlan "
         "Precision checkpoint from_pretrained loss_parallel "
         "register_experts",
     },

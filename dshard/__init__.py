@@ -106,6 +106,7 @@ __all__ = [
     "mlp_experts",
     "ones",
     "parallelize",
+    "plan_function",
     "plan_model",
     "rand",
     "randint",
@@ -156,7 +157,7 @@ if _TYPE_CHECKING:
     )
     from dshard.ops.matmul.options import use_strategy
     from dshard.ops.random.state import get_rng_state, manual_seed, set_rng_state
-    from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_model
+    from dshard.parallel import batches, data_ranks, distribute_batch, parallelize, plan_function, plan_model
     from dshard.rehearsal import rehearsal_of, rehearsing
     from dshard.replay import replay
     from dshard.tensor import DTensor
@@ -180,7 +181,15 @@ _LATE = {
     ),
     "dshard.ops.matmul.options": ("use_strategy",),
     "dshard.ops.random.state": ("get_rng_state", "manual_seed", "set_rng_state"),
-    "dshard.parallel": ("batches", "data_ranks", "distribute_batch", "parallel", "parallelize", "plan_model"),
+    "dshard.parallel": (
+        "batches",
+        "data_ranks",
+        "distribute_batch",
+        "parallel",
+        "parallelize",
+        "plan_function",
+        "plan_model",
+    ),
     "dshard.rehearsal": ("rehearsal_of", "rehearsing"),
     "dshard.replay": ("replay",),
     "dshard.tools.report.visualize": ("visualize",),

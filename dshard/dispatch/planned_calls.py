@@ -101,7 +101,7 @@ class PlannedCall:
             func, args, kwargs
         ):  # to which it may be written
             rest = iter(self.operands)
-            operands = replace_tensors(operands, lambda x: _redistributed(x, next(rest)))
+            operands = replace_tensors(operands, lambda x: redistributed(x, next(rest)))
         out = self._by_rows(call, func, *operands)
         results = nested_tensors(out)
         if len(results) != len(self.results):
@@ -112,7 +112,7 @@ class PlannedCall:
         if not any(self.results) or _share_memory(results, tensors):
             return out
         rest = iter(self.results)
-        return map_tensors(out, lambda x: _redistributed(x, next(rest)))
+        return map_tensors(out, lambda x: redistributed(x, next(rest)))
 
     def _by_rows(self, call: Call, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if self.rows is None and (self.attention is None or not torch.is_grad_enabled()):
@@ -142,7 +142,7 @@ def _layout_on(x: Wrapper, placements: Placements) -> Layout:
     return layout_of(own.mesh, placements, len(x._spec.shape)) if len(placements) == own.mesh.ndim else own
 
 
-def _redistributed(x: Tensor, move: PlannedMove | None) -> Tensor:
+def redistributed(x: Tensor, move: PlannedMove | None) -> Tensor:
     if move is None or not isinstance(x, Wrapper):
         return x
     return redistribute_with(x, _layout_on(x, move.placements), _layout_on(x, move.gradient))

@@ -96,7 +96,7 @@ class PlannedFunctions:
             function.begun,
             tuple([ANY if value is None else len(value.shape) for value in operands]),
             tuple([None if function.is_view or x is None else self._read(x, calls) for x in operands]),
-            tuple([None if function.is_view or x is None else self._given(x) for x in results]),
+            tuple([None if function.is_view or x is None else self.given(x) for x in results]),
             tuple([x is not None and self._is_reduced(x) for x in results]),
             rows,
             attention,  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class PlannedFunctions:
     def _used(self, use: End) -> Layout:
         return self.chosen[use.call].inputs[use.position]
 
-    def _given(self, value: Value) -> PlannedMove | None:
+    def given(self, value: Value) -> PlannedMove | None:
         """The move of a result as soon as it is made, if there is one."""
         if value.producer is None:
             return None
@@ -137,7 +137,7 @@ class PlannedFunctions:
 
     def _is_reduced(self, value: Value) -> bool:
         """Whether a gradient of the value, which is not moved when it is made, arises in another layout than it has."""
-        if value.producer is None or not value.needs_grad or self._given(value) is not None:
+        if value.producer is None or not value.needs_grad or self.given(value) is not None:
             return False
         made, wanted = self._made(value)
         uses = [use for use in value.uses if self._used(use) == made]

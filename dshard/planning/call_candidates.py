@@ -15,7 +15,7 @@ from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
 from dshard.planning.local_seconds import LocalSeconds, executed, local_seconds
-from dshard.planning.step_graph import GraphCall, is_copy
+from dshard.planning.step_graph import GraphCall, given_layout, is_copy
 from dshard.rules.expand import Expansion, Operand, Order, Row, expand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
 from dshard.rules.strategy import Constraints, Question
@@ -59,6 +59,10 @@ class CallCandidate:
 
 def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCandidate, ...]:
     """The candidates of a call on a mesh: of those with the same layouts the cheapest."""
+    given = given_layout(call)
+    if given is not None:
+        rows: tuple[Row, ...] = (None,) * mesh.ndim
+        return (CallCandidate((given,), (given,), (given.cotangent(),), rows, "", 0.0, 0.0, 0),)
     best: dict[tuple[tuple[Layout, ...], ...], CallCandidate] = {}
     packed = () if call.packed is None else (("", call.packed),)
     for name, rule in (("", call.rule), *packed, *call.alternatives):

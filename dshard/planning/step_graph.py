@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from dshard.core.call import LocalOp
+from dshard.core.call import LocalOp, views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import leaves, replace_leaves
-from dshard.layout import Shape
+from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
@@ -91,6 +91,17 @@ class GraphCall:
     kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
     packed: Rule | None = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether the first operand is written in place: it stays where it is."""
+        return isinstance(self.function, OpOverload) and writes_first(self.function)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether results may have memory of an operand."""
+        function = self.function
+        return self.writes or function is _given or (isinstance(function, OpOverload) and views_first(function))
+
     def run(self, *operands: object) -> Any:
         """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""
         args, kwargs = replace_leaves(self.arguments, lambda x: operands[x.number] if isinstance(x, OperandSlot) else x)
@@ -150,7 +161,7 @@ class StepGraph:
         So the tensor is moved once for all of them, and their gradients are summed before they are reduced. The copy
         stands before the first of them, in the innermost module that has them all.
         """
-        shared = {value.number: uses for value in self.values if len(uses := self._shared_uses(value)) > 1}
+        shared = {value.number: uses for value in self.values if (uses := self._shared_uses(value))}
         if not shared:
             return self
         before: defaultdict[int, list[int]] = defaultdict(list)
@@ -174,11 +185,22 @@ class StepGraph:
         return replace(self, calls=graph.calls, values=graph.values, outputs=graph.outputs)
 
     def _shared_uses(self, value: Value) -> tuple[End, ...]:
-        """The uses of a tensor that the step makes; of an input, which is on all ranks, those in matmuls."""
-        of_copy = value.producer is not None and is_copy(self.calls[value.producer.call])
-        if value.kind not in ("made", "input") or not value.shape or of_copy:
+        """The uses of a tensor before which it is copied; of an input, which is on all ranks, those in matmuls.
+
+        What a call writes to is copied only where it is made, with all of its uses.
+        """
+        maker = None if value.producer is None else self.calls[value.producer.call]
+        if value.kind not in ("made", "input") or not value.shape or (maker is not None and is_copy(maker)):
             return ()
-        return tuple([end for end in value.uses if value.kind == "made" or self.calls[end.call].rule.loops])
+        written = any(self._writes(end) for end in value.uses)
+        if written and maker is not None and not maker.shares_memory:
+            return value.uses
+        uses = [end for end in value.uses if not self._writes(end)]
+        uses = [end for end in uses if value.kind == "made" or self.calls[end.call].rule.loops]
+        return tuple(uses) if len(uses) > 1 else ()
+
+    def _writes(self, use: End) -> bool:
+        return use.position == 0 and self.calls[use.call].writes
 
     def parameters(self) -> tuple[Value, ...]:
         """The parameters that some call reads; one that has several names once."""
@@ -243,6 +265,25 @@ def copy_call(x: Value, module: str) -> GraphCall:
     arguments: tuple[Args, Kwargs] = ((OperandSlot(0),), {})
     signature = signature_of("copy", _same, arguments, [x])
     return GraphCall(0, "copy", _same, rule, (), (), (), module, -1, arguments, signature)
+
+
+def given_call(x: Value, layout: Layout) -> GraphCall:
+    """The call "given" of an input that lies in a layout, of which the result is the value itself."""
+    rule = parse_rule("... -> ...", [x.shape], [x.shape])
+    arguments: tuple[Args, Kwargs] = ((OperandSlot(0), layout), {})
+    return GraphCall(
+        0, "given", _given, rule, (), (), (), "", -1, arguments, signature_of("given", _given, arguments, [x])
+    )
+
+
+def given_layout(call: GraphCall) -> Layout | None:
+    """The layout that the operand of a call "given" has, None of any other call."""
+    layout: Layout | None = call.arguments[0][1] if call.function is _given else None
+    return layout
+
+
+def _given(x: Any, layout: Layout) -> Any:
+    return x
 
 
 def signature_of(name: str, function: Function, arguments: tuple[Args, Kwargs], operands: Sequence[Value]) -> Hashable:

@@ -25,7 +25,7 @@ from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
 from dshard.errors import DShardError
-from dshard.layout import Shape, replicated
+from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
@@ -37,6 +37,7 @@ from dshard.planning.step_graph import (
     OperandSlot,
     StepGraph,
     Value,
+    given_call,
     linked,
     signature_of,
 )
@@ -174,6 +175,11 @@ class GraphRecorder:
             for name, x in tensors:
                 if id(x) not in self.numbers:
                     self._add(x, kind, name)
+
+    def given(self, x: Tensor, name: str, layout: Layout) -> DraftCall:
+        """Note an input that lies in a layout already, and return the call for `graph` by which it does."""
+        number = self._add(x, "input", name)
+        return DraftCall(given_call(self.values[number], layout), (number,), (self._add(x, "made"),))
 
     def _add(self, x: Tensor, kind: Kind, name: str = "") -> int:
         number = len(self.values)
@@ -350,8 +356,8 @@ class GraphRecorder:
         calls = [each.as_call(-1, values) for each in self.operators]
         return [(call.module, call.signature) for call in calls]
 
-    def graph(self, outputs: Sequence[Tensor]) -> StepGraph:
-        """The calls and values of the pass; `outputs` are the tensors that it returned.
+    def graph(self, outputs: Sequence[Tensor], given: Sequence[DraftCall] = ()) -> StepGraph:
+        """The calls and values of the pass; `outputs` are the tensors that it returned, `given` what was given to it.
 
         Views that nobody reads, such as those that autograd saves, are left out.
         """
@@ -368,7 +374,7 @@ class GraphRecorder:
                 continue
             read.update(each.operands)
             drafts.append(DraftCall(each.as_call(within.get(i, -1), values), each.operands, each.results))
-        return replace(linked(values, drafts[::-1], returned), functions=self._functions())
+        return replace(linked(values, [*given, *drafts[::-1]], returned), functions=self._functions())
 
     def _functions(self) -> tuple[FunctionCall, ...]:
         """The functions that the model called, with the number of each among those of its name in the same visit."""

@@ -38,6 +38,8 @@ from dshard.torch_private import no_functions
 
 LIKELY = 8
 """How many moves of an edge are priced at once beside those of a choice."""
+NEVER = 1e6
+"""Seconds of a move that is not made."""
 COPIES = 4
 """A parameter that is trained, its gradient, and two moments."""
 
@@ -75,7 +77,10 @@ class _Pairs(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """A tensor between two domains: its layouts where it is made, what its gradient becomes there, and its uses."""
+    """A tensor between two domains: its layouts where it is made, what its gradient becomes there, and its uses.
+
+    One that a use writes to `stays` where it is made.
+    """
 
     prices: MovePrices
     made: Tensor
@@ -84,6 +89,7 @@ class _Edge(NamedTuple):
     pairs: _Pairs
     domains: tuple[int, int]
     needs_grad: bool
+    stays: bool
 
 
 class _Use(NamedTuple):
@@ -216,7 +222,8 @@ class StepTables:
         assert value.producer is not None
         (producer, result), (call, operand) = value.producer, use
         domains = self.domain_of[producer], self.domain_of[call]
-        key = ("edge", value.shape, value.dtype, value.needs_grad, domains[0], result, domains[1], operand)
+        stays = operand == 0 and self.graph.calls[call].writes
+        key = ("edge", value.shape, value.dtype, value.needs_grad, domains[0], result, domains[1], operand, stays)
         if key not in self.edges:
             prices, numbers = self._prices(value), dict[tuple[Layout, Layout], int]()
             own = [(c.outputs[result], c.cotangent(result)) for c in self._candidates(domains[0])]
@@ -226,7 +233,7 @@ class StepTables:
             prices.bound(made, pairs.used)
             if value.needs_grad:
                 prices.bound(pairs.gradients, wanted)
-            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad)
+            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, stays)
         self.uses.append(NamedTable(key, (producer, call)))
 
     def _add_end(self, value: Value, producer: End) -> None:
@@ -329,6 +336,8 @@ class StepTables:
     def _between(self, edge: _Edge) -> Tensor:
         """Seconds from each layout in which a tensor is made to each use, and of its gradient back."""
         moved = edge.prices.seconds[edge.made][:, edge.pairs.used]
+        if edge.stays:
+            moved = moved + NEVER * (edge.made[:, None] != edge.pairs.used)
         if edge.needs_grad:
             moved = moved + edge.prices.seconds[edge.pairs.gradients][:, edge.wanted].T
         return moved
