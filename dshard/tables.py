@@ -37,6 +37,16 @@ def human_bytes(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def human_seconds(seconds: float) -> str:
+    """Seconds as milliseconds of four digits.
+
+    >>> human_seconds(0.0123456), human_seconds(16.57)
+    ('12.35 ms', '16,570 ms')
+    """
+    ms = seconds * 1e3
+    return f"{ms:.4g} ms" if ms < 9999.5 else f"{ms:,.0f} ms"
+
+
 def short_line(line: str) -> str:
     """A line of source, "file:number", with the file relative to installed packages or to where the program runs.
 

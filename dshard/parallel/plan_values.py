@@ -27,7 +27,7 @@ from dshard.parallel.precision import Precision, as_precision
 from dshard.placements import Placement
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
-from dshard.tables import human_bytes, text_table
+from dshard.tables import human_bytes, human_seconds, text_table
 from dshard.validate import article, as_tuple, shown, suggestion
 
 Pins: TypeAlias = Mapping[str, "str | Layout | Sequence[Placement]"]
@@ -127,7 +127,7 @@ class Tried:
     is_bound: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strategy} on ({self.mesh}) {'at least ' * self.is_bound}{self.seconds * 1e3:.4g} ms"
+        return f"{self.strategy} on ({self.mesh}) {'at least ' * self.is_bound}{human_seconds(self.seconds)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Search:
         foldings = f"{self.meshes} folding{'s' * (self.meshes != 1)}"
         power = int(self.assignments)
         number = f"{10 ** (self.assignments - power):.0f} x 10^{power}" if power > 3 else f"{10**self.assignments:.0f}"
-        took = "" if plan.cost is None else f"{plan.cost.seconds * 1e3:.4g} ms, "
+        took = "" if plan.cost is None else f"{human_seconds(plan.cost.seconds)}, "
         space = f"{foldings}, {number} assignments, {self.spent:.1f} s"
         notes = [f"{took}within {self.certificate:.3f} of any plan of this space ({space})"]
         if len(self.tried) > 1:
