@@ -27,15 +27,12 @@ from dshard.torch_private import disable_modes
 
 
 class RecordedStep(NamedTuple):
-    """A forward pass as it ran: its calls, the host values that it read, None if it ran on data, and its result.
+    """A forward pass of a model as it ran: its calls, the host values that it read, None on data, and its result."""
 
-    `blocks` are the paths of the modules whose weights are gathered together.
-    """
-
+    model: nn.Module
     recorder: GraphRecorder
     answers: list[Any] | None
     out: object
-    blocks: Sequence[str] = ()
 
     @plain()
     @disable_modes()
@@ -45,7 +42,7 @@ class RecordedStep(NamedTuple):
         The backward pass is the forward pass transposed, and is not recorded.
         """
         graph = self.recorder.graph(nested_tensors(self.out))
-        return replace(graph, kept=_kept(graph, self.blocks))
+        return replace(graph, kept=_kept(graph, [*blocks_of(self.model)]))
 
 
 def _kept(graph: StepGraph, blocks: Sequence[str]) -> frozenset[str]:
@@ -123,7 +120,7 @@ def _recorded(
         of_experts,
     ):
         out = recorder.record(model, args, kwargs)
-    return RecordedStep(recorder, values.answers, out, [*blocks_of(model)])
+    return RecordedStep(model, recorder, values.answers, out)
 
 
 def _unseen(decision: object) -> None:

@@ -250,16 +250,17 @@ class GraphRecorder:
 
     def function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch, and record it as one call if its row in the table has a form for it."""
+        operands = tensors_in((args, kwargs))
         if self.within_function or self.paused:
-            return self._function(func, args, kwargs)
-        self.within_function, first, operands = True, len(self.operators), tensors_in((args, kwargs))
+            return self._function(func, args, kwargs, operands)
+        self.within_function, first = True, len(self.operators)
         numbers = tuple([self.numbers.get(id(x)) for x in operands])
         try:
-            out = self._function(func, args, kwargs)
+            out = self._function(func, args, kwargs, operands)
         finally:
             self.within_function = False
         if any(self._kind(each.operands) == "made" for each in self.operators[first:]):
-            results, memory = tensors_in(out), {*map(_memory_of, operands)}
+            results, memory = [out] if isinstance(out, Tensor) else tensors_in(out), {*map(_memory_of, operands)}
             made = tuple([self.numbers.get(id(x)) for x in results])
             is_view = any(_memory_of(x) in memory for x in results)
             name, place = getattr(func, "__name__", str(func)), self.places[-1]
@@ -268,13 +269,14 @@ class GraphRecorder:
             self.modules.begun.clear()
         return out
 
-    def _function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    def _function(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
         self.heads.extend(_heads_of(func, args, kwargs))
         row = FUNCTIONS.get(func)
         if self.paused or row is None or row.form is None or is_transforming():
             return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        arguments = with_tensors((args, kwargs), tensors)  # whose lists may change
+        arguments: tuple[Args, Kwargs] = args, kwargs
+        if any(isinstance(x, list | tuple | dict) for x in (*args, *kwargs.values())):
+            arguments = with_tensors(arguments, tensors)  # whose lists may change
         numbers, first = {id(x): self.number(x) for x in tensors}, len(self.operators)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and (result := self.number(out)) not in numbers.values():
