@@ -64,11 +64,10 @@ class Auto:
     """Request the cheapest plan in which a rank holds at most `memory` bytes, as the plan reports them.
 
     Layers of experts are priced for tokens that spread as `routing` says: evenly, where it is None. After `seconds` of
-    the processor nothing new is tried; there is always a plan, with a bound. (The ranks of `parallelize` must find the
-    same plan, and have no such limit.) `pins` are layouts, in the notation in which they are printed or as placements,
-    by names or patterns of parameters, and of modules, whose outputs are read so. `forbid` says for mesh axes what they
-    may not shard: "batch", "sequence", "features" or "experts" in the work of operators, "parameters" where these are
-    stored.
+    the processor nothing new is tried; there is always a plan, with a bound. `pins` are layouts, in the notation in
+    which they are printed or as placements, by names or patterns of parameters, and of modules, whose outputs are read
+    so. `forbid` says for mesh axes what they may not shard: "batch", "sequence", "features" or "experts" in the work of
+    operators, "parameters" where these are stored.
 
     >>> Auto(memory=80e9, pins={"head.weight": "x:S(0) y:R"}, forbid={"y": "sequence"}).forbid
     {'y': frozenset({'sequence'})}
