@@ -235,6 +235,8 @@ def together_seconds(seconds: Sequence[float], topology: Topology) -> float:
     Ranks that share cores share them equally: as some have done theirs, the others compute faster, up to the rate of a
     rank alone.
     """
+    if topology.device.alone >= 1.0:  # none shares with others
+        return max(seconds, default=0.0)
     total, before, n = 0.0, 0.0, len(seconds)
     for done, each in enumerate(sorted(seconds)):
         total += (each - before) * max((n - done) / n, topology.device.alone)

@@ -41,7 +41,7 @@ class RingMessages:
     received: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RingPlan:
     """The steps of a ring of this shape; ranks have indices in it.
 
@@ -98,8 +98,7 @@ class RingPlan:
 
     def works(self, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
         """The work of each rank in each step, on devices with this backend; `narrow` in half precision."""
-        of_ranks = zip(zip(*self.blocks, strict=True), self.rows, strict=True)
-        return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
+        return _works(self, backend, narrow)
 
     def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, as a rank sends a panel on while it computes with it.
@@ -114,6 +113,12 @@ class RingPlan:
             arrived = [before[holders[owner]] + send for owner in self.owners[step]]
             starts = list(map(max, done, arrived))
         return max(start + seconds for start, seconds in zip(starts, work[-1], strict=True))
+
+
+@cached("rings", 256)
+def _works(plan: RingPlan, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
+    of_ranks = zip(zip(*plan.blocks, strict=True), plan.rows, strict=True)
+    return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
 
 
 @cached("rings", 4096)

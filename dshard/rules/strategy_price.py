@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from dshard.caches import cached
 from dshard.cost import together_seconds, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -36,6 +37,25 @@ class _Move(NamedTuple):
     src: State
     dst: State
     times: int
+
+
+def parts_of(size: int, axes: tuple[int, ...], mesh: Mesh) -> list[range]:
+    """The indices of a factor of this size that ranks have if these mesh axes shard it."""
+    places = product(*(range(mesh.shape[axis]) for axis in axes))
+    return [nested_chunk(size, axes, mesh.shape, dict(zip(axes, at, strict=True))) or range(0) for at in places]
+
+
+@cached("triangles", 256)
+def _works(
+    sizes: tuple[int, int], axes: tuple[tuple[int, ...], ...], mesh: Mesh, backend: str, narrow: bool
+) -> list[Work]:
+    """The work of each rank for the blocks of a triangle of these sides, which these mesh axes shard."""
+    queries, keys = (parts_of(size, each, mesh) for size, each in zip(sizes, axes, strict=True))
+    return [
+        work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
+        for row in queries
+        for column in keys
+    ]
 
 
 class Bound:
@@ -83,7 +103,6 @@ class Price:
         self.plans: dict[tuple[object, ...], PricedPlan] = {}
         self.leasts: dict[tuple[object, ...], float] = {}
         self.end_leasts: dict[tuple[Layout, tuple[Layout, ...]], float] = {}
-        self.known_works: dict[tuple[tuple[int, ...], ...], list[Work]] = {}
         self.known_ends: dict[tuple[int, Layout], tuple[Layout, ...]] = {}
 
     @property
@@ -251,7 +270,7 @@ class Price:
         held = sum([expansion.inputs[i].local_numel(self.operands[i].shape) for i in of_parts])
         shares = self.rule.chosen.routing.shares(n, min(n, self.sizes[each]))
         busiest = max(
-            [sum(shares[part.start : part.stop]) for part in self.parts_of(n, expansion.order.get(parts, ()))]
+            [sum(shares[part.start : part.stop]) for part in parts_of(n, expansion.order.get(parts, ()), self.mesh)]
         )
         seconds = work_seconds(2.0 * rows * busiest * held / max(1, local[parts]), nbytes, self.topology)
         needed = self.constraints.gradients
@@ -261,12 +280,6 @@ class Price:
             else 0
         )
         return seconds, seconds * times
-
-    def parts_of(self, size: int, axes: tuple[int, ...]) -> list[range]:
-        """The indices of a factor of this size that ranks have if these mesh axes shard it."""
-        shape = self.mesh.shape
-        places = product(*(range(shape[axis]) for axis in axes))
-        return [nested_chunk(size, axes, shape, dict(zip(axes, at, strict=True))) or range(0) for at in places]
 
     def local_sizes(self, expansion: Expansion) -> dict[str, int]:
         """The size of each factor on the rank with the most."""
@@ -291,32 +304,20 @@ class Price:
         rows, columns = (max(1, n) for n in sides)
         result = expansion.outputs[0].local_numel(shape) / rows * wide
         q, k, v = (x.local_numel(o.shape) * wide for x, o in zip(expansion.inputs, self.operands[:3], strict=False))
-        forward, backward = list[float](), list[float]()
-        for work in self.works(axes, itemsize < wide):
+        sizes = [self.sizes[factor] for factor in self.rule.triangle]
+        works = _works((sizes[0], sizes[1]), axes, self.mesh, device.backend, itemsize < wide)
+        seconds: dict[Work, tuple[float, float]] = {}
+        for work in set(works):
             kernels = work_seconds(flops * work.pairs, nbytes, device)
             beside = max(0, work.operators - 1) * device.launch + work.rows * result / device.memory_bandwidth
             back = kernels * gradients
-            forward.append(kernels + beside)
             if gradients and any(axes):  # one kernel of the whole triangle gives the gradients themselves
                 operators = work.blocks * (1 + gradients) + PREPARING + PRODUCT  # and sums, beside so many kernels
                 added = ADDED * (work.queries * q / rows + work.keys * (k + v) / columns)
                 back += operators * device.launch + added / device.memory_bandwidth
-            backward.append(back)
+            seconds[work] = kernels + beside, back
+        forward, backward = zip(*[seconds[work] for work in works], strict=True)
         return together_seconds(forward, device), together_seconds(backward, device)
-
-    def works(self, axes: tuple[tuple[int, ...], ...], narrow: bool) -> list[Work]:
-        """The work of each rank for the blocks of a triangle whose factors these mesh axes shard."""
-        if axes not in self.known_works:
-            assert self.rule.triangle is not None
-            sizes = [self.sizes[factor] for factor in self.rule.triangle]
-            queries, keys = (self.parts_of(size, each) for size, each in zip(sizes, axes, strict=True))
-            backend = self.topology.backend
-            self.known_works[axes] = [
-                work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
-                for row in queries
-                for column in keys
-            ]
-        return self.known_works[axes]
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
         """The layout to which the price redistributes output `i`: the cheapest of its ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import prod
+from math import inf, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -188,7 +188,8 @@ class Candidates:
         if "own key heads" in self.kinds and "every head" in self.rules:
             candidates |= self._repeated(rows["every head"])
         if "rings" in self.kinds:
-            candidates |= self._rings()
+            least = min([strategy.seconds for strategy in candidates], default=inf)
+            candidates |= self._rings(least * (1 + ABOUT))
         if self.reach is not None:
             candidates |= self._windows()
         return candidates
@@ -264,13 +265,13 @@ class Candidates:
     def _call(self) -> RingCall:
         return RingCall(self.question, self.specs, self.options, self.reach)
 
-    def _rings(self) -> dict[Strategy, How]:
-        """The candidates in which keys and values go round a ring."""
+    def _rings(self, most: float) -> dict[Strategy, How]:
+        """The candidates in which keys and values go round a ring, but those that take more than `most` seconds."""
         candidates: dict[Strategy, How] = {}
         for rows, axes in self.rings:
             for is_balanced in _forms(self.balanced, self._call):
                 ring = Ring(axes, is_balanced)
-                strategy = ring_strategy(self._call, rows, ring)
+                strategy = ring_strategy(self._call, rows, ring, most)
                 if strategy is not None:
                     candidates[strategy] = How("whole", ring)
         return candidates

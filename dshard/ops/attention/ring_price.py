@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
-from math import prod
+from math import inf, prod
 
 from dshard.comm import sum_dtype
 from dshard.core.spec import Spec
@@ -25,7 +26,19 @@ from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.placements import Shard
-from dshard.rules.attention_blocks import ADDED, HELD, HELD_OPERATORS, HELD_PASSES, PREPARING, STANDING_IN, Reach, Work
+from dshard.rules.attention_blocks import (
+    ADDED,
+    COPIED,
+    COPYING,
+    HELD,
+    HELD_OPERATORS,
+    HELD_PASSES,
+    MERGING,
+    PREPARING,
+    STANDING_IN,
+    Reach,
+    Work,
+)
 from dshard.rules.attention_ring import Ring, RingMessages, RingPlan, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.strategy import Question, Strategy
@@ -39,6 +52,10 @@ BEGINNING = 1 / 2
 """The part of a step's host time that passes before its exchange is under way."""
 
 
+FEW = 1
+"""Rings of at most so many ranks are always priced."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RingCall:
     """A call of attention as far as the price of a ring depends on it."""
@@ -49,20 +66,46 @@ class RingCall:
     reach: Reach | None
 
 
-def ring_strategy(call: RingCall, rows: Allowed, ring: Ring) -> Strategy | None:
-    """The cheapest strategy in which keys and values go round these mesh axes; None where there is none."""
+def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) -> Strategy | None:
+    """The cheapest strategy in which keys and values go round these mesh axes; None where there is none.
+
+    None also for many ranks where it takes more than `most` seconds for certain: a ring of n ranks has n x n blocks.
+    """
     question, times = call.question, 1 + sum(call.question.constraints.gradients)
     without_mask = replace(question.rule, triangle=None)  # what it hides is priced step by step
     bases = list(map(Price(question._replace(rule=without_mask)).of, _with_keys_split(call, rows, ring.axes)))
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
-        if best is not None and least >= best.seconds:
+        if (best is not None and least >= best.seconds) or least + _least(call, base, ring) > most:
             break
         strategy = _Price(call, base, ring).strategy()
         if best is None or strategy.seconds < best.seconds:
             best = strategy
     return best
+
+
+def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
+    """At most the seconds of a ring of many ranks and of the work beside it: those of the average rank; 0 for few.
+
+    A step sends a message, and where something is seen it takes a kernel, and operators that join its result.
+    """
+    (query, key, value), device = call.specs[:3], call.question.topology
+    ranks, times = prod([strategy.inputs[0].mesh.shape[axis] for axis in ring.axes]), call.question.constraints.gradients
+    if ranks <= FEW or call.reach is not None or query.shape[-2] != key.shape[-2]:
+        return 0.0
+    steps, pairs = (ranks + 1) // 2, query.shape[-2] * (query.shape[-2] + 1) // 2
+    mesh, placements = strategy.inputs[0].mesh, strategy.inputs[0].placements
+    parts = prod([n for n, placement in zip(mesh.shape, placements, strict=True) if isinstance(placement, Shard)])
+    flops = 2.0 * prod(query.shape[:-2]) * (query.shape[-1] + value.shape[-1]) * pairs / parts
+    nbytes = prod(strategy.inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
+    hop = min([layer.latency for layer in device.layers])
+    hop = 0.0 if device.measured else hop + nbytes / max([layer.group_bandwidth for layer in device.layers])
+    sent, wide = (ranks - 1) * hop * (3 if any(times) else 1), sum_dtype(call.specs[0].dtype).itemsize
+    elements = prod(query.shape[:-1]) // parts * (COPIED * value.shape[-1] + ADDED * query.shape[-1] * any(times))
+    joined = min(COPYING, MERGING) * device.launch + elements * wide / device.memory_bandwidth
+    kernels = (1 + sum(times)) * (flops / device.flops("") + steps * device.launch)
+    return max(sent, kernels + (steps - 1) * joined)
 
 
 def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tuple[Strategy, KeyWindows] | None:
@@ -130,8 +173,10 @@ class _Price:
         self.attention = RingAttention(strategy.inputs, shapes, call.options, ring, call.reach)
         self.mesh = strategy.inputs[0].mesh
         self.dtype = call.specs[0].dtype
-        others = [range(1) if axis in ring.axes else range(n) for axis, n in enumerate(self.mesh.shape)]
+        along = {axis for i in range(3) for axis in strategy.inputs[i].axes_of(len(shapes[i]) - 2)} - {*ring.axes}
+        others = [range(n) if axis in along else range(1) for axis, n in enumerate(self.mesh.shape)]
         self.rings: list[Coordinate] = list(product(*others))
+        """A rank of each ring, of rings with the same rows one."""
         self.plans = list(
             {id(plan): plan for plan in map(self.attention.plan, self.rings)}.values()
         )  # plans are cached
@@ -191,6 +236,7 @@ class _Price:
 
         host = STEP * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
 
+        @cache
         def seconds(work: Work) -> float:
             if not work.pairs:
                 return host
