@@ -26,6 +26,7 @@ from dshard.dispatch.registry import find
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Mesh
 from dshard.planning.step_graph import GraphCall, OperandSlot, Value
+from dshard.redistribute.axis_roles import roles
 from dshard.rules.expand import Expansion
 from dshard.rules.strategy import Strategy
 from dshard.step_timeline import StepTimeline
@@ -148,11 +149,42 @@ class ExecutedCall(NamedTuple):
 def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
     """A call and its backward pass with operands in these layouts, on tensors without data, cached.
 
-    Gradients of the operands are those that the call gives, and are not redistributed.
+    Gradients of the operands are those that the call gives, and are not redistributed. Layouts that differ only by a
+    permutation of interchangeable mesh axes are run once.
     """
-    key = call.signature, tuple(layouts), topology
+    axes = _canonical_axes(layouts, topology)
+    renamed = [_with_axes(layout, axes) for layout in layouts]
+    key = call.signature, tuple(renamed), topology
     known: ExecutedCall | None = _SECONDS.get(key)
-    return _SECONDS.add(key, _executed(call, layouts, topology)) if known is None else known
+    if known is None:
+        known = _SECONDS.add(key, _executed(call, renamed, topology))
+    back = [axes.index(axis) for axis in range(len(axes))]
+    return known._replace(outputs=tuple([_with_axes(layout, back) for layout in known.outputs]))
+
+
+def _canonical_axes(layouts: Sequence[Layout], topology: Topology) -> list[int]:
+    """For each mesh axis the one that takes its place where interchangeable ones are sorted by their placements."""
+    axes = list(range(layouts[0].mesh.ndim)) if layouts else []
+    if any(layout.blocks for layout in layouts):
+        return axes
+    places = [{axis: i for dim in x.sharded_dims() for i, axis in enumerate(x.axes_of(dim))} for x in layouts]
+    for role in roles(layouts[0].mesh, topology) if len(axes) > 1 else ():
+        keys = {
+            axis: [(str(x.placements[axis]), at.get(axis, 0)) for x, at in zip(layouts, places, strict=True)]
+            for axis in role
+        }
+        for axis, own in zip(role, sorted(role, key=keys.__getitem__), strict=True):
+            axes[own] = axis
+    return axes
+
+
+def _with_axes(layout: Layout, axes: Sequence[int]) -> Layout:
+    """The layout with other axes in place of its mesh axes."""
+    if list(axes) == sorted(axes):
+        return layout
+    placements = [layout.placements[axes.index(axis)] for axis in range(len(axes))]
+    order = tuple([(dim, tuple([axes[axis] for axis in layout.axes_of(dim)])) for dim in layout.sharded_dims()])
+    return Layout(layout.mesh, tuple(placements), order)
 
 
 @plain()
