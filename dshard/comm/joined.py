@@ -6,6 +6,7 @@ the buffer received; gathered ones are copied out of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, 
 from dshard.comm.world import Moving, Planned
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
-from dshard.placements import ReduceOp
+from dshard.placements import ReduceOp, chunk
 from dshard.redistribute import AllGather, AllReduce, Plan, ReduceScatter, Step, after, all_reduce_sizes
 
 
@@ -89,12 +90,11 @@ def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...
     mesh = plans[0].src.mesh
     lane = [*zip(*(plan.shaped_stages() for plan in plans), strict=True)]
     if all(isinstance(step, AllGather | ReduceScatter | AllReduce) for members in lane for step, _, _ in members):
-        coordinates = [mesh.coordinate(rank) for rank in mesh.ranks]
         return tuple(
             (
                 kind_of(members[0][0]) or "all_gather",
                 members[0][0].axes,
-                max(_elements(members, at) for at in coordinates),
+                max(map(partial(_elements, members), mesh.coordinates(), _places(mesh, members[0][0].axes))),
             )
             for members in lane
         )
@@ -104,15 +104,27 @@ def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...
     return tuple((c.kind, c.axes, max(step.elements for step in ranks)) for ranks, c in firsts)
 
 
-def _elements(members: Sequence[tuple[Step, Layout, Shape]], at: Coordinate) -> int:
-    """The elements that a rank receives in the joined gathers or reductions of these tensors."""
+def _places(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """The place of each rank of a mesh among the sorted ranks of its group along these axes."""
+    others, groups = (
+        [i for i, name in enumerate(mesh.names) if name not in axes],
+        defaultdict[Coordinate, list[int]](list),
+    )
+    for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
+        groups[tuple([at[i] for i in others])].append(rank)
+    place = {rank: i for group in groups.values() for i, rank in enumerate(sorted(group))}
+    return [place[rank] for rank in mesh.ranks]
+
+
+def _elements(members: Sequence[tuple[Step, Layout, Shape]], at: Coordinate, place: int) -> int:
+    """The elements that a rank, by its place in a group, receives in the joined gathers or reductions of tensors."""
     (step, layout, _), own, then = members[0], 0, 0
     for each, src, shape in members:
         own += prod(src.local_shape(shape, at))
         then += prod(after(each, src).local_shape(shape, at))
+    n = prod([layout.mesh.shape[layout.mesh.axis(axis)] for axis in step.axes])
     if isinstance(step, AllGather):
         return then - own
-    ranks = layout.mesh.group(step.axes, at)
     if isinstance(step, ReduceScatter):
-        return (len(ranks) - 1) * then
-    return sum(all_reduce_sizes(then, ranks, layout.mesh.rank(at)))
+        return (n - 1) * then
+    return then + (n - 2) * len(chunk(then, n, place))  # a reduce_scatter and an all_gather

@@ -91,7 +91,10 @@ def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
     A step sends a message, and where something is seen it takes a kernel, and operators that join its result.
     """
     (query, key, value), device = call.specs[:3], call.question.topology
-    ranks, times = prod([strategy.inputs[0].mesh.shape[axis] for axis in ring.axes]), call.question.constraints.gradients
+    ranks, times = (
+        prod([strategy.inputs[0].mesh.shape[axis] for axis in ring.axes]),
+        call.question.constraints.gradients,
+    )
     if ranks <= FEW or call.reach is not None or query.shape[-2] != key.shape[-2]:
         return 0.0
     steps, pairs = (ranks + 1) // 2, query.shape[-2] * (query.shape[-2] + 1) // 2
