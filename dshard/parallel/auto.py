@@ -13,8 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
-from math import prod, sqrt
+from itertools import count, product
+from math import inf, prod, sqrt
 from time import perf_counter, process_time
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -55,6 +55,10 @@ ALIKE = 2
 """How many strategies that store parameters alike are tried before others."""
 MOST = 32
 """The most plans of a search that are noted."""
+AXES = 3
+"""A mesh is unfolded into at most so many axes."""
+GAIN = 1e-3
+"""A finer mesh counts if it may save this part of the least by the prices of the planner on coarser ones."""
 CHEAP, HALVED = 256.0, 3
 """A byte is tried from this part of the price that makes memory as dear as time, to as many times it; then between."""
 
@@ -141,9 +145,12 @@ class PlanSearch:
         """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
         known: list[tuple[Plan, Plan]] = []
 
-        def planned(weights: Weights) -> Plan:
-            chosen = plan_step(tables, weights, seconds=self.left())
+        def planned(weights: Weights) -> Plan | None:
+            most = self.most(weights)
+            chosen = plan_step(tables, weights, seconds=self.left(), most=most)
             self.solved.append((tables.mesh, chosen))
+            if chosen.total > most:  # a plan on a coarser mesh, which is one on this mesh, too, is as cheap
+                return None
             made = as_plan(tables.graph, chosen, tables.mesh)
             for alike, plan in known:
                 if alike == made:
@@ -151,15 +158,18 @@ class PlanSearch:
             known.append((made, self.price(made, tables, chosen)))
             return known[-1][1]
 
-        plan = planned(BESIDE)
+        def fits(plan: Plan | None) -> bool:
+            return plan is None or self.auto.allows(plan)
+
+        planned(BESIDE)
         if self.is_over():
             return
         plan = planned(WAITED)
-        if self.auto.allows(plan):
+        if plan is None or self.auto.allows(plan):
             return
         parameters = plan.cost.memory.parameters + plan.cost.memory.optimizer
         low = high = plan.cost.seconds / max(1, parameters) / CHEAP
-        while not self.auto.allows(planned(WAITED._replace(memory=high))):
+        while not fits(planned(WAITED._replace(memory=high))):
             if self.is_over() or high > plan.cost.seconds / max(1, parameters) * CHEAP:
                 return
             low, high = high, high * 4
@@ -167,7 +177,12 @@ class PlanSearch:
             if self.is_over():
                 return
             middle = sqrt(low * high)
-            low, high = (low, middle) if self.auto.allows(planned(WAITED._replace(memory=middle))) else (middle, high)
+            low, high = (low, middle) if fits(planned(WAITED._replace(memory=middle))) else (middle, high)
+
+    def most(self, weights: Weights) -> float:
+        """What a plan on a finer mesh must take less than, to count; no limit where memory has one."""
+        totals = [chosen.total for _, chosen in self.solved if chosen.weights == weights]
+        return inf if self.auto.memory is not None else min(totals, default=inf) * (1 - GAIN)
 
     def bound(self, weights: Weights, held: float) -> float:
         """What each plan that holds so many bytes takes at least, on any mesh that was tried, by these weights."""
@@ -270,8 +285,8 @@ def cheapest(
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
     `graph` is that of the model's step; without one only strategies by name are considered, and they are not where
-    there are pins. `names` has the first name of each parameter by all of its names. A mesh of one axis is also
-    unfolded into two axes in every way; other meshes are not.
+    there are pins. `names` has the first name of each parameter by all of its names. The mesh is also
+    unfolded in every way into up to three axes, coarse meshes first; there strategies by name have at most two.
 
     Raises:
         StrategyError: none fits in memory; a pin that cannot be met, or a step that does not run without data.
@@ -292,10 +307,12 @@ def cheapest(
         if tables is not None:
             search.add_planned(tables)
         alike = Counter[str]()  # plans that store parameters alike, whose least is the same
-        for plan in uniform(roles, unfolded):
+        for plan in uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ():
             stored_as = str(sorted(plan.parameters.items()))
             is_tried = tables is not None and not limited and not search.is_over()
-            least = least_of(tables, plan).bound if is_tried and tables is not None else 0.0
+            best = search.best()
+            most = inf if best is None else MARGIN * best.plan.cost.seconds
+            least = least_of(tables, plan, most).bound if is_tried and tables is not None else 0.0
             named.append((alike[stored_as] // ALIKE, least, plan))
             alike[stored_as] += 1
     named.sort(key=lambda each: each[:2])
@@ -317,9 +334,12 @@ def _tables(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Map
     return StepTables(graph, unfolded, planning_context().topology_of(unfolded), limits)
 
 
-def least_of(tables: StepTables, plan: Plan) -> StepPlan:
-    """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans."""
-    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, passes=PASSES)
+def least_of(tables: StepTables, plan: Plan, most: float = inf) -> StepPlan:
+    """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans.
+
+    Where that is above `most`, it is not looked for further.
+    """
+    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, passes=PASSES, most=most)
 
 
 def _progress() -> Callable[[str], None]:
@@ -336,18 +356,33 @@ def _progress() -> Callable[[str], None]:
     return show
 
 
-def unfoldings(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh itself, and if it has one axis, every mesh in which that axis is two.
+def unfoldings(mesh: Mesh, most: int = AXES) -> Iterator[Mesh]:
+    """The mesh itself, and every mesh of at most so many axes in which some of its axes are several, coarse ones first.
 
     >>> [str(mesh) for mesh in unfoldings(Mesh((4,), ("x",)))]
     ['x=4', 'x0=2 x1=2']
+    >>> [mesh.shape for mesh in unfoldings(Mesh((2, 8), ("x", "y")))]
+    [(2, 8), (2, 2, 4), (2, 4, 2)]
     """
-    yield mesh
-    if mesh.ndim == 1:
-        name, n = mesh.names[0], mesh.size
-        for outer in range(2, n):
-            if n % outer == 0:
-                yield mesh.unfolded(name, {f"{name}0": outer, f"{name}1": n // outer})
+    ways = product(*[list(_factored(size, most - mesh.ndim + 1)) for size in mesh.shape])
+    for sizes in sorted(ways, key=lambda way: sum(map(len, way))):
+        finer = mesh
+        for name, into in zip(mesh.names, sizes, strict=True):
+            if len(into) > 1:
+                stem = name
+                while any(f"{stem}{i}" in mesh.names for i in range(most)):
+                    stem += "_"
+                finer = finer.unfolded(name, {f"{stem}{i}": size for i, size in enumerate(into)})
+        if finer.ndim <= max(most, mesh.ndim):
+            yield finer
+
+
+def _factored(n: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The number itself, and in every order its factorings into at most so many factors above 1."""
+    yield (n,)
+    for first in range(2, n if most > 1 else 0):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _factored(n // first, most - 1))
 
 
 def names(axes: int, experts: bool = False) -> Iterator[str]:

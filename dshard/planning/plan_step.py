@@ -70,14 +70,19 @@ class StepPlan:
         return self.seconds / least if least > 0 else 1.0 if self.seconds <= 0 else inf
 
 
-def plan_step(tables: StepTables, weights: Weights = EVEN, *, seconds: float = inf, passes: int = 100) -> StepPlan:
-    """The plan of the least weighted sum, or the best that is found in so many seconds of the processor, or passes."""
+def plan_step(
+    tables: StepTables, weights: Weights = EVEN, *, seconds: float = inf, passes: int = 100, most: float = inf
+) -> StepPlan:
+    """The plan of the least weighted sum, or the best that is found in so many seconds of the processor, or passes.
+
+    Plans whose sum is above `most` are not looked for: if there is no other, it is any, with a bound that says so.
+    """
     with no_functions():  # such as those that make tensors on another device
-        return _planned(tables, weights, seconds, passes)
+        return _planned(tables, weights, (seconds, passes), most)
 
 
-def _planned(tables: StepTables, weights: Weights, seconds: float, passes: int) -> StepPlan:
-    begin, limit = process_time(), LIMIT
+def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], most: float) -> StepPlan:
+    (seconds, passes), begin, limit = limits, process_time(), LIMIT
     alive = [torch.arange(len(domain)) for domain in tables.domains]
     bound, least, best = 0.0, inf, tuple[int, ...]()
     parts, prices, count = Parts(), 0, 0
@@ -93,9 +98,9 @@ def _planned(tables: StepTables, weights: Weights, seconds: float, passes: int) 
         prices += new
         if weights.of(own) < least:
             least, best, parts = weights.of(own), choice, own
-        if least - bound <= CLOSE * least or count >= passes or process_time() - begin > seconds:
+        if bound > most or least - bound <= CLOSE * least or count >= passes or process_time() - begin > seconds:
             break
-        dropped = _drop(tables, alive, solution, least)
+        dropped = _drop(tables, alive, solution, min(least, most))
         if not new and not dropped:
             if order.is_exact or limit >= LARGEST:
                 break

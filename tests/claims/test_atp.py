@@ -125,7 +125,7 @@ def test_the_plans_that_auto_compares_have_the_best_mesh_of_figure_12(devices: i
     hidden, costs = 256 * devices, {}
     unit = 2 * BATCH * SEQUENCE * hidden * 4 / (25 * GB)
     with use_topology(Topology.flat(25 * GB, ranks=devices).bytes_only()):
-        for mesh in unfoldings(Mesh((devices,), ("d1",))):
+        for mesh in unfoldings(Mesh((devices,), ("d1",)), 2):
             plan = planned("megatron" if mesh.ndim == 1 else "atp", mesh, hidden, heads=devices)
             moves = [move for direction in ("forward", "backward") for move in middle(plan, direction)]
             d1, d2 = (*mesh.shape, 1)[:2]

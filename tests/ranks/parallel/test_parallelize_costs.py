@@ -59,7 +59,7 @@ def thorough(*names: str) -> list[Any]:
 )
 def test_auto_is_never_worse_than_a_named_strategy(mesh: Mesh) -> None:
     found = demo_plan("auto", mesh)
-    named = [demo_plan(name, each) for each in unfoldings(mesh) for name in STRATEGIES if _fits(name, each)]
+    named = [demo_plan(name, each) for each in unfoldings(mesh, 2) for name in STRATEGIES if _fits(name, each)]
 
     assert len(named) > 3
     assert all(found.cost.seconds <= plan.cost.seconds for plan in named)
@@ -92,7 +92,7 @@ def test_auto_is_never_worse_than_a_strategy_that_splits_sequences(rows: int) ->
     mesh = Mesh((4,), ("x",))
     found = long_sequence("auto", rows, mesh)
 
-    for unfolded in unfoldings(mesh):
+    for unfolded in unfoldings(mesh, 2):
         for name in names(unfolded.ndim):
             assert found.cost.seconds <= long_sequence(name, rows, unfolded).cost.seconds, name
 
