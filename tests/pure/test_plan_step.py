@@ -167,3 +167,12 @@ def test_packed_layers_send_what_separate_ones_do(mesh: Mesh, topology: Topology
     assert plans[True][:2] == pytest.approx(plans[False][:2])
     assert plans[True][2] == {0: 2}
     assert plans[True][3] == pytest.approx(1.0, abs=1e-8)
+
+
+@pytest.mark.parametrize("parts", [["linear", "relu", "linear"], ["norm", "tied", "add", "tied"]], ids=str)
+def test_a_finer_mesh_has_the_plans_of_a_coarse_one(parts: list[str]) -> None:
+    topology, sizes = TOPOLOGIES[0], (4096, 4096)
+
+    coarse, fine = (plan_step(tables_of(parts, sizes, mesh, topology)) for mesh in (Mesh((4,)), Mesh((2, 2))))
+
+    assert fine.total <= coarse.total * (1 + 1e-6)
