@@ -52,10 +52,6 @@ BEGINNING = 1 / 2
 """The part of a step's host time that passes before its exchange is under way."""
 
 
-FEW = 1
-"""Rings of at most so many ranks are always priced."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RingCall:
     """A call of attention as far as the price of a ring depends on it."""
@@ -69,7 +65,7 @@ class RingCall:
 def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) -> Strategy | None:
     """The cheapest strategy in which keys and values go round these mesh axes; None where there is none.
 
-    None also for many ranks where it takes more than `most` seconds for certain: a ring of n ranks has n x n blocks.
+    None also where it takes more than `most` seconds for certain: to price a ring of n ranks takes n x n blocks.
     """
     question, times = call.question, 1 + sum(call.question.constraints.gradients)
     without_mask = replace(question.rule, triangle=None)  # what it hides is priced step by step
@@ -77,8 +73,10 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) 
     best: Strategy | None = None
     # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
     for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
-        if (best is not None and least >= best.seconds) or least + _least(call, base, ring) > most:
+        if best is not None and least >= best.seconds:
             break
+        if least + _least(call, base, ring) * (1 - 1e-12) > most:
+            continue
         strategy = _Price(call, base, ring).strategy()
         if best is None or strategy.seconds < best.seconds:
             best = strategy
@@ -86,19 +84,16 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) 
 
 
 def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
-    """At most the seconds of a ring of many ranks and of the work beside it: those of the average rank; 0 for few.
+    """At most the seconds of a ring and of the work beside it: those of the average rank; 0 where that is not known.
 
     A step sends a message, and where something is seen it takes a kernel, and operators that join its result.
     """
     (query, key, value), device = call.specs[:3], call.question.topology
-    ranks, times = (
-        prod([strategy.inputs[0].mesh.shape[axis] for axis in ring.axes]),
-        call.question.constraints.gradients,
-    )
-    if ranks <= FEW or call.reach is not None or query.shape[-2] != key.shape[-2]:
+    if call.reach is not None or query.shape[-2] != key.shape[-2]:
         return 0.0
-    steps, pairs = (ranks + 1) // 2, query.shape[-2] * (query.shape[-2] + 1) // 2
     mesh, placements = strategy.inputs[0].mesh, strategy.inputs[0].placements
+    ranks, times = prod([mesh.shape[axis] for axis in ring.axes]), call.question.constraints.gradients
+    steps, pairs = (ranks + 1) // 2, query.shape[-2] * (query.shape[-2] + 1) // 2
     parts = prod([n for n, placement in zip(mesh.shape, placements, strict=True) if isinstance(placement, Shard)])
     flops = 2.0 * prod(query.shape[:-2]) * (query.shape[-1] + value.shape[-1]) * pairs / parts
     nbytes = prod(strategy.inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
@@ -108,7 +103,7 @@ def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
     elements = prod(query.shape[:-1]) // parts * (COPIED * value.shape[-1] + ADDED * query.shape[-1] * any(times))
     joined = min(COPYING, MERGING) * device.launch + elements * wide / device.memory_bandwidth
     kernels = (1 + sum(times)) * (flops / device.flops("") + steps * device.launch)
-    return max(sent, kernels + (steps - 1) * joined)
+    return max(sent, (kernels + (steps - 1) * joined) * device.device.alone)  # of ranks that wait others have the cores
 
 
 def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tuple[Strategy, KeyWindows] | None:
