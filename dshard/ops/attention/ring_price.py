@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from math import inf, prod
 
@@ -234,7 +233,6 @@ class _Price:
 
         host = STEP * device.dispatch * (2 if times else 1)  # in the backward pass sums are sent, too
 
-        @cache
         def seconds(work: Work) -> float:
             if not work.pairs:
                 return host
@@ -248,9 +246,9 @@ class _Price:
             beside = operators * device.launch + elements * wide / device.memory_bandwidth
             return host + kernels * max(1, times) + beside
 
-        works = [
-            [_together(list(map(seconds, step)), device) for step in plan.works(backend, narrow)] for plan in self.plans
-        ]
+        of_plans = [plan.works(backend, narrow) for plan in self.plans]
+        known = {work: seconds(work) for work in {work for steps in of_plans for step in steps for work in step}}
+        works = [[_together([known[work] for work in step], device) for step in steps] for steps in of_plans]
         busiest = max(sum(of_rank) for steps_of in works for of_rank in zip(*steps_of, strict=True))
         sends = [BEGINNING * host + sum(each.seconds for each in sent) for sent in steps]
         lost = [sum(hidden_seconds_lost(each.nbytes, each.seconds, device) for each in sent) for sent in steps]
