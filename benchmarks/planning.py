@@ -1,12 +1,15 @@
 """How long it takes to plan what was never planned before, in seconds of one process's CPU.
 
     python benchmarks/planning.py [--sample 500] [--products 20] [--write]
+    python benchmarks/planning.py --steps [--write]
 
 Every cache is emptied before each plan, and Python's collector looks at what planning makes alone: a pass over all of
 torch's objects, which takes longer than most plans, would fall on one or the other of them. Redistributions: a sample,
 by a fixed seed, of all transitions between layouts of 4-D bfloat16 tensors on meshes of three axes. Products: fp32
 operands whose layouts are drawn likewise, both with a gradient, on meshes of one to four axes of two ranks.
-Explanations: all ways of one product. `--write` puts the figures into docs/benchmarks.md.
+Explanations: all ways of one product. `--steps` plans the layouts of whole training steps of models of transformers:
+to trace the step, to make the tables of its calls and moves, and to choose. `--write` puts the figures into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -18,16 +21,23 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
+import transformers
 from section import markdown_table, write_section
+from torch import nn
 
 from dshard.caches import clear_caches
 from dshard.explain import explain_matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
+from dshard.parallel.trace_step import trace_step
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.planning.plan_step import plan_step
+from dshard.planning.step_tables import StepTables, Weights
 from dshard.redistribute import plan
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import Constraints, Question
@@ -40,6 +50,11 @@ MESHES = (
 )
 TENSORS = ((8, 128, 16, 64), (32, 4096, 32, 128), (7, 5, 3, 2))
 M, K, N = 512, 1024, 2048
+Batch: TypeAlias = dict[str, Any]
+STEPS_HEADER = (
+    *("step", "mesh", "calls", "trace s", "tables s", "choice s", "all s"),
+    *("moves of choices priced", "passes", "certificate"),
+)
 HEADER = ("cold", "topology", "count", "median ms", "99th percentile ms", "most ms")
 
 
@@ -93,6 +108,63 @@ def explanations() -> Iterator[list[str]]:
         yield row(f"explanation of all {10**axes:,} ways of a product, {axes} mesh axes", "dgx-h100", [seconds])
 
 
+def gpt2() -> tuple[nn.Module, Batch]:
+    """GPT-2 of 12 layers, on 8 x 1,024 tokens."""
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**off)), tokens(8, 1024)
+
+
+def llama() -> tuple[nn.Module, Batch]:
+    """Llama of 70 B parameters, 80 layers, on 256 x 4,096 tokens."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(num_hidden_layers=80, **sizes)
+    return transformers.LlamaForCausalLM(config).bfloat16(), tokens(256, 4096)
+
+
+def t5() -> tuple[nn.Module, Batch]:
+    """T5 of 12 and 12 layers, whose embeddings are tied, on 64 x 512 tokens."""
+    sizes = {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_heads": 16, "num_layers": 12, "num_decoder_layers": 12}
+    config = transformers.T5Config(decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+    return transformers.T5ForConditionalGeneration(config).bfloat16(), tokens(64, 512)
+
+
+def tokens(rows: int, length: int) -> Batch:
+    """Token ids without data, which are their own labels."""
+    ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+STEPS: tuple[tuple[str, Callable[[], tuple[nn.Module, Batch]], tuple[int, ...], Weights], ...] = (
+    ("GPT-2, 12 layers", gpt2, (8,), Weights()),
+    ("GPT-2, 12 layers", gpt2, (2, 4), Weights()),
+    ("GPT-2, 12 layers", gpt2, (2, 2, 2), Weights()),
+    ("GPT-2, 12 layers, a byte has a price", gpt2, (2, 4), Weights(memory=1e-12)),
+    ("T5, 12 + 12 layers, tied", t5, (2, 4), Weights()),
+    ("Llama 70 B, 80 layers", llama, (8, 8), Weights()),
+    ("Llama 70 B, 80 layers", llama, (8, 8, 64), Weights()),
+)
+
+
+def steps() -> Iterator[list[str]]:
+    """One row for each model and mesh, on hosts of 8 H100s."""
+    for name, build, shape, weights in STEPS:
+        with torch.device("meta"):
+            model, batch = build()
+        mesh = Mesh(shape)
+        topology = Topology.preset("dgx-h100", nodes=max(1, mesh.size // 8))
+        clear_caches()
+        times = [time.process_time()]
+        graph = trace_step(model, (), batch).copies()
+        times.append(time.process_time())
+        tables = StepTables(graph, mesh, topology)
+        times.append(time.process_time())
+        chosen = plan_step(tables, weights)
+        times.append(time.process_time())
+        seconds = [f"{after - before:.2f}" for before, after in pairwise(times)]
+        figures = (f"{times[-1] - times[0]:.2f}", str(chosen.prices), str(chosen.passes), f"{chosen.certificate:.4f}")
+        yield [name, str(mesh), str(len(graph.calls)), *seconds, *figures]
+
+
 def row(what: str, topology: str, seconds: list[float]) -> list[str]:
     """The figures of one kind of plan."""
     ordered = sorted(seconds)
@@ -106,15 +178,18 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--products", type=int, default=20)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--steps", action="store_true", help="plan whole training steps instead")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
-    table = markdown_table(HEADER, [*redistributions(args.sample), *products(args.products), *explanations()])
+    rows = steps() if args.steps else (*redistributions(args.sample), *products(args.products), *explanations())
+    table = markdown_table(STEPS_HEADER if args.steps else HEADER, list(rows))
     where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     print(table)
     if args.write:
-        text = f"`benchmarks/planning.py --sample {args.sample} --products {args.products}`, {where}"
-        write_section("planning", f"{text}, {datetime.date.today()}.\n\n{table}")
+        options = "--steps" if args.steps else f"--sample {args.sample} --products {args.products}"
+        text = f"`benchmarks/planning.py {options}`, {where}"
+        write_section("planning of steps" if args.steps else "planning", f"{text}, {datetime.date.today()}.\n\n{table}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: fl
     for variable, own in solution.excess.items():
         domain = tables.domain_of[variable]
         excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
-    tables.price_likely(alive, excess)
+    tables.price_likely(alive, excess, least * (1 + CLOSE) - solution.bound)
     dropped = 0
     for domain, own in excess.items():
         kept = solution.bound + own <= least * (1 + CLOSE)

@@ -396,8 +396,11 @@ class StepTables:
             if not more:
                 return best, new
 
-    def price_likely(self, alive: Sequence[Tensor], excess: Mapping[int, Tensor]) -> None:
-        """Price some moves of each edge: between the candidates whose choices exceed the bound by the least."""
+    def price_likely(self, alive: Sequence[Tensor], excess: Mapping[int, Tensor], most: float) -> None:
+        """Price some moves of each edge: between the candidates whose choices exceed the bound by the least.
+
+        Those that exceed it by more than `most` are none that are looked for.
+        """
         for edge in self.edges.values():
             ends = [
                 _least_of(of, size, alive[domain], excess[domain])
@@ -409,7 +412,7 @@ class StepTables:
             known = edge.prices.priced[edge.made][:, edge.pairs.used]
             if edge.needs_grad:
                 known = known & edge.prices.priced[edge.pairs.gradients][:, edge.wanted].T
-            score[known] = inf
+            score[known | (score > most)] = inf
             for at in score.flatten().topk(min(LIKELY, score.numel()), largest=False).indices.tolist():
                 made, pair = divmod(at, score.shape[1])
                 if score[made, pair] < inf:
