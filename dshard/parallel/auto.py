@@ -25,7 +25,7 @@ from dshard.errors import StrategyError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.plan_blocks import folded
-from dshard.parallel.plan_limits import check_pins, checked_words, limits_of, on_finer
+from dshard.parallel.plan_limits import check_pins, checked_words, limits_of, on_finer, refined_axes
 from dshard.parallel.plan_space import TracedSpace, assignments, named_parts, stored
 from dshard.parallel.plan_values import Cost, Pins, Plan, PlanOptions, Search, Tried
 from dshard.parallel.roles import Roles
@@ -285,8 +285,9 @@ def cheapest(
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
     `graph` is that of the model's step; without one only strategies by name are considered, and they are not where
-    there are pins. `names` has the first name of each parameter by all of its names. The mesh is also
-    unfolded in every way into up to three axes, coarse meshes first; there strategies by name have at most two.
+    there are pins. `names` has the first name of each parameter by all of its names. The mesh is also unfolded in every
+    way into up to three axes, coarse meshes first, and further where that saved something; there strategies by name
+    have at most two axes.
 
     Raises:
         StrategyError: none fits in memory; a pin that cannot be met, or a step that does not run without data.
@@ -300,12 +301,18 @@ def cheapest(
         )
     search = PlanSearch(auto, options, price, graph)
     named = list[tuple[int, float, Plan]]()
+    worth = {mesh}
     for unfolded in unfoldings(mesh):
         if search.is_over():
             break
+        coarser = [each.shape for each in worth if each.ndim + 1 == unfolded.ndim]
+        if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
+            continue  # no mesh of which this is the next finer one was worth it
         tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names)
         if tables is not None:
             search.add_planned(tables)
+        if tables is None or any(each.tables is tables for each in search.priced):
+            worth.add(unfolded)
         alike = Counter[str]()  # plans that store parameters alike, whose least is the same
         for plan in uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ():
             stored_as = str(sorted(plan.parameters.items()))
