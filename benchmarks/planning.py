@@ -1,7 +1,7 @@
 """How long it takes to plan what was never planned before, in seconds of one process's CPU.
 
     python benchmarks/planning.py [--sample 500] [--products 20] [--write]
-    python benchmarks/planning.py --steps [--write]
+    python benchmarks/planning.py --steps [--ranks 4096] [--write]
 
 Every cache is emptied before each plan, and Python's collector looks at what planning makes alone: a pass over all of
 torch's objects, which takes longer than most plans, would fall on one or the other of them. Redistributions: a sample,
@@ -22,6 +22,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -145,9 +146,9 @@ STEPS: tuple[tuple[str, Callable[[], tuple[nn.Module, Batch]], tuple[int, ...], 
 )
 
 
-def steps() -> Iterator[list[str]]:
-    """One row for each model and mesh, on hosts of 8 H100s."""
-    for name, build, shape, weights in STEPS:
+def steps(ranks: int) -> Iterator[list[str]]:
+    """One row for each model and mesh of at most so many ranks, on hosts of 8 H100s."""
+    for name, build, shape, weights in [step for step in STEPS if prod(step[2]) <= ranks]:
         with torch.device("meta"):
             model, batch = build()
         mesh = Mesh(shape)
@@ -179,15 +180,20 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=20)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--steps", action="store_true", help="plan whole training steps instead")
+    parser.add_argument("--ranks", type=int, default=4096, help="of steps, on meshes of at most so many ranks")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
-    rows = steps() if args.steps else (*redistributions(args.sample), *products(args.products), *explanations())
+    rows = (
+        steps(args.ranks) if args.steps else (*redistributions(args.sample), *products(args.products), *explanations())
+    )
     table = markdown_table(STEPS_HEADER if args.steps else HEADER, list(rows))
     where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     print(table)
     if args.write:
-        options = "--steps" if args.steps else f"--sample {args.sample} --products {args.products}"
+        options = (
+            f"--steps --ranks {args.ranks}" if args.steps else f"--sample {args.sample} --products {args.products}"
+        )
         text = f"`benchmarks/planning.py {options}`, {where}"
         write_section("planning of steps" if args.steps else "planning", f"{text}, {datetime.date.today()}.\n\n{table}")
 
