@@ -75,7 +75,7 @@ def plan_step(
 ) -> StepPlan:
     """The plan of the least weighted sum, or the best that is found in so many seconds of the processor, or passes.
 
-    Plans whose sum is above `most` are not looked for: if there is no other, it is any, with a bound that says so.
+    Plans whose sum is above `most` are not looked for: if there is no other, it is any, and the bound is `most`.
     """
     with no_functions():  # such as those that make tensors on another device
         return _planned(tables, weights, (seconds, passes), most)
@@ -107,6 +107,7 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], mo
             limit *= 2
     calls = [tables.domains[tables.domain_of[call.number]][best[call.number]] for call in tables.graph.calls]
     stored = tables.stored(best, weights)
+    bound = min(bound, most)  # those above were dropped
     return StepPlan(tuple(calls), stored, weights, parts, bound, prices, count)  # type: ignore[arg-type]
 
 

@@ -176,3 +176,14 @@ def test_a_finer_mesh_has_the_plans_of_a_coarse_one(parts: list[str]) -> None:
     coarse, fine = (plan_step(tables_of(parts, sizes, mesh, topology)) for mesh in (Mesh((4,)), Mesh((2, 2))))
 
     assert fine.total <= coarse.total * (1 + 1e-6)
+
+
+@given(problems(most=10**9), st.sampled_from([0.5, 0.99, 1.01]))
+def test_a_bound_is_one_where_dear_plans_are_not_looked_for(problem: tuple[StepTables, Weights], times: float) -> None:
+    tables, weights = problem
+    least = plan_step(tables, weights).total
+
+    limited = plan_step(tables, weights, most=times * least)
+
+    assert limited.bound <= least * (1 + 1e-8) <= limited.total * (1 + 2e-8)
+    assert times < 1 or limited.total == pytest.approx(least)
