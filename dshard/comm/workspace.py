@@ -70,9 +70,9 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 
     Free buffers of a workspace, which on real ranks persist between steps, are not in use.
     """
-    total, expired = borrowed_now(), torch.UntypedStorage._expired
+    total = borrowed_now()
     for ref, size in sizes.items():  # after each operator of a step
-        if not expired(ref.cdata):
+        if not ref.expired():
             total += size
     kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
     return total - sum(sizes[ref] for ref in kept if ref in sizes and not ref.expired())

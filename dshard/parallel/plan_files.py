@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,6 @@ def plan_of(path: Path, mesh: Mesh) -> Plan | str:
 def plan_from(data: Mapping[str, Any], mesh: Mesh) -> Plan:
     """The plan with these `Plan.data()`, on the ranks of `mesh`."""
     own = data["mesh"]
-    laid = Mesh(tuple(own["shape"]), tuple(own["names"]), ranks=mesh.ranks, device_type=mesh.device_type)
+    laid = replace(mesh, shape=tuple(own["shape"]), names=tuple(own["names"]))
     plan: Plan = decoded(Plan, {**data, "mesh": None}, laid)
     return plan
