@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.default_cases import one_in
 from torch import Tensor
 
 import dshard
@@ -67,7 +68,7 @@ def late(name: str, seconds: float) -> tuple[list[str], list[float]]:
     return told, [*value.reshape(-1).tolist(), *after.tolist()]
 
 
-@pytest.mark.parametrize("name", MADE_ALONE)
+@pytest.mark.parametrize("name", one_in(2, MADE_ALONE))
 def test_the_rank_that_waits_tells_once_in_which_line_and_for_whom(name: str, ranks: RankPool) -> None:
     (told, values), *others = ranks.run(late, name, SOON)
 
