@@ -48,7 +48,7 @@ def test_plan_model_keeps_within_the_memory_of_a_presets_devices(model: str, cap
     assert found["memory"] == 80e9
     assert all(row["fits"] == (row["memory"]["total"] <= 80e9) for row in found["plans"])
 
-    assert planned(model, "--topology", "dgx-h100") == 0
+    assert planned(model, "--topology", "dgx-h100", "--strategy", "fsdp") == 0
     assert "74.51 GiB of each device, on dgx-h100" in " ".join(capsys.readouterr().out.split())
 
 

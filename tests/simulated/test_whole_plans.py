@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from helpers.planned_models import FAMILIES, as_meta, batch, language_model, mesh_of, planned_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -130,14 +131,13 @@ def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights
     return replace(plan, ndim=args[0].dim())
 
 
+AIMS = {"bytes": (BYTES, 1e-3), "time": (Topology.preset("dgx-h100"), 0.0), "memory": (Topology.preset("cpu"), 1e-6)}
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("topology", "byte"),
-    [(BYTES, 1e-3), (Topology.preset("dgx-h100"), 0.0), (Topology.preset("cpu"), 1e-6)],
-    ids=["bytes", "time", "memory"],
-)
-def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, topology: Topology, byte: float) -> None:
+@pytest.mark.parametrize(("case", "aim"), one_way_each(CASES, [*AIMS]))
+def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, aim: str) -> None:
+    topology, byte = AIMS[aim]
     model, args = CASES[case]()
     alone = copy.deepcopy(model)
     expected = alone(*args)
