@@ -7,6 +7,7 @@ from itertools import count, product
 
 import pytest
 import torch
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -106,7 +107,7 @@ def every_other_again() -> list[nn.Module]:
     ("shape", "strategy", "blocks"),
     [
         *product([(8,)], ["fsdp"], [alike, in_pairs, every_other_again]),
-        ((2, 4), "data x megatron-sp", in_pairs),
+        pytest.param((2, 4), "data x megatron-sp", in_pairs, marks=pytest.mark.thorough),
         ((8,), "data", alike),
     ],
 )
@@ -136,7 +137,7 @@ def test_a_deep_model_costs_as_if_all_blocks_had_run(
     }
 
 
-@pytest.mark.parametrize("kind", [Gathering, Counting])
+@pytest.mark.parametrize("kind", one_in(2, [Gathering, Counting]))
 def test_a_model_that_needs_all_of_its_blocks_runs_them(kind: type[Deep], monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = kind(alike())

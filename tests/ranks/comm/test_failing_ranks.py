@@ -446,6 +446,7 @@ def raised_by_all_after_a_late_one() -> None:
     laid(torch.arange(5.0), Replicate()).index_select(0, laid(torch.tensor([9]), Replicate()))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_an_error_of_all_ranks_is_their_own_though_one_sees_the_end_of_a_collective_late() -> None:
     with RankPool(4, timeout=150) as pool:

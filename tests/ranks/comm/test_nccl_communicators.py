@@ -75,6 +75,7 @@ def shared_group() -> list[float]:
     return group_of_two(dist.get_rank(), local=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     len(signature(distributed_c10d._get_split_source).parameters) > 1,
     reason="from torch 2.15 on a world is split for a backend that names the device of both: here there is no CUDA",

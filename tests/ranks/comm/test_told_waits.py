@@ -110,6 +110,7 @@ def chain() -> list[str]:
     return written.getvalue().splitlines()
 
 
+@pytest.mark.thorough
 def test_ranks_that_waited_before_were_last_seen_there(ranks: RankPool) -> None:
     (told,), *_ = ranks.run(chain)
 
@@ -150,7 +151,8 @@ def test_a_wait_that_the_program_ends_is_one_error_on_all_ranks() -> None:
 # -- where the host waits in a later call
 
 
-@pytest.mark.parametrize("name", ["norm", pytest.param("full_tensor", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["norm", "full_tensor"])
 def test_over_nccl_a_thread_tells_where_the_host_waits(name: str) -> None:
     with RankPool(4, "nccl_contract") as pool:
         (told, values), *others = pool.run(late, name, SOON)

@@ -78,6 +78,7 @@ def test_a_failure_names_its_rank(how: str, message: str) -> None:
         run_ranks(partial(fail, how), 2, print, WAIT)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_hang_is_an_error() -> None:
     with pytest.raises(RankError, match="ranks 0, 1 said nothing for 5 s and were stopped"):

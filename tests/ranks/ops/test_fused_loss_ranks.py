@@ -94,6 +94,7 @@ def compiled_is_eager() -> bool:
     return all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_compiled_loss_is_the_eager_one(ranks: RankPool) -> None:
     assert ranks.run(compiled_is_eager) == [True] * 4
 

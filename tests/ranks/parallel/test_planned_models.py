@@ -108,7 +108,7 @@ def found() -> tuple[int, Plan, str]:
     mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     cheapest, model_plan.cheapest = model_plan.cheapest, counted
     try:
-        model = parallelize(language_model("gpt"), mesh, "auto", *batch(4))
+        model = parallelize(language_model("gpt"), mesh, Auto(seconds=0.1), *batch(4))
         with pytest.raises(StrategyError) as error:
             parallelize(language_model("gpt"), mesh, Auto(memory=1), *batch(4))
     finally:
