@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
@@ -51,6 +52,8 @@ NOT_UNDER_THE_CONTRACT = {
     "test_threads_run_while_a_graph_waits": "about the waits of torch's own process groups, which let go of the GIL",
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: there are as many processes as cores
+torch.set_num_threads(1)
 PRELOADED += ["pytest", "hypothesis"]  # which all files of tests import, each rank anew
 gc.disable()  # until all is collected: what is imported and collected stays, and each collection would walk it again
 CASES: Counter[str] = Counter()
