@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dshard.compile.graph_functions import as_graph_function, call_in_graph, traceable
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.dispatch.planned_calls import PLANNED
 from dshard.errors import ArgumentError, CompileError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.attention.flex import flex_attention as flex_attention  # public beside matmul
@@ -191,7 +193,13 @@ def experts(
 
 @own_call
 def _experts(body: Body, *tensors: Tensor, **options: Any) -> Any:
+    if PLANNED.name == "experts":
+        return PLANNED.run(_called, run_experts, (body, tensors), options)
     return run_experts(body, tensors, **options)
+
+
+def _called(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return func(*args, **kwargs)
 
 
 def _experts_in_graph(body: Body, *tensors: Tensor, **options: Any) -> Any:

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_in
 from helpers.expert_models import OwnExperts, OwnModel, batch, expert_model, mesh_of, parallelized, trained
 from torch import Tensor, nn
 
 import dshard
-from dshard import DTensor, Replicate, Shard, Topology
+from dshard import DTensor, Replicate, Shard, Topology, plan_model
 from dshard.comm import plain
 from dshard.errors import LayoutError, NotationError, StrategyError
 from dshard.mesh import Mesh
-from dshard.parallel import register_experts
+from dshard.parallel import Auto, register_experts
 from dshard.parallel.expert_modules import ExpertsModule, experts_form
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import FeatureKind, roles_of
@@ -44,6 +45,23 @@ def test_steps_are_those_of_one_device(family: str, implementation: str | None, 
 
     with simulated(mesh), dshard.use_topology(BYTES):
         steps = trained(parallelized(expert_model(family, implementation), mesh, strategy))
+
+    assert steps.differs(expected) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("family", one_in(2, ["mixtral", "gpt-oss", "deepseek"]))
+def test_planned_experts_are_called_as_planned(family: str, shape: tuple[int, ...]) -> None:
+    expected = trained(expert_model(family), steps=4)
+    mesh = Mesh(shape, ("x", "y")[: len(shape)])
+    limits = Auto(pins={"*.experts.*_proj": [Shard(0), *[Replicate()] * (mesh.ndim - 1)]})
+
+    with simulated(mesh), dshard.use_topology(Topology.preset("dgx-h100")):
+        plan = plan_model(expert_model(family), mesh, limits, **batch())
+        assert {call.is_laid_out for call in plan.calls if call.name == "experts"} == {True}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "the model was planned to call")
+            steps = trained(parallelized(expert_model(family), mesh, plan), steps=4)
 
     assert steps.differs(expected) < 1e-4
 
