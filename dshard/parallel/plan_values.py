@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import inf
 from os import PathLike
@@ -182,6 +182,10 @@ class Search:
     tried: tuple[Tried, ...] = ()
     parts: tuple[PlanPart, ...] = ()
     space: StepSpace | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied as a file has it: without the tables of a step, which hold functions of torch."""
+        return Search, tuple([getattr(self, each.name) for each in fields(self) if each.name != "space"])
 
     @property
     def certificate(self) -> float:

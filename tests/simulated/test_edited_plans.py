@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,14 @@ def test_pins_need_a_step_without_data() -> None:
 
 
 # -- files
+
+
+def test_a_plan_is_pickled_as_it_is_saved(free: Plan) -> None:
+    received = pickle.loads(pickle.dumps(free))
+
+    assert received == free
+    with pytest.raises(StrategyError, match="has no step from which it is edited"):
+        received.edit({})
 
 
 def test_a_saved_plan_is_read_and_runs_without_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
