@@ -295,10 +295,15 @@ class StepClock:
 
     `now` is when the next work begins, `network` when the next collective can. The step takes the later of both.
 
+    A collective for which work does not wait delays it by the part of its seconds that is not in `overlap`, see
+    `Device.overlap`.
+
     >>> clock = StepClock()
     >>> clock.send(2.0, waits=False), clock.work(3.0), clock.send(1.0), clock.seconds
     (0.0, 0.0, 3.0, 4.0)
     """
+
+    overlap: float = 1.0
 
     now: float = 0.0
     network: float = 0.0
@@ -312,8 +317,7 @@ class StepClock:
         """Run a collective, for which the work that follows waits or not; returns when it begins."""
         begin = max(self.now, self.network)
         self.network = begin + seconds
-        if waits:
-            self.now = self.network
+        self.now = self.network if waits else self.now + (1 - self.overlap) * seconds
         return begin
 
     def wait(self, end: float) -> None:

@@ -69,16 +69,17 @@ class PlacedEvent:
         return self.begin + self.event.seconds
 
 
-def place_events(events: Iterable[Event], *, overlap: bool = False) -> tuple[PlacedEvent, ...]:
+def place_events(events: Iterable[Event], overlap: float = 0.0) -> tuple[PlacedEvent, ...]:
     """Place events in the order of the program, each as early as its queue allows.
 
-    Work and collectives wait for each other; with `overlap`, collectives without `waits` do not delay following work.
+    Work and collectives wait for each other, but that collectives without `waits` delay the work that follows by all
+    but the part `overlap` of their seconds (`Device.overlap`).
 
     >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
-    >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=True)]
+    >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=1.0)]
     ([0.0, 2.0], [0.0, 0.0])
     """
-    clock, ends, slots = StepClock(), dict[int, float](), list[PlacedEvent]()
+    clock, ends, slots = StepClock(overlap), dict[int, float](), list[PlacedEvent]()
     for event in events:
         if event.needs is not None:
             clock.wait(ends.get(id(event.needs), 0.0))
@@ -126,6 +127,7 @@ class StepTimeline:
     ) -> None:
         self.topology, self.memory, self.for_shapes = topology, Allocations(known), for_shapes
         self.real = self.sends = False
+        self.overlap = 1.0
         self.events: list[Event] = []
         self.running: list[Decision] = []
         self.joined: dict[int, tuple[Event, Decision]] = {}
@@ -135,6 +137,7 @@ class StepTimeline:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record what runs within the block."""
+        self.overlap = (self.topology or planning_context().topology_of(Mesh((1,)))).device.overlap
         observed = observing(self._dispatched, self._waited)
         with listen(self._sent), observed as self.running, OperatorMode(self.run):
             yield
@@ -142,7 +145,7 @@ class StepTimeline:
     @property
     def slots(self) -> tuple[PlacedEvent, ...]:
         """The events with their begins, joined collectives beside the work up to their first wait."""
-        return place_events(self.events, overlap=True)
+        return place_events(self.events, self.overlap)
 
     def seconds(self, queue: Queue) -> float:
         """Seconds of all local work, or of all collectives."""

@@ -84,7 +84,7 @@ def _layer(path: str, value: object) -> Layer:
     return _build(path, Layer, _fields(path, value, required, optional), pair_bandwidth=_pairs)
 
 
-_DEVICE_OPTIONS = ("dispatch", "in_place", "memory", "alone")
+_DEVICE_OPTIONS = ("dispatch", "in_place", "memory", "alone", "overlap")
 
 
 def _device(path: str, value: object) -> Device:

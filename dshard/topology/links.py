@@ -137,6 +137,8 @@ class Device:
         memory: Bytes of the rank's memory; None where they are not known.
         alone: Seconds of a rank's work while all others wait, over those while all compute, as the rates are: below 1
             where ranks share cores.
+        overlap: The part of a collective's seconds in which work beside it goes on as without it: 1 where the network
+            sends by itself, 0 where all of it takes the time of cores that compute.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -150,6 +152,7 @@ class Device:
     in_place: float = 0.0
     memory: float | None = None
     alone: float = 1.0
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -166,8 +169,13 @@ class Device:
         if self.memory is not None:
             check_number("memory", self.memory)
         check_number("alone", self.alone)
+        check_number("overlap", self.overlap, zero=True)
         if self.alone > 1:
             raise TopologyError(f"alone: {self.alone!r}: work takes no longer while others wait: give at most 1")
+        if self.overlap > 1:
+            raise TopologyError(
+                f"overlap: {self.overlap!r}: all of a collective at most is beside work: give at most 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,9 @@ def devices(draw: DrawFn) -> Device:
     dtypes = draw(st.lists(st.sampled_from(["float64", "float32", "bfloat16", "float8"]), min_size=1, unique=True))
     memory = draw(RATES | st.just(float("inf")))
     rates = tuple((dtype, draw(RATES)) for dtype in dtypes)
-    alone = draw(st.floats(0.01, 1.0))
-    return Device(draw(NAMES), rates, memory, draw(LATENCIES), draw(LATENCIES), draw(LATENCIES), alone=alone)
+    times = [draw(LATENCIES) for _ in range(3)]
+    alone, overlap = draw(st.floats(0.01, 1.0)), draw(st.floats(0.0, 1.0))
+    return Device(draw(NAMES), rates, memory, *times, alone=alone, overlap=overlap)
 
 
 @st.composite

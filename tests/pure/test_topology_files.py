@@ -235,6 +235,10 @@ def wrong(change: Callable[[dict[str, Any]], object]) -> str:
         (wrong(lambda d: d["device"].update(memory_bandwidth=0)), "device.memory_bandwidth: 0 is not a number above 0"),
         (wrong(lambda d: d["device"].update(alone=2)), "device.alone: 2: work takes no longer while others wait"),
         (
+            wrong(lambda d: d["device"].update(overlap=2)),
+            "device.overlap: 2: all of a collective at most is beside work",
+        ),
+        (
             wrong(lambda d: d["measured"][0].update(collective="gather")),
             r"measured\[0\].collective: 'gather' is none; use",
         ),

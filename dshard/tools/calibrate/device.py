@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from dshard.comm import transport
 from dshard.tools.calibrate.block_program import operators_of, program_on
 from dshard.tools.calibrate.fit import typical
 from dshard.tools.calibrate.rounds import Clock
@@ -16,6 +17,8 @@ from dshard.topology import Device
 
 SIDE = {"cpu": 384, "cuda": 8192}
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
+LEAST_SENT = 1 << 16
+"""Bytes that a rank sends while it works, or more where they take less than a window."""
 WINDOW = 0.04
 """Seconds for which each kind of work is repeated, so that ranks that share a core have had it in turn."""
 LEAST_REPEATS, SHARE = 3, 0.015
@@ -43,7 +46,49 @@ def measure_device(clock: Clock, seconds: float = 0.0) -> Device:
         if len(rates) == 1 and device.type == "cpu" and clock.mesh.size > 1:
             alone = min(1.0, _each(clock, work if clock.everyone.index == 0 else None, repeats) / took)
     memory = 2 * copied / _beyond(copy, launch)
-    return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock, repeats), alone=alone)
+    overlap = measure_overlap(clock, repeats)
+    return Device(
+        name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock, repeats), alone=alone, overlap=overlap
+    )
+
+
+def measure_overlap(clock: Clock, repeats: int = LEAST_REPEATS) -> float:
+    """Measure the part of a collective's seconds in which work beside it goes on as without it; 1 on one rank.
+
+    An all_gather and products that take about as long run one after the other, and beside each other.
+    """
+    n, device, group = clock.mesh.size, clock.device, clock.everyone
+    if n == 1:
+        return 1.0
+    side = SIDE.get(device.type, SIDE["cpu"])
+    x, w, grad = (torch.ones(side, side, device=device) for _ in range(3))
+    parts = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
+    number, products = LEAST_SENT // 4, 1
+
+    def begin() -> Callable[[], object]:
+        return transport.begin_all_gather(parts[:number], [number] * n, group)
+
+    def send() -> None:
+        begin()()
+
+    def work() -> None:
+        for _ in range(products):
+            _linear_and_back(x, w, grad)
+
+    def both() -> None:
+        wait = begin()
+        work()
+        wait()
+
+    number = min(parts.numel(), int(number * max(1.0, WINDOW / _slowest(clock, send, repeats))))
+    products = max(1, round(_slowest(clock, send, repeats) / _slowest(clock, work, repeats)))
+    sending, working, together = (_slowest(clock, call, repeats) for call in (send, work, both))
+    return min(1.0, max(0.0, (sending + working - together) / min(sending, working)))
+
+
+def _slowest(clock: Clock, call: Callable[[], object], repeats: int) -> float:
+    """Return the slowest rank's typical seconds for a call in which all ranks take part."""
+    return clock.slowest([typical([clock.seconds(call, before=call) for _ in range(repeats)])])[0]
 
 
 def measure_dispatch(clock: Clock, repeats: int = LEAST_REPEATS) -> tuple[float, float]:
