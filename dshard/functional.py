@@ -17,8 +17,7 @@ from dshard.dispatch.planned_calls import PLANNED
 from dshard.errors import ArgumentError, CompileError, DShardError, MixedError
 from dshard.layout import layout_of
 from dshard.ops.attention.flex import flex_attention as flex_attention  # public beside matmul
-from dshard.ops.experts.capacity import Beyond
-from dshard.ops.experts.experts_call import run_experts
+from dshard.ops.experts.experts_call import Beyond, run_experts
 from dshard.ops.experts.local_experts import Body, mlp
 from dshard.ops.fused_loss import fused_call
 from dshard.ops.fused_loss.chunk_arithmetic import Reduction

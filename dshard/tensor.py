@@ -38,8 +38,7 @@ from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.notebook import Drawn
 from dshard.ops.foreach import support
-from dshard.ops.optimiser_states import support_states
-from dshard.ops.optimiser_steps import support_local_steps
+from dshard.ops.optimiser_steps import support_local_steps, support_states
 from dshard.placements import Placement
 from dshard.rehearsal.session import ENTERED, HERE, OWN_CALLS
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor

@@ -22,7 +22,7 @@ from dshard.core.observe import Decision, observing
 from dshard.core.plain_tensors import refusing_plain
 from dshard.errors import LayoutError
 from dshard.notebook import Tabled
-from dshard.ops.experts.routed_tokens import RoutedTokens
+from dshard.ops.experts.experts_call import RoutedTokens
 from dshard.step_timeline import event_seconds
 from dshard.tables import human_bytes, short_line, text_table
 from dshard.torch_private import current_autograd_node, sequence_number

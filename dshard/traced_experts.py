@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dshard.ops.experts.routed_tokens import RoutedTokens
+from dshard.ops.experts.experts_call import RoutedTokens
 from dshard.tables import human_bytes, short_line
 
 HEADINGS = (

@@ -21,7 +21,7 @@ from benchmarks.papers.traced import Sizes, events_of, passes_of
 from benchmarks.section import markdown_table, write_section
 from dshard import Mesh
 from dshard.rules.communication_bounds import matmul_lower_bound
-from dshard.tools.demo.curves import COLOURS
+from dshard.tools.demo.train import COLOURS
 from dshard.topology import BYTES, Topology
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh, device_of, gather_objects, is_any_meta, runtime_of, taking_part
 from dshard.compare.alike_draws import draws_of_dshard, same_generators
-from dshard.compare.comparison import Comparison, Deviation, ModuleComparison, first_difference
-from dshard.compare.observed_pass import ObservedPass, Place, deviations, errors
+from dshard.compare.comparison import (
+    Comparison,
+    Deviation,
+    ModuleComparison,
+    ObservedPass,
+    Place,
+    deviations,
+    errors,
+    first_difference,
+)
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Kwargs
 from dshard.core.trees import nested_tensors

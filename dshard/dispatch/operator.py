@@ -1,6 +1,7 @@
 """An operator call becomes a cached executable: rule, strategy, redistributions and local operator.
 
-A warm call makes a key of operator, specs and static arguments, finds the executable and runs it: no planning.
+A warm call makes a key of operator, specs and static arguments, finds the executable and runs it: no planning. Of an
+operator without a rule the operands are replicated, and every rank computes the full result.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.joined_gradients import add_later
+from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas, warn_user
 from dshard.core.call import AlternativePlan, Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key
 from dshard.core.checks import infer, with_meta_form
@@ -30,14 +32,15 @@ from dshard.core.executable import (
     positions_of,
     wrap_as,
 )
-from dshard.core.moves import count_write, redistribute_local, sharing_version, write_local
-from dshard.core.observe import ASKED, OBSERVERS, observed, planned
-from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, spec_like
+from dshard.core.moves import count_write, redistribute_local, replica_broadcasts, sending, sharing_version, write_local
+from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
+from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec, specs_of
+from dshard.core.spec import Spec, spec_of, specs_of
 from dshard.core.subclasses import refuse_own_rules
-from dshard.core.trees import leaves, replace_leaves, tensors_in, with_tensors
+from dshard.core.torch_wrappers import refuse_collective, refuse_shared_ranks
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.view_sync import (
     COMPUTED,
     RESHAPED_VIEWS,
@@ -50,13 +53,14 @@ from dshard.core.view_sync import (
     register_view,
 )
 from dshard.core.wrapper import Wrapper, is_recorded, wrap, wrap_in_flight, wrap_inference_view
-from dshard.dispatch.fallback import replicate, replicated_executable
 from dshard.dispatch.registry import FACTS, known
+from dshard.errors import LayoutError
+from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.ops.custom import decomposed
+from dshard.ops.custom import check, decomposed
 from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
-from dshard.ops.random import is_random
+from dshard.ops.random import is_random, seeded_op
 from dshard.ops.views import in_memory_of
 from dshard.rules.blocked_factors import with_blocks
 from dshard.rules.rule import Rule
@@ -315,3 +319,81 @@ def _priced(name: str, rule: Rule, call: Call, plan: AlternativePlan) -> Strateg
     sent = [collective for each, itemsize in plan.plans for collective in planned(each, itemsize, topology)]
     seconds = sum(each.seconds for each, _ in plan.plans) + sum(each.seconds for each in plan.exchanges)
     return alternative_strategy(name, question, (plan.inputs, plan.outputs), (*sent, *plan.exchanges), seconds)
+
+
+def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operator without a rule on replicated operands, on every rank, as planned for this call alone."""
+    executable = replicated_executable(func, args, kwargs)
+    return observed(executable.decision, executable, (args, kwargs)) if OBSERVERS else executable(args, kwargs)
+
+
+def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Executable:
+    """The executable of an operator without a rule: replicated operands, the full result on every rank.
+
+    Warns once for each operator, on one rank. The executable of a random operator serves one call.
+    """
+    random, tensors = is_random(func), tensors_in((args, kwargs))
+    mesh = common_mesh(func, tensors)
+    if func.namespace == "c10d":
+        if func is torch.ops.c10d.allreduce_.default:
+            refuse_collective("all_reduce", ranks_of_group(args), spec_like(tensors[0], mesh).layout)
+        refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
+    if func not in _WARNED and not random:
+        warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)
+        _WARNED.add(func)
+    layout = replicated(mesh)
+    check(func, args, kwargs)
+    specs = [spec_like(t, mesh) for t in tensors]
+    topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
+    plans = tuple([plan_to(spec, layout, topology) for spec in specs])
+    decision = Decision(str(func), tuple(map(operand_of, specs)), topology, plans=plans, why=why)
+    local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else with_meta_form(func)
+    return Executable(
+        decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish_replicated, func, layout)
+    )
+
+
+def _finish_replicated(func: OpOverload, layout: Layout, result: object, args: Values, local: Values) -> Any:
+    """Write back operands that the operator wrote to, and wrap the results as replicated."""
+    _refuse_sparse(func, result)
+    if func in UNREPEATABLE:
+        result = replace_tensors(result, lambda leaf: _first_rank_result(func, leaf, layout))
+    for operand, argument, written in zip(args, func._schema.arguments, local, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, Wrapper):
+            there = redistribute_local(written, operand._spec.with_layout(layout), operand._spec.layout, func)
+            write_local(operand._local_tensor, there)
+    if writes_first(func):
+        return args[0]
+    out = replace_tensors(result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)))
+    if views_first(func) and isinstance(args[0], Wrapper):
+        register_view(out, CopiedView(args[0], local[0], args[0]._spec.with_layout(layout)))
+    return out
+
+
+def _refuse_sparse(func: OpOverload, result: object) -> None:
+    kinds = {t.layout for t in tensors_in(result)} - {torch.strided}
+    if kinds:
+        raise LayoutError(
+            f"{func} gives a tensor of layout {kinds.pop()}: a distributed tensor is strided; "
+            "call it on x.full_tensor(), or on the local parts"
+        )
+
+
+def _replicated_spec(local: Tensor, layout: Layout) -> Spec:
+    of_one_rank = of_first_rank(local)
+    device = device_of_result(of_one_rank, layout.mesh)
+    return spec_of(layout, tuple(of_one_rank.shape), of_one_rank.stride(), of_one_rank.dtype, device)
+
+
+def _first_rank_result(func: OpOverload, local: Tensor, layout: Layout) -> Tensor:
+    """The result of the first rank of each mesh axis, broadcast to all ranks, for an operator whose runs differ."""
+    if not OBSERVERS:
+        return same_replicas(local, layout)
+    spec = _replicated_spec(local, layout)
+    return observed(sending(str(func), [spec], replica_broadcasts(spec)), same_replicas, (local, layout))  # type: ignore[no-any-return]
+
+
+UNREPEATABLE = frozenset({torch.ops.aten.linalg_lstsq.default})
+"""Operators whose results differ in the last bits from call to call: all ranks take the first rank's."""
+
+_WARNED: set[OpOverload] = set()

@@ -1,9 +1,8 @@
 """Explanations of operators: all candidates, the bytes and seconds of each, and which was chosen.
 
-explain_calls.py   the operators that a function calls
+explain_calls.py   the operators that a function calls, and the figures of a candidate
 explain_matmul.py  a matmul of given sizes, by every schedule
 source.py          expressions, and functions in files
-candidates.py      bytes, messages and memory of a candidate
 report_values.py   the values that are returned
 """
 

@@ -17,7 +17,7 @@ from dshard.caches import cached
 from dshard.core.context import planning_context
 from dshard.cost import work_seconds
 from dshard.errors import LayoutError, MeshError, ShapeError
-from dshard.explain.candidates import MoveCost, candidate_of_moves, redistribution_cost, rule_candidates, stored_once
+from dshard.explain.explain_calls import MoveCost, candidate_of_moves, redistribution_cost, rule_candidates, stored_once
 from dshard.explain.report_values import Candidate, Explanation, why_chosen
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh

@@ -9,7 +9,6 @@ experts/             experts: loops t, e and f, and the ragged exchange of token
 fused_loss/          cross entropy of a linear layer, by chunks of rows
 composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
-packed_gradients     gradients of equal parts, joined in blocks
 foreach decompositions custom   lists of tensors, `out=`, operators composed of others
-optimiser_steps optimiser_states   how optimisers of distributed parameters step, and what they load
+optimiser_steps      how optimisers of distributed parameters step, and what they load
 """

@@ -21,8 +21,7 @@ from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import Program
 from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
 from dshard.pipeline.simulator import Choice, choose, play, rank_schedules, simulate
-from dshard.pipeline.split import Part, split
-from dshard.pipeline.stage import Stage
+from dshard.pipeline.stage import Part, Stage, split
 from dshard.pipeline.timeline import Crossing, Span, Timeline
 
 __all__ = [

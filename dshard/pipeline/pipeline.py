@@ -13,9 +13,8 @@ from dshard.core.signature import Function
 from dshard.errors import MeshError, ScheduleError
 from dshard.pipeline.actions import Compute, edges_of, names_of
 from dshard.pipeline.costs import Costs
-from dshard.pipeline.microbatches import TARGET, Reduction, cut_batch
 from dshard.pipeline.program import Program
-from dshard.pipeline.runner import Runner
+from dshard.pipeline.runner import TARGET, Reduction, Runner, cut_batch
 from dshard.pipeline.simulator import DELAYS, choose
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of

@@ -1,4 +1,4 @@
-"""The runner of a pipeline on real ranks: each runs the actions of its stage."""
+"""The runner of a pipeline on real ranks: each runs the actions of its stage, on microbatches that it cuts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from typing_extensions import assert_never
 from dshard.comm import break_off, device_of, is_from_peer, is_published, leave_word, peek, put, runtime_of, share
 from dshard.core.signature import Function
 from dshard.distribute import distribute_tensor
-from dshard.errors import DShardError, PipelineError, ScheduleError
+from dshard.errors import DShardError, MixedError, PipelineError, ScheduleError, ShapeError
 from dshard.layout import Layout
 from dshard.pipeline.actions import (
     Action,
@@ -31,11 +31,12 @@ from dshard.pipeline.actions import (
 from dshard.pipeline.backward import backward, backward_input
 from dshard.pipeline.channel import Channels
 from dshard.pipeline.message_order import in_one_order
-from dshard.pipeline.microbatches import TARGET, Microbatch
 from dshard.pipeline.program import Program
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import Tied
+from dshard.placements import chunk
 from dshard.tensor import DTensor
+from dshard.validate import check_type
 
 
 @dataclass(slots=True)
@@ -273,3 +274,49 @@ def _failure(
     ranks = "; ".join(f"stage {i} on ranks {', '.join(map(str, stages[i].layout_mesh.ranks))}" for i in sorted(peers))
     first = "" if first_failure is None else f"; the first to fail was {first_failure}"
     return f"{here}, with {ranks}: {error}{first}"
+
+
+TARGET = "target"
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Some samples of each value of the batch, and the weight of their loss in that of the batch."""
+
+    values: Mapping[str, Tensor]
+    weight: float
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Cache key of the shapes sent between stages: equal for microbatches of equal shapes."""
+        return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(self.values.items()))
+
+
+def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Reduction) -> Sequence[Microbatch]:
+    """Cut the batch along dim 0 as `torch.chunk` does; the last microbatch may be smaller.
+
+    With a mean loss a microbatch's weight is its share of the samples; with a sum it is one.
+    """
+    for name, x in values.items():
+        check_type(x, Tensor, f"{name} of the batch", "give a torch.Tensor with the samples along dim 0")
+        if isinstance(x, DTensor):
+            raise MixedError(f"{name} is a DTensor: a pipeline takes the whole batch as plain tensors, on every rank")
+    sizes = {x.shape[0] if x.dim() else None for x in values.values()}
+    if len(sizes) != 1 or None in sizes:
+        listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in values.items())
+        raise ShapeError(f"the batch has {listed or 'nothing'}: give tensors with as many samples each along dim 0")
+    size = sizes.pop() or 0
+    parts = [chunk(size, n_microbatches, i) for i in range(n_microbatches)]
+    if not all(parts):
+        raise ShapeError(
+            f"{size} samples in {n_microbatches} microbatches, as torch.chunk cuts them, leave some without any: "
+            f"use a multiple of {n_microbatches} samples, or fewer microbatches"
+        )
+    return [
+        Microbatch(
+            {name: x[part.start : part.stop] for name, x in values.items()},
+            len(part) / size if reduction == "mean" else 1.0,
+        )
+        for part in parts
+    ]

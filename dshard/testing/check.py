@@ -26,8 +26,17 @@ from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import Strategy
 from dshard.tensor import DTensor
-from dshard.testing.choices import Choice, has_gradient, layouts_of, sample_combinations
-from dshard.testing.rule_rows import Same, blaming, check_rows, run_on, suggestive
+from dshard.testing.rule_rows import (
+    Choice,
+    Same,
+    blaming,
+    check_rows,
+    has_gradient,
+    layouts_of,
+    run_on,
+    sample_combinations,
+    suggestive,
+)
 from dshard.testing.simulated_ranks import distribute, simulated, whole
 from dshard.torch_private import OpOverload, OpOverloadPacket
 from dshard.validate import as_int, as_tuple, check_callable, check_type

@@ -19,7 +19,7 @@ import dshard
 from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard
 from dshard.comm import bind, init_device_mesh
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 THOROUGH = settings().max_examples > 100
 MESH = Mesh((4,), ("x",))

@@ -11,7 +11,7 @@ from torch import Tensor
 from dshard import DTensor, Layout, Mesh
 from dshard.rules.attention_loops import ATTENTIONS, LOOPS, RINGS
 from dshard.testing import distribute
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 MESHES = [Mesh((2,), ("x",)), Mesh((3,), ("x",)), Mesh((2, 2), ("x", "y")), Mesh((2, 1, 2), ("x", "y", "z"))]
 

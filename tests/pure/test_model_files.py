@@ -14,7 +14,7 @@ from dshard.errors import ShapeError
 from dshard.parallel import Precision
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.integrations.config_models import model_of_config, read_config
-from dshard.parallel.model_summary import model_summary
+from dshard.parallel.plan_table import model_summary
 from dshard.parallel.roles import roles_of
 from dshard.tools.cli import main
 

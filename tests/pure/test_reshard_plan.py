@@ -19,8 +19,7 @@ from dshard.reshard import ReshardPlan, plan_reshard, tasks
 from dshard.reshard.chains import FORMS, drafts, forms_of
 from dshard.reshard.host_network import host_network_of
 from dshard.reshard.order import Use, best, chains_seconds, greedy, in_depth, in_order, scheduled
-from dshard.reshard.plan_rows import BASELINES, baseline_seconds
-from dshard.reshard.reshard_plan import _plan, lower_bound, needy_hosts
+from dshard.reshard.reshard_plan import BASELINES, _plan, baseline_seconds, lower_bound, needy_hosts
 from dshard.reshard.tasks import reduced_axes, region_of
 
 PUBLISHED = {

@@ -13,7 +13,7 @@ from dshard import Layout, Mesh, Partial, Replicate, Shard
 from dshard.comm import CommEvent, listen
 from dshard.layout import parse_layout
 from dshard.testing import distribute, simulated, whole
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 Moves: TypeAlias = tuple[Function, tuple[int, ...], str, str]
 

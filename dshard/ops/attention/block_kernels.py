@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import HALF, kernel_device, sum_dtype
-from dshard.ops.attention.held_scores import Held, Operands, attend_held, held_gradients
+from dshard.ops.attention.score_functions import Held, Operands, attend_held, held_gradients
 from dshard.rules.attention_blocks import Block, join_of, reach, square_diagonals
 
 _aten = torch.ops.aten

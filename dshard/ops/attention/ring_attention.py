@@ -20,9 +20,8 @@ from dshard.comm import Program, Request, Session, begin, flat_exchange, request
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, add_gradients, block_gradients
-from dshard.ops.attention.held_scores import Held
 from dshard.ops.attention.local_attention import Options, four_dims
-from dshard.ops.attention.score_functions import Indices, ScoreFunctions
+from dshard.ops.attention.score_functions import Held, Indices, ScoreFunctions
 from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_ring import Positions, Ring, RingMessages, RingPlan, halved, ring_plan, swapped
 

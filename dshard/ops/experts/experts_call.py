@@ -1,39 +1,105 @@
 """The entry of `dshard.experts`: a layer of experts of plain or distributed tensors.
 
+A capacity leaves each expert so many tokens, the first in order, on every mesh the same. Observers are told how a layer
+spreads its tokens: nothing of it is counted without them.
+
 Design: docs/design/0026-experts.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dshard.comm import has_only_shape, is_captured, publish_failure
+from dshard.comm import has_only_shape, is_captured, measuring, of_first_rank, on_all_ranks, on_each, publish_failure
 from dshard.core.call_key import call_key
 from dshard.core.context import are_sizes_static, planning_context
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
-from dshard.core.observe import OBSERVERS, tell_observers
+from dshard.core.moves import local_redistribution, run_on_ranks
+from dshard.core.observe import OBSERVERS, tell_observers, unobserved
 from dshard.core.operands import common_mesh, spec_like
+from dshard.core.spec import contiguous_spec
 from dshard.core.torch_function import autocast
 from dshard.core.wrapper import Wrapper
-from dshard.errors import ShapeError
+from dshard.errors import ArgumentError, ShapeError
+from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.composite import are_traced, run_executable
-from dshard.ops.experts.capacity import Beyond, check_capacity, within_capacity
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
 from dshard.ops.experts.experts_without_data import experts_without_data
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.ragged_experts import RaggedExperts
-from dshard.ops.experts.routed_tokens import routed_tokens
 from dshard.ops.matmul.options import current_options
+from dshard.placements import Partial, Replicate, Shard
+from dshard.routing import Held
 from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, check_experts, expert_rule
 from dshard.rules.rule import Rule
 from dshard.torch_private import no_torch_function
-from dshard.validate import shown
+from dshard.validate import as_int, check_one_of, shown
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The tokens of one call of a layer of experts.
+
+    `loops` is the name of the strategy, and `held` are the experts of each rank, or group of ranks with the same ones.
+    `tokens` are those that this rank has, `rows` those of other ranks that came to it in the ragged form, None in other
+    forms; where ranks are simulated, those of the busiest. `counts` [experts] are tokens by expert, on the device: of
+    this rank's tokens, or of `all_ranks`, where these are simulated, have the same tokens, or measure.
+    """
+
+    loops: str
+    held: Held
+    tokens: int
+    rows: int | None
+    counts: Tensor
+    all_ranks: bool
+
+
+def routed_tokens(choice: ExpertsChoice, dim: int, index: Tensor, rows: int | None) -> RoutedTokens | None:
+    """How indices spread tokens over experts, dim `dim` of parameters; None if they have no data.
+
+    The host reads nothing, and nothing is sent unless all ranks measure.
+    """
+    experts, total = choice.strategy.inputs[OPERANDS], choice.specs[OPERANDS].shape[dim]
+    mesh = experts.mesh
+    spec = spec_like(index, mesh)
+    local = index._local_tensor if isinstance(index, Wrapper) else on_all_ranks(index, mesh)
+    if has_only_shape(local) or spec.has_partial:
+        return None
+    split = [isinstance(placement, Shard) for placement in spec.layout.placements]
+    of_ranks = Layout(mesh, tuple([Partial("sum") if each else Replicate() for each in split]))
+    summed = of_first_rank(local) is not local or measuring()
+    with torch.no_grad(), no_torch_function(), unobserved():
+        counts = run_on_ranks(mesh, lambda at: partial(_counts, total), (local,), {})
+        if summed:
+            whole = Layout(mesh, (Replicate(),) * mesh.ndim)
+            counts = local_redistribution(contiguous_spec(of_ranks, (total,), counts.dtype, local.device), whole)(
+                counts
+            )
+    parts = [experts.dim_range(dim, total, mesh.coordinate(rank)) for rank in mesh.ranks]
+    held = {(part.start, part.stop): part for part in parts if part}
+    words = [f"{name}:{row}" for name, row in zip(mesh.names, choice.strategy.rows, strict=True) if row is not None]
+    return RoutedTokens(
+        loops=choice.strategy.name or " ".join(words),
+        held=tuple([held[ends] for ends in sorted(held)]),
+        tokens=max(on_each(lambda x: prod(x.shape[:-1]), local)),
+        rows=rows,
+        counts=of_first_rank(counts),
+        all_ranks=summed or not any(split),
+    )
+
+
+def _counts(total: int, index: Tensor) -> Tensor:
+    """How many tokens each of `total` experts has; a number behind all is of none."""
+    flat = index.reshape(-1).long()
+    return flat.new_zeros(total + 1).scatter_add(0, flat, torch.ones_like(flat))[:total]
 
 
 class PlainExperts(NamedTuple):
@@ -149,3 +215,34 @@ def _kernel(choice: ExpertsChoice, body: Body, rule: Rule, capacity: int | None,
     dim = rule.inputs[OPERANDS].index(("e",))
     total = choice.specs[OPERANDS].shape[dim]
     return LocalExperts(body, choice.strategy.inputs[OPERANDS].dim_range(dim, total, at), total, capacity)
+
+
+Beyond: TypeAlias = Literal["drop", "raise"]
+"""What happens to tokens beyond the capacity of an expert: it does not get them, or that is an error."""
+
+
+def check_capacity(capacity: object, beyond: object) -> None:
+    """Check a capacity, and what happens beyond it."""
+    if capacity is not None:
+        as_int(capacity, "capacity of an expert, in tokens", least=1)
+    check_one_of(beyond, ["drop", "raise"], "beyond", ArgumentError)
+
+
+def within_capacity(index: Tensor, total: int, capacity: int, beyond: Beyond) -> Tensor:
+    """The indices [t, k], with `total`, no expert, in place of those of experts that have `capacity` tokens before.
+
+    Raises:
+        ShapeError: on all ranks, if some expert gets more, and these are not dropped.
+    """
+    hits = torch.zeros_like(index[:, :1]).expand(-1, total).contiguous().scatter_add(1, index, torch.ones_like(index))
+    before = hits.cumsum(0) - hits
+    kept = torch.where(before.gather(1, index) < capacity, index, total)
+    if beyond == "raise":
+        counts = hits.sum(0)
+        most, expert = (int(x.item()) for x in counts.max(0))
+        if most > capacity:
+            raise ShapeError(
+                f"experts: expert {expert} gets {most} tokens, {most - capacity} more than its capacity of {capacity}: "
+                'give a higher one, or beyond="drop"'
+            )
+    return kept

@@ -5,9 +5,8 @@
 The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`layouts.py`).
 """
 
-from dshard.tools.demo.curves import draw
 from dshard.tools.demo.layouts import find, names
-from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, predict, rank, run
+from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, draw, predict, rank, run
 
 __all__ = [
     "BATCH",

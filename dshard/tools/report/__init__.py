@@ -25,7 +25,7 @@ from dshard.pipeline import Choice, Timeline
 from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import step_seconds
 from dshard.reshard import ReshardPlan
-from dshard.reshard.plan_rows import chain_rows, summary_lines
+from dshard.reshard.reshard_plan import chain_rows, summary_lines
 from dshard.step_timeline import PlacedEvent
 from dshard.tables import human_bytes
 from dshard.tools.demo import Predicted, Row, Settings

@@ -26,7 +26,7 @@ from dshard.comm import bind, plain
 from dshard.core.trees import leaves, replace_leaves
 from dshard.placements import Placement
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.testing.choices import has_gradient, layouts_of
+from dshard.testing.rule_rows import has_gradient, layouts_of
 
 THOROUGH = settings().max_examples > 100
 RTOL = 1e-6

@@ -15,7 +15,7 @@ import dshard
 from dshard import DTensor, Mesh
 from dshard.comm import bind, plain
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 THOROUGH = settings().max_examples > 100
 SHAPE = (6, 5)

@@ -33,7 +33,7 @@ from dshard import (
 )
 from dshard.caches import clear_caches
 from dshard.comm.user_code import user_line
-from dshard.dispatch.fallback import _WARNED
+from dshard.dispatch.operator import _WARNED
 from dshard.testing import distribute, simulated
 from dshard.trace import Trace
 

@@ -35,7 +35,7 @@ from dshard.dispatch.registry import TABLES
 from dshard.explain import Explanation
 from dshard.pipeline import Pipeline
 from dshard.testing import RankPool, distribute, simulated
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 from dshard.topology import BYTES, Topology
 
 THOROUGH = settings().max_examples > 100

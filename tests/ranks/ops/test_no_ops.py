@@ -15,7 +15,7 @@ from torch import Tensor
 import dshard
 from dshard import DeviceMesh, DTensor, Mesh, Partial, Replicate, Shard, distribute_tensor
 from dshard.testing import RankPool, distribute, simulated, whole
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 Function: TypeAlias = Callable[[Any], Any]
 THOROUGH = settings().max_examples > 100

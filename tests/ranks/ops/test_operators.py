@@ -30,7 +30,7 @@ from dshard.testing import (
     whole_numbers,
 )
 from dshard.testing.check import _Call, recorded_calls
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 
 THOROUGH = settings().max_examples > 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor
 from dshard import Layout, Mesh, Replicate, Shard, trace, use_topology
 from dshard.comm import bind, init_device_mesh
 from dshard.testing import RankPool, RuleError, check_call, distribute, simulated, whole
-from dshard.testing.choices import layouts_of
+from dshard.testing.rule_rows import layouts_of
 from dshard.topology import default_topology
 
 Sample: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -16,7 +16,7 @@ from torch import nn
 from dshard import distribute_module
 from dshard.errors import DShardError, PipelineError, RankError, ShapeError
 from dshard.pipeline import SCHEDULES, Pipeline, Stage
-from dshard.pipeline.microbatches import cut_batch
+from dshard.pipeline.runner import cut_batch
 from dshard.testing import RankPool, rank_pool
 
 TWO = (Where((0, 1), (2,), "data"), Where((2, 3), (2,), "tensor"))
