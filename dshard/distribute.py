@@ -61,22 +61,9 @@ def distribute_tensor(
         tensor = from_torch(tensor)
     check_strided(tensor, "distribute_tensor", "the whole tensor")
     layout = replicated(mesh) if placements is None else layout_of(mesh, placements, tensor.ndim)
-    if isinstance(tensor, DTensor):
-        if tensor.layout == layout:
-            return tensor
-        raise LayoutError(
-            f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
-            f"use redistribute to lay it out [{layout}]"
-        )
-    if layout.blocks:
-        layout.check(tuple(tensor.shape))
-    refuse_wrapped(tensor, "distribute_tensor")
-    if not tensor.is_leaf:
-        raise LayoutError(
-            f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
-            "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
-            "DTensor.from_local, which is differentiable"
-        )
+    if isinstance(tensor, DTensor) and tensor.layout == layout:
+        return tensor
+    _check_distributed(tensor, layout)
     if comm.comparing():
         call = f"distribute_tensor of {tuple(tensor.shape)}, {tensor.dtype}, [{layout}], src_data_rank={src_data_rank}"
         call += ", requires_grad" * tensor.requires_grad
@@ -99,6 +86,23 @@ def distribute_tensor(
         with no_torch_function():
             return torch.nn.Parameter(out, tensor.requires_grad)  # type: ignore[return-value]
     return out.requires_grad_(tensor.requires_grad) if tensor.requires_grad else out
+
+
+def _check_distributed(tensor: Tensor, layout: Layout) -> None:
+    if isinstance(tensor, DTensor):
+        raise LayoutError(
+            f"distribute_tensor was given a DTensor laid out [{tensor.layout}]: "
+            f"use redistribute to lay it out [{layout}]"
+        )
+    if layout.blocks:
+        layout.check(tuple(tensor.shape))
+    refuse_wrapped(tensor, "distribute_tensor")
+    if not tensor.is_leaf:
+        raise LayoutError(
+            f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
+            "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
+            "DTensor.from_local, which is differentiable"
+        )
 
 
 def cut(tensor: Tensor, layout: Layout) -> DTensor:
@@ -162,7 +166,6 @@ def distribute_module(
     check_type(module, nn.Module, "distribute_module", "give an nn.Module; a tensor is for distribute_tensor")
     device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
     as_mesh(device_mesh)
-    device_mesh = comm.current_mesh() if device_mesh is None else device_mesh
     if getattr(module, _DISTRIBUTED, False):
         raise LayoutError(
             f"distribute_module of a {type(module).__name__} that it was called for before: its hooks would run twice; "
@@ -171,9 +174,7 @@ def distribute_module(
     for what, function in ("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn):
         if function is not None:
             check_callable(function, what, "give a function, or leave it out")
-    input_fn, output_fn = (
-        _hook(what, function) for what, function in (("input_fn", input_fn), ("output_fn", output_fn))
-    )
+    input_fn, output_fn = _hook("input_fn", input_fn), _hook("output_fn", output_fn)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)

@@ -138,8 +138,13 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     chosen = chosen_plan(model, mesh, plan, plan_options(model, precision, group), args, kwargs)
-    modes = input_modes(inputs, model, args, kwargs)
-    boundary = Boundary(chosen, modes, outputs, seed_alike)
+    _lay_out(model, Boundary(chosen, input_modes(inputs, model, args, kwargs), outputs, seed_alike))
+    return model
+
+
+def _lay_out(model: nn.Module, boundary: Boundary) -> None:
+    """Lay out a model in place, by the plan of its boundary."""
+    chosen = boundary.plan
     distribute_parameters(model, chosen)
     if chosen.precision is not None:
         chosen.precision.reduce(model.parameters())
@@ -149,7 +154,6 @@ def parallelize(
     end_boundary(model, boundary)
     for adopt in AFTER_PARALLELIZE:
         adopt(model, boundary)
-    return model
 
 
 def chosen_plan(

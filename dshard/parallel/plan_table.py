@@ -167,15 +167,20 @@ def plan_table(
                 search = PlanSearch(Auto(memory, seconds=left), options, prices, graph)
                 done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
             begun += 1
-    table = PlanTable((), model_summary(model, model_trace, roles), memory, flops, topology, peak)
+    summary, skipped, left = model_summary(model, model_trace, roles), len(laid) - len(tried), len(turns) - begun
+    return _ranked(PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left))
+
+
+def _ranked(table: PlanTable) -> PlanTable:
+    """The table with one of its plans that are alike, the fastest that fit first, then the smallest of the others."""
     alike: dict[tuple[str, ...], RankedPlan] = {}
-    for each, row in zip(done, replace(table, plans=tuple(done)).rows(), strict=True):
+    for each, row in zip(table.plans, table.rows(), strict=True):
         alike.setdefault((row[0], *row[3:]), each)
     fitting = [each for each in alike.values() if table.fits(each.plan)]
     others = [each for each in alike.values() if not table.fits(each.plan)]
     fitting.sort(key=lambda each: each.plan.cost.seconds)
     others.sort(key=lambda each: each.plan.cost.memory.total)
-    return replace(table, plans=(*fitting, *others), skipped=len(laid) - len(tried), left=len(turns) - begun)
+    return replace(table, plans=(*fitting, *others))
 
 
 def _planned(search: PlanSearch, tables: StepTables) -> list[RankedPlan]:

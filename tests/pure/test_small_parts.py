@@ -1,4 +1,4 @@
-"""Classes and functions stay small enough to be read: few attributes, few parameters."""
+"""Classes and functions stay small enough to be read: few attributes, few parameters, a screen of lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from helpers.sources import SOURCES, parsed
 
-MOST_ATTRIBUTES, MOST_PARAMETERS = 15, 8
+MOST_ATTRIBUTES, MOST_PARAMETERS, MOST_LINES = 15, 8, 60
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -35,6 +35,8 @@ def too_large(tree: ast.Module) -> Iterator[str]:
             yield f"class {each.name} has {len(attributes(each))} attributes"
         if isinstance(each, ast.FunctionDef) and not is_small(each):
             yield f"{each.name} has more than {MOST_PARAMETERS} parameters"
+        if isinstance(each, ast.FunctionDef) and (each.end_lineno or 0) - each.lineno >= MOST_LINES:
+            yield f"{each.name} has more than {MOST_LINES} lines"
 
 
 def test_no_class_and_no_function_is_too_large() -> None:
@@ -47,7 +49,9 @@ def test_what_is_too_large_is_found() -> None:
     fields = "\n".join(f"    f{i}: int" for i in range(MOST_ATTRIBUTES))
     methods = "    def set(self, x):\n        self.more, x.other = 1, 2"
     parameters = ", ".join(f"p{i}" for i in range(MOST_PARAMETERS + 1))
-    programs = (f"class A:\n{fields}\n{methods}", f"def f({parameters}): ...", f"def _f(*, {parameters}): ...")
+    lines = "def f():" + "\n    pass" * MOST_LINES
+    programs = (f"class A:\n{fields}\n{methods}", f"def f({parameters}): ...", f"def _f(*, {parameters}): ...", lines)
 
-    assert [len([*too_large(ast.parse(text))]) for text in programs] == [1, 1, 1]
-    assert not [*too_large(ast.parse(f"class A:\n{fields}\ndef f(*, {parameters}): ..."))]
+    assert [len([*too_large(ast.parse(text))]) for text in programs] == [1, 1, 1, 1]
+    fitting = f"class A:\n{fields}\ndef f(*, {parameters}): ...\n{lines.removesuffix('pass').rstrip()}"
+    assert not [*too_large(ast.parse(fitting))]

@@ -16,7 +16,7 @@ from dshard.parallel import Plan, plan_model
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 from dshard.tools.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
-from dshard.tools.demo import data as data_module
+from dshard.tools.demo import train as train_module
 from dshard.tools.demo.layouts import SINGLE, UnknownStrategy, find
 from dshard.tools.demo.train import Digits, MissingExtra, batches, example, load, run, train, train_all
 from dshard.tools.demo.vit import build
@@ -101,7 +101,7 @@ class TestData:
         assert [len(batch) for batch in batches(numbered, size=7, steps=2, seed=0)] == [7, 7]
 
     def test_a_missing_package_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(data_module, "find_spec", lambda name: None)
+        monkeypatch.setattr(train_module, "find_spec", lambda name: None)
 
         with pytest.raises(MissingExtra, match=r'pip install "dshard\[demo\]"'):
             run(Settings(), ignore)
