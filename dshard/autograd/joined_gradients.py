@@ -16,7 +16,7 @@ Design: docs/design/0017-joined-collectives.md
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count, groupby
 from math import prod, sqrt
 from operator import attrgetter
@@ -41,7 +41,7 @@ from dshard.torch_private import autograd_engine, graph_task_id
 _NUMBERS = count()
 _MOST = 16384
 """With more ways to redistribute gradients on a mesh than this, those that a pass does not need are forgotten."""
-_NUMBER, _OF, _MOVE, _KEY, _LOCAL = map(attrgetter, ("leaf.number", "leaf.of", "move", "key", "local"))
+_NUMBER, _OF, _MOVE, _KEY, _LOCAL, _OWN = map(attrgetter, ("leaf.number", "leaf.of", "move", "key", "local", "own"))
 """The attributes that are read of each gradient in each pass, without a call of Python."""
 
 GRADIENTS: comm.Scoped[float, float] = comm.Scoped("gradients", prod)
@@ -89,7 +89,8 @@ Key: TypeAlias = tuple[int, object]
 class GradientInFlight:
     """A gradient to be redistributed by `move`, of which this rank has `local`: the first use of its result waits.
 
-    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor. That
+    One whose bucket has not begun is then redistributed alone. `own` says that nobody else holds the local tensor, or,
+    of a leaf that `is_packed`, not whether its memory has other tensors in it. The local tensor
     is dropped once its collective has begun. The result has the dtype of `local`, whatever that of the move. `stream`
     is the one on which the gradient arises: those of a bucket may come from several. `finish` waits for the end of a
     collective that has begun.
@@ -292,6 +293,20 @@ def bucket_of(leaf: GradientLeaf) -> object:
     return leaves.buckets.get((leaf.number, move.same))
 
 
+def all_reduced_together(leaves: Mapping[int, GradientLeaf]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of these leaves whose gradients are all-reduced in one buffer, in its order, if it has no others."""
+    buffers, sizes = defaultdict[object, list[int]](list), Counter[object]()
+    for known in {id(leaf.joined[1]): leaf.joined[1] for leaf in leaves.values() if leaf.joined is not None}.values():
+        sizes.update(known.buckets.values())
+    for n, leaf in leaves.items():
+        bucket, lane = bucket_of(leaf), None if leaf.joined is None else leaf.joined[0].lane
+        kinds = [] if lane is None else [kind for kind, _, _ in lane.collectives]
+        if bucket is not None and kinds == ["all_reduce"] and leaf.reduce_dtype is None:
+            buffers[bucket].append(n)
+    orders = (sorted(numbers, key=lambda n: leaves[n].number, reverse=True) for numbers in buffers.values())
+    return tuple(tuple(each) for each in orders if 1 < len(each) == sizes[bucket_of(leaves[each[0]])])
+
+
 def add_later(total: Wrapper, grad: Wrapper) -> bool:
     """Add a gradient that is reduced with others to `total` once it is there; False if it is to be added now.
 
@@ -363,13 +378,14 @@ def _begin(members: Sequence[GradientInFlight]) -> None:
             pending.local, pending.finish = None, lambda: reduced
             return
         if not OBSERVERS:
-            pending.finish = move.begin_or_run(local, pending.own)
+            pending.finish = move.begin_or_run(local, pending.own and not pending.leaf.is_packed)
             pending.local, pending.leaf.is_packed = None, False
             return
     name, leaves = "redistribute", ()
     if OBSERVERS:
         name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
         leaves = tuple(map(_OF, waiting))
-    ends = begin_lane([*map(_MOVE, waiting)], [*map(_LOCAL, waiting)], name, leaves)
+    own = all(map(_OWN, waiting))
+    ends = begin_lane([*map(_MOVE, waiting)], [*map(_LOCAL, waiting)], name, leaves, own)
     for pending, end in zip(waiting, ends, strict=True):
         pending.local, pending.finish, pending.leaf.is_packed = None, end, True

@@ -83,7 +83,8 @@ def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wra
         if leaf.accumulates and sent is spec:
             return _JoinedRedistribute.apply(grad, leaf, move)  # type: ignore[no-untyped-call,no-any-return]
         return redistribute(grad.to(sent.dtype), layout, asynchronous=asynchronous).to(spec.dtype)
-    own = asynchronous and not leaf.is_packed and is_sole_owner(grad, references)  # a packed one is not written
+    is_packed = leaf.accumulates and leaf.is_packed  # then it is written only where it lies in a buffer with others
+    own = asynchronous and is_sole_owner(grad, references, of_memory=not is_packed)
     if leaf.accumulates:
         joined = join(leaf, grad._local_tensor, move, own)
         if joined is not None:

@@ -28,13 +28,16 @@ def unshared(x: Wrapper) -> Any:
     return wrap(x._local_tensor.clone(memory_format=torch.contiguous_format), x._spec)
 
 
-def is_sole_owner(x: Wrapper, references: int) -> bool:
+def is_sole_owner(x: Wrapper, references: int, *, of_memory: bool = True) -> bool:
     """Whether nothing else holds the gradient `x`, its local tensor, its memory, or the tensor whose view it is.
 
-    `references` are those to `x` in the hook of a leaf that was called with it.
+    `references` are those to `x` in the hook of a leaf that was called with it. Without `of_memory` the memory may have
+    other tensors in it, which `lie_together` looks for.
     """
     if references != _references_in_hook() or "_local_tensor" not in x.__dict__:  # in flight: its buffer may be in use
         return False
+    if not of_memory:
+        return _tensor_counts(x.__dict__) in _SOLE_TENSOR
     return _reference_counts(x.__dict__) in _SOLE_OWNER
 
 
@@ -94,6 +97,12 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
     memory, base = local.untyped_storage(), local._base
     counts = (tensor_references(local), getrefcount(local), storage_references(memory._cdata), getrefcount(memory))
     return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
+
+
+def _tensor_counts(attributes: dict[str, Any]) -> tuple[int, int]:
+    """References to the local tensor, in C++ and Python."""
+    local = attributes["_local_tensor"]
+    return tensor_references(local), getrefcount(local)
 
 
 def python_references(x: object) -> int:
@@ -162,5 +171,6 @@ def _references_in_hook() -> int:
 with neutral_state():
     _SOLE_OWNER = [counts for make in (_plain, _view) if (counts := _measured(make)) is not None]
 """The counts of a tensor that nothing else holds, and of such a view."""
+_SOLE_TENSOR = {counts[:2] for counts in _SOLE_OWNER}
 NOT_SHARED = {0} | ({python_references(SimpleNamespace(_local_tensor=_plain()))} if _SOLE_OWNER else set())
 """The `python_references` of a tensor whose local tensor has no other Python reference."""

@@ -59,6 +59,7 @@ from dshard.comm.peer_failure import (
     publish_failure,
     watch_backward,
 )
+from dshard.comm.pieces import JoinedViews
 from dshard.comm.program_steps import Steps, Transfer, flat_exchange, send_receive, steps_of
 from dshard.comm.rank_checks import are_alike, checksum, compare_calls, compare_draws, compare_replicas, digest
 from dshard.comm.rank_checks import enabled as comparing

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import prod
 from operator import attrgetter, is_
+from sys import getrefcount
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
 from dshard.redistribute import numel
-from dshard.torch_private import chunk_cat
+from dshard.torch_private import chunk_cat, storage_references
 
 _DTYPE = attrgetter("dtype")
 
@@ -122,8 +123,13 @@ class JoinedPieces:
         self.is_by_rows = is_even and not any(member.dim for member in self.members)
 
     def pack(self, tensors: list[Tensor], space: Session) -> Tensor:
-        """A new flat buffer of these tensors; the list is emptied, so that they are freed while it is sent."""
-        flat = self._packed(tensors)
+        """A flat buffer of these tensors, new, or the memory in which they are all there is.
+
+        The list is emptied, so that they are freed while the buffer is sent.
+        """
+        flat = lying_together(tensors, self.dtype) if space.packs_in_place and self.rows == 1 else None
+        if flat is None:
+            flat = self._packed(tensors)
         tensors.clear()
         return flat
 
@@ -178,6 +184,31 @@ class JoinedViews:
         """
         parts = zip(flat.split(self.sizes), self.shapes, strict=True)
         return [part.view(shape).data for part, shape in parts]
+
+
+def lying_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The memory of contiguous tensors that fill it one after the other; None if anything else holds it."""
+    if _references_to_memory(tensors) != _ALONE:
+        return None
+    memory = tensors[0].untyped_storage()
+    begin = end = memory.data_ptr()
+    for x in tensors:
+        if x.data_ptr() != end or x.dtype is not dtype or not x.is_contiguous():
+            return None
+        end += x.nbytes
+    if end != begin + memory.nbytes():
+        return None
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory)
+
+
+def _references_to_memory(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """References to the memory of these tensors, beyond theirs in C++, and in Python."""
+    memory = tensors[0].untyped_storage()
+    return storage_references(memory._cdata) - len(tensors), getrefcount(memory)
+
+
+_ALONE = _references_to_memory([torch.empty(1, device="cpu")])
+"""The references to a memory that nothing else holds."""
 
 
 def _views(pieces: Pieces, x: Tensor) -> Sequence[Tensor]:

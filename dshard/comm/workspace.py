@@ -81,14 +81,22 @@ def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
 class Session:
     """New buffers for one program on the process groups of `runtime`, freed as soon as nothing needs them.
 
-    `in_flight` says that other work runs beside the collectives, `owns` that what is sent may be overwritten.
+    `in_flight` says that other work runs beside the collectives, `owns` that what is sent may be overwritten, and
+    `packs_in_place` that the tensors that are packed may be, too, where nothing else has their memory.
     """
 
     lends = traces = False
     """Whether buffers return to a pool, and so are there until the program gives them back; whether torch traces."""
 
-    def __init__(self, runtime: Runtime | None = None, *, in_flight: bool = False, owns: bool = False) -> None:
-        self.runtime, self.in_flight, self.owns = runtime, in_flight, owns
+    def __init__(
+        self,
+        runtime: Runtime | None = None,
+        *,
+        in_flight: bool = False,
+        owns: bool = False,
+        packs_in_place: bool = False,
+    ) -> None:
+        self.runtime, self.in_flight, self.owns, self.packs_in_place = runtime, in_flight, owns, packs_in_place
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""

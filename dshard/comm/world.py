@@ -159,6 +159,7 @@ class OnProcesses:
     """A rank in each process: collectives run on process groups, beside the computation."""
 
     at_once, in_flight, owned = Session(), Session(in_flight=True), Session(in_flight=True, owns=True)
+    in_place = Session(in_flight=True, owns=True, packs_in_place=True)
 
     def __init__(self, mesh: Mesh) -> None:
         self.runtime, self.coordinate = own_runtime(mesh)
@@ -173,8 +174,10 @@ class OnProcesses:
         """The result in flight once these steps have begun; None if they send nothing."""
         if not moving.sends:
             return None
-        owns = owns or moving.dtype is not None  # several tensors are packed into a new buffer
-        program, launch = redistributed(steps, x, self.owned if owns else self.in_flight), self.launch
+        space = self.owned if owns or moving.dtype is not None else self.in_flight  # several are packed into a buffer
+        if owns and moving.dtype is not None and not RECORDERS:  # a recording would not know whose memory that is
+            space = self.in_place
+        program, launch = redistributed(steps, x, space), self.launch
         return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:

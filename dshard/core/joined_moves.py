@@ -67,8 +67,10 @@ def _lanes(moves: Sequence[LocalRedistribution]) -> list[list[int]]:
     return cache.add(key, [*lanes.values()])  # type: ignore[no-any-return]
 
 
-def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...]) -> Ends:
-    """`begin_together` for redistributions of one lane."""
+def begin_lane(
+    moves: Sequence[LocalRedistribution], local: list[Tensor], op: str, members: tuple[int, ...], own: bool = False
+) -> Ends:
+    """`begin_together` for redistributions of one lane; with `own` nobody else holds the local tensors."""
     if len(moves) == 1:
         move, tensor = moves[0], local.pop()
         if tensor.dtype is not move.spec.dtype:
@@ -79,10 +81,10 @@ def begin_lane(moves: Sequence[LocalRedistribution], local: list[Tensor], op: st
         return [move.begin_or_run(tensor)]
     joined = _joined(moves)
     if not OBSERVERS:
-        results = joined.begin_or_run(local)
+        results = joined.begin_or_run(local, own)
     else:
         decision = decision_together(moves, op, members)
-        begun = observed(decision, joined.begin_or_run, (local,))
+        begun = observed(decision, joined.begin_or_run, (local, own))
         results = comm.Once(partial(finish_observed, decision, begun))
     return [*map(partial, repeat(results), range(len(moves)))]
 

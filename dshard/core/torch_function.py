@@ -79,6 +79,7 @@ _BINDINGS = {
     aten.neg.default: torch.neg,
     aten.pow.Tensor_Scalar: torch.pow,
     aten.mm.default: torch.mm,
+    aten.mm.out: torch.mm,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from dshard.rehearsal.answers import FILE
 from dshard.rehearsal.code import Code, variable
 from dshard.rehearsal.derivation import Derivation
-from dshard.rehearsal.local_recorder import Instruction, Slot
+from dshard.rehearsal.local_recorder import Instruction, Slot, View
+from dshard.rehearsal.packed_gradients import pack_gradients
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, with_slots
 
@@ -59,8 +62,11 @@ def program_of(
     grad_slots: Mapping[Slot, int],
     results: Mapping[int, Given],
     parts: Sequence[PassStage],
+    packs: Sequence[Sequence[int]] = (),
 ) -> BackwardProgram:
     """The program of a recorded backward pass, which gives the `results` by number, those of each part behind it.
+
+    Those in each of `packs` lie one after the other in one buffer.
 
     Raises:
         NoProgram: it reads what is not there.
@@ -78,8 +84,9 @@ def program_of(
     given = {n: same.get(slot, slot) for n, slot in given.items()}
     once, rest, fixed = parted(life.fixed | derivation.literals.keys(), instructions)
     own.add(derivation.literals, once, len(derivation.views))
-    code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
+    rest, given = _packed(rest, parts, given, packs, derivation.views)
     pairs = [([each for each in rest if each.call == i], part.numbers) for i, part in enumerate(parts)]
+    code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
     run, source = code.function("backward", "v, w, g", _lines(pairs, given, fixed, grad_slots, code), FILE)
     made = {out for each in rest for out in each.made}
     read = {slot for each in rest for slot in reads(each)} | {*given.values()}
@@ -142,6 +149,33 @@ def _add(
             again.add(id(maker))
             _add(maker, derivation, stored, instructions, again)
     instructions.append(each)
+
+
+def _packed(
+    instructions: Sequence[Instruction],
+    parts: Sequence[PassStage],
+    given: Mapping[int, Slot],
+    packs: Sequence[Sequence[int]],
+    views: Sequence[View | None],
+) -> tuple[list[Instruction], dict[int, Slot]]:
+    """The instructions and the gradients that they give, with those of each pack in one buffer."""
+    instructions, given, new_slots = [*instructions], dict(given), map(Slot, count(len(views)))
+    part_of = {n: i for i, part in enumerate(parts) for n in part.numbers}
+    roots = roots_of(instructions)
+    times = Counter(roots.get(slot, slot) for slot in given.values())
+    last = {roots.get(slot, slot): each.call for each in instructions for slot in reads(each)}
+
+    def is_shared(slot: Slot, part: int) -> bool:
+        return slot in roots or times[slot] > 1 or last.get(slot, -1) > part
+
+    for pack in packs:
+        if part_of.keys() >= {*pack}:
+            slots = {given[n]: part_of[n] for n in pack}
+            shared = {slot for slot, part in slots.items() if is_shared(slot, part)}
+            if len(slots) == len(pack):
+                instructions, now = pack_gradients(instructions, slots, views, shared, new_slots)
+                given |= zip(pack, now, strict=True)
+    return instructions, given
 
 
 def _lines(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from dshard.autograd.joined_gradients import MeshLeaves, bucket_of
+from dshard.autograd.joined_gradients import MeshLeaves, all_reduced_together, bucket_of
 from dshard.rehearsal.contents import Contents
 
 
@@ -14,23 +14,26 @@ class GradientOrder:
     """The operands that get a gradient, in segments, each of which has a node of autograd.
 
     They come in the order in which an eager backward pass has their gradients whole. Segments end where a bucket of
-    gradients does. A leaf's gradient that is `alone`, not reduced with others, is reduced when it arises, and has its
-    own: all ranks have to keep the order.
+    gradients does; in `packs` are those that one buffer reduces, in its order. A leaf's gradient that is `alone`, not
+    reduced with others, is reduced when it arises, and has its own segment: all ranks have to keep the order.
     """
 
     def __init__(self, contents: Contents) -> None:
         self._leaves, self._order = contents.leaves, contents.trained
         self._segments, self._n_cuts = list[list[int]](), -1
+        self.packs: tuple[tuple[int, ...], ...] = ()
 
     def _cut(self) -> None:
         """Cut the order by the buckets that there are."""
         self._n_cuts = MeshLeaves.n_cuts
         last: dict[object, int] = {}
+        found = {n: getattr(self._leaves.get(n), "_gradient_leaf", None) for n in self._order}
+        leaves = {n: leaf for n, leaf in found.items() if leaf is not None}
         for i, n in enumerate(self._order):
-            leaf = getattr(self._leaves.get(n), "_gradient_leaf", None)
-            bucket = None if leaf is None else bucket_of(leaf)
+            bucket = bucket_of(leaves[n]) if n in leaves else None
             if bucket is not None:
                 last[bucket] = i + 1
+        self.packs = all_reduced_together(leaves)
         ends = {*last.values(), len(self._order)}
         self._segments = [self._order[start:end] for start, end in pairwise([0, *sorted(ends)])]
 
@@ -46,10 +49,10 @@ Parts: TypeAlias = tuple[Iterable[int], Iterator[dict[int, Any]]]
 
 
 class GivenGradients:
-    """The gradients that the nodes of a run give, each those of one of its `segments`."""
+    """The gradients that the nodes of a run give, each those of one of its `segments`; `packs` lie in one buffer."""
 
-    def __init__(self, segments: list[list[int]]) -> None:
-        self.segments = segments
+    def __init__(self, segments: list[list[int]], packs: tuple[tuple[int, ...], ...]) -> None:
+        self.segments, self.packs = segments, packs
         self._coming, self._found = set[int](), dict[int, Any]()  # of the backward pass that runs
         self._parts: Iterator[dict[int, Any]] = iter(())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,6 +42,11 @@ class View(NamedTuple):
     is_neg: bool
     is_contiguous: bool
     device: torch.device
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
 
 
 def view_of(x: Tensor) -> View:

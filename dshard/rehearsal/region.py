@@ -70,7 +70,7 @@ class Run:
         self.skipped = set[int]()
         self.late: dict[int, Tensor] = {}
         record.last = ref(self)
-        self.given = GivenGradients(record.order.segments(record.own.are_hooked()))
+        self.given = GivenGradients(record.order.segments(record.own.are_hooked()), record.order.packs)
         self.overwritten: list[int] = []
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         self.tensors[: len(inputs)] = inputs

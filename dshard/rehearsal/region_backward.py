@@ -54,8 +54,8 @@ TWICE = (
 class Pattern(NamedTuple):
     """The key of a backward program.
 
-    The calls answered, the operands whose gradients are asked for, those that arrived, by place, and in how many
-    segments the gradients are given.
+    The calls answered, the operands whose gradients are asked for, those that arrived, by place, in how many segments
+    the gradients are given, and which of them in one buffer.
     """
 
     n_answered: int
@@ -64,6 +64,7 @@ class Pattern(NamedTuple):
     settings: tuple[object, ...]
     accumulates: bool
     n_segments: int
+    packs: tuple[tuple[int, ...], ...]
 
 
 class RegionNode(torch.autograd.Function):
@@ -160,6 +161,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
         _check_versions(run, record.read)
         return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     locals_ = [local_of(grad) for grad in arrived]
+    accumulates = accumulating() or any(leaf.has_partial_sum for leaf in record.own.gradient_leaves)
     pattern = Pattern(
         run.n_answered,
         tuple(asked),
@@ -168,8 +170,9 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
             for i, grad, local in zip(given, arrived, locals_, strict=True)
         ),
         tuple(settings_in_force()),
-        accumulating() or any(leaf.has_partial_sum for leaf in record.own.gradient_leaves),
+        accumulates,
         len(run.given.segments),
+        () if accumulates else run.given.packs,
     )
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
@@ -296,7 +299,8 @@ class _DerivedPass:
             *before, last = self._stages or [PassStage(0, [])]
             parts = [*before, last._replace(end=len(derivation.instructions))]
             try:
-                program = program_of(record, derivation, self._grad_slots, self._results, parts)
+                packs = self._pattern.packs
+                program = program_of(record, derivation, self._grad_slots, self._results, parts, packs)
             except NoProgram as error:
                 record.why_not = str(error)
             else:
