@@ -19,14 +19,14 @@ from dshard.comm import compare_calls, comparing
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.spec import Spec
+from dshard.core.torch_placements import torch_placements
 from dshard.core.transforms import unwrapped
-from dshard.core.trees import map_tensors, nested_tensors
+from dshard.core.trees import map_tensors
 from dshard.core.wrapper import is_leaf
 from dshard.dispatch.planned_calls import PLANNED
 from dshard.distribute import cut, distribute_tensor
-from dshard.layout import Layout
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
-from dshard.parallel.batch_rows import OfBatch, has_of_batch, input_layouts, sizes_of_batch
+from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.followed_modules import FollowedModules
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
@@ -74,15 +74,15 @@ def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] 
     followed = FollowedModules(plan) if plan.calls else None
     if followed is not None:
         blocks.append(_around(followed.enter, by_cost()))
-    layouts = input_layouts(plan)
-    in_graph = InputsInGraph(plan.mesh, layouts, plan.ndim)
+    layouts = InputLayouts(plan, plan.ndim, argument_names(model) if len(plan.inputs) > 1 else None)
+    in_graph = InputsInGraph(plan.mesh, layouts)
 
     @skip_frame
     def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         for enter_block, _ in blocks:
             enter_block()
         inputs: Any = args, kwargs
-        inputs = in_graph(inputs) if is_dynamo_compiling() else lay_out(inputs, plan, layouts, plan.ndim)
+        inputs = in_graph(inputs) if is_dynamo_compiling() else lay_out(inputs, plan, layouts)
         return inputs if plan.precision is None else plan.precision.inputs(inputs)
 
     @skip_frame
@@ -308,29 +308,28 @@ def _output_hook(plan: Plan, name: str) -> Any:
 
 def distribute_inputs(inputs: object, plan: Plan) -> Any:
     """The inputs of a model as distributed tensors, laid out by the plan."""
-    return lay_out(inputs, plan, input_layouts(plan))
+    return lay_out(inputs, plan, InputLayouts(plan))
 
 
-def lay_out(inputs: object, plan: Plan, layouts: Mapping[OfBatch, Layout], ndim: int = 1) -> Any:
+def lay_out(inputs: object, plan: Plan, layouts: InputLayouts) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
-    The batch is the first dim of the first tensor of at least `ndim` dims, the sequence the second dim of the first
-    tensor that has two. Plain tensors must be equal on all ranks; nothing is sent. Distributed ones are unchanged,
-    except that those on a mesh that the plan unfolds take the layout of plain ones. `layouts`: `input_layouts(plan)`.
+    Those that the plan names have their own layouts. Plain tensors must be equal on all ranks; nothing is sent.
+    Distributed ones are unchanged, except that those on a mesh that the plan unfolds take the layout of plain ones.
     """
-    sizes, compares = sizes_of_batch(nested_tensors(inputs), ndim), comparing()
+    keys, compares = iter(layouts.keys(inputs)), comparing()
 
     def distributed(leaf: Tensor) -> Tensor:
+        layout = layouts.layouts[next(keys)]
         whole = unwrapped(leaf)
         if isinstance(whole, DTensor) and (whole is not leaf or not _on_other_mesh(leaf, plan)):
             return leaf  # a transform of torch.func that follows a distributed tensor goes on with it
-        layout = layouts[has_of_batch(leaf, sizes)]
         if isinstance(leaf, DTensor):
-            return leaf.redistribute(plan.mesh, layout.placements)
+            return leaf.redistribute(plan.mesh, torch_placements(layout))
         if not compares:
             return cut(leaf, layout)
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
-        return distribute_tensor(leaf, plan.mesh, layout.placements, src_data_rank=None)
+        return distribute_tensor(leaf, plan.mesh, torch_placements(layout), src_data_rank=None)
 
     return map_tensors(inputs, distributed)
 

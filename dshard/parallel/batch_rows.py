@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dshard.comm import own_coordinate
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Context
-from dshard.layout import Layout, replicated
+from dshard.core.trees import named_tensors, nested_tensors
+from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Partial, Placement, Replicate, Shard
@@ -29,43 +31,88 @@ OfBatch: TypeAlias = Literal["rows and sequence", "rows", "neither"]
 
 def data_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the batch."""
-    return tuple(name for name, p in zip(plan.mesh.names, plan.batch, strict=True) if p == Shard(0))
+    return tuple(name for name, p in zip(plan.mesh.names, plan.inputs[""], strict=True) if p == Shard(0))
 
 
-def rows_alone(plan: Plan) -> tuple[Placement, ...]:
+def rows_alone(batch: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements of a batch of which only the rows are sharded."""
-    return tuple(p if p == Shard(0) else Replicate() for p in plan.batch)
+    return tuple(p if p == Shard(0) else Replicate() for p in batch)
 
 
-def input_layouts(plan: Plan) -> dict[OfBatch, Layout]:
-    """The layouts of a model's inputs, by which sizes of the batch their first dims have."""
-    return {
-        "rows and sequence": Layout(plan.mesh, plan.batch),
-        "rows": Layout(plan.mesh, rows_alone(plan)),
-        "neither": replicated(plan.mesh),
-    }
+def layouts_of_batch(batch: Layout) -> dict[str, Layout]:
+    """The layouts of inputs of which a plan says nothing else, by which sizes of the batch their first dims have."""
+    rows = Layout(batch.mesh, rows_alone(batch.placements))
+    return {"rows and sequence": batch, "rows": rows, "neither": replicated(batch.mesh)}
 
 
-def sizes_of_batch(tensors: Sequence[Tensor], ndim: int) -> tuple[int | None, int | None]:
+class InputLayouts:
+    """The layouts of a model's inputs: those that a plan names, and of others by which sizes of the batch they have.
+
+    Without `arguments`, the names of the model's, inputs are a batch outside of it, named by keys of dicts alone.
+    """
+
+    def __init__(self, plan: Plan, ndim: int = 1, arguments: Sequence[str] | None = None) -> None:
+        self.ndim, self.arguments = ndim, arguments
+        self.layouts = layouts_of_batch(Layout(plan.mesh, plan.inputs[""]))
+        self.dims: dict[str, int] = {}
+        for name, placements in plan.inputs.items():
+            if not name:  # the batch
+                continue
+            self.layouts[f"input {name}"] = Layout(plan.mesh, placements)
+            self.dims[name] = 1 + max([p.dim for p in placements if isinstance(p, Shard)], default=-1)
+
+    def keys(self, inputs: object) -> list[str]:
+        """For each tensor, in the order of `map_tensors`, the key of its layout among the `layouts`."""
+        shapes = [tuple(x.shape) for x in nested_tensors(inputs)]
+        sizes = sizes_of_batch(shapes, self.ndim)
+        keys: list[str] = [has_of_batch(shape, sizes) for shape in shapes]
+        if self.dims and sizes[0] is not None:
+            for i, (path, _) in enumerate(named_tensors(inputs)):
+                name = ".".join(path if self.arguments is None else argument_path(path, self.arguments))
+                if self.dims.get(name, len(shapes[i]) + 1) <= len(shapes[i]):
+                    keys[i] = f"input {name}"
+        return keys
+
+
+def sizes_of_batch(shapes: Sequence[Shape], ndim: int) -> tuple[int | None, int | None]:
     """The sizes of batch and sequence: the first dim of the first tensor of `ndim` dims, the second of one of two.
 
     Without such a tensor there is no batch: what a model then takes is one row of it.
     """
-    rows = next((t.shape[0] for t in tensors if t.dim() >= ndim), None)
-    return rows, next((t.shape[1] for t in tensors if t.dim() > 1), None)
+    rows = next((shape[0] for shape in shapes if len(shape) >= ndim), None)
+    return rows, next((shape[1] for shape in shapes if len(shape) > 1), None)
 
 
-def has_of_batch(x: Tensor, sizes: tuple[int | None, int | None]) -> OfBatch:
+def has_of_batch(shape: Shape, sizes: tuple[int | None, int | None]) -> OfBatch:
     """Which first dims of an input have the batch and sequence `sizes`."""
     rows, length = sizes
-    if x.dim() == 0 or x.shape[0] != rows:
+    if not shape or shape[0] != rows:
         return "neither"
-    return "rows and sequence" if x.dim() > 1 and x.shape[1] == length else "rows"
+    return "rows and sequence" if len(shape) > 1 and shape[1] == length else "rows"
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    """The names of the parameters of `forward` that are given by position."""
+    return [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+
+
+def argument_path(path: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The path of a tensor in `(args, kwargs)` as one that begins with the name of its argument, or its number."""
+    kind, argument, *rest = path
+    if kind != "0":
+        return argument, *rest
+    return names[int(argument)] if int(argument) < len(names) else f"argument {argument}", *rest
+
+
+def argument_tensors(model: nn.Module, args: object, kwargs: object) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The tensors among the arguments of a model, in order, each with the names and numbers that lead to it."""
+    names = argument_names(model)
+    return [(argument_path(path, names), x) for path, x in named_tensors((args, kwargs))]
 
 
 def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:
     """The first coordinate of the data rank that `at` belongs to."""
-    return tuple(i if p == Shard(0) else 0 for i, p in zip(at, plan.batch, strict=True))
+    return tuple(i if p == Shard(0) else 0 for i, p in zip(at, plan.inputs[""], strict=True))
 
 
 @dataclass(frozen=True)
@@ -94,12 +141,12 @@ class Rows:
     @cached_property
     def are_chunks(self) -> bool:
         """Whether each rank's rows are its shard of the global batch under the plan."""
-        layout = Layout(self.plan.mesh, rows_alone(self.plan))
+        layout = Layout(self.plan.mesh, rows_alone(self.plan.inputs[""]))
         return all(layout.local_shape((self.total,), at) == (n,) for at, n in self.counts.items())
 
     def join(self, x: Tensor) -> DTensor:
         """The global batch with `x` as the rows of this rank. Differentiable; only uneven rows are sent."""
-        mesh, batch = self.plan.mesh, rows_alone(self.plan)
+        mesh, batch = self.plan.mesh, rows_alone(self.plan.inputs[""])
         if self.are_chunks:
             return DTensor.from_local(x, mesh, batch, shape=(self.total, *x.shape[1:]))
         most = max(self.by_data_rank)
@@ -110,7 +157,7 @@ class Rows:
 
     def part(self, x: DTensor) -> Tensor:
         """This rank's rows of the global batch `x`, plain; its gradient is weighted by the share of rows."""
-        batch = rows_alone(self.plan)
+        batch = rows_alone(self.plan.inputs[""])
         if not self.are_chunks:
             most = max(self.by_data_rank)
             starts = [sum(self.by_data_rank[:i]) for i in range(len(self.by_data_rank))]
@@ -125,7 +172,7 @@ class Rows:
 
     def whole(self, x: DTensor) -> Tensor:
         """The global `x`, plain, which has no rows; gradients are weighted by the data ranks' shares of the rows."""
-        mesh, batch = self.plan.mesh, rows_alone(self.plan)
+        mesh, batch = self.plan.mesh, rows_alone(self.plan.inputs[""])
         terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
         return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
 

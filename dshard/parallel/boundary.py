@@ -20,8 +20,8 @@ from dshard.core.trees import map_tensors, nested_tensors
 from dshard.errors import ArgumentError, LayoutError
 from dshard.layout import Layout, layout_of
 from dshard.parallel.apply_plan import distribute_inputs
-from dshard.parallel.batch_rows import Rows, data_axes, data_coordinate, rows_alone
-from dshard.parallel.inputs import InputModes, Inputs, argument_names
+from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
+from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs
 from dshard.placements import Placement
@@ -110,7 +110,7 @@ class Boundary:
         draws = Draws(differ, modes.per_data_rank, plan.mesh)
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
-        declare_model(self, Layout(plan.mesh, rows_alone(plan)), modes.per_data_rank)
+        declare_model(self, Layout(plan.mesh, rows_alone(plan.inputs[""])), modes.per_data_rank)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
@@ -131,7 +131,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
-        laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module, len(args)))
+        laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module))
         boundary.sent = boundary.comparisons.sent()
         if boundary.inputs.draws.differ or boundary.comparisons.are_due:
             boundary.inputs.draws.enter(module)

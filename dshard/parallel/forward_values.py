@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,13 +23,12 @@ from torch.overrides import TorchFunctionMode
 from dshard.autograd.crossing import redistribute
 from dshard.comm import are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.trees import nested_tensors, replace_leaves, replace_tensors, tensors_in, with_tensors
+from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
-from dshard.parallel.inputs import argument_names
 from dshard.torch_private import disable_modes
 
 QUESTIONS = frozenset(
@@ -315,9 +314,3 @@ def _without_data(x: Tensor) -> Tensor:
 
 def _has_no_data(x: Tensor) -> bool:
     return has_only_shape(x._local_tensor if isinstance(x, Wrapper) else x)
-
-
-def named_inputs(model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> list[tuple[Tensor, str]]:
-    """The tensors among the inputs of a model, in order, each with the name of its parameter of `forward`."""
-    arguments = (*zip(argument_names(model, len(args)), args, strict=False), *kwargs.items())
-    return [(x, name) for name, arg in arguments for x in nested_tensors(arg)]

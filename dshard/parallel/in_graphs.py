@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,12 +13,13 @@ from dshard.compile.graph_functions import as_graph_function, as_graph_functions
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.compile.modes import FunctionReplacement, PlainReplicated
 from dshard.core.signature import Function
-from dshard.core.trees import map_tensors, nested_tensors
+from dshard.core.torch_placements import torch_placements
+from dshard.core.trees import map_tensors
 from dshard.distribute import distribute_tensor
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import use_strategy
-from dshard.parallel.batch_rows import OfBatch, has_of_batch, sizes_of_batch
+from dshard.parallel.batch_rows import InputLayouts
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
@@ -58,21 +58,22 @@ def by_cost() -> FunctionReplacement:
 class InputsInGraph:
     """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
 
-    def __init__(self, mesh: Mesh, layouts: Mapping[OfBatch, Layout], ndim: int) -> None:
-        self.ndim = ndim
-        self.distribute = {has: as_graph_function(_distributed, layout) for has, layout in layouts.items()}
+    def __init__(self, mesh: Mesh, layouts: InputLayouts) -> None:
+        self.keys = layouts.keys
+        self.distribute = {key: as_graph_function(_distributed, layout) for key, layout in layouts.layouts.items()}
         self.differentiable = as_graph_function(_as_replicated, mesh)
 
     def __call__(self, inputs: object) -> Any:
         """`inputs` with distributed tensors for plain ones. Traced."""
-        sizes = sizes_of_batch(nested_tensors(inputs), self.ndim)
+        keys = self.keys(inputs)
 
         def distributed(leaf: Tensor) -> Any:
+            key = keys.pop(0)
             if isinstance(leaf, DTensor):
                 return leaf
             if leaf.requires_grad:
                 return call_in_graph(self.differentiable, leaf)
-            return call_in_graph(self.distribute[has_of_batch(leaf, sizes)], leaf)
+            return call_in_graph(self.distribute[key], leaf)
 
         return map_tensors(inputs, distributed)
 
@@ -83,7 +84,7 @@ def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:
 
 
 def _distributed(layout: Layout, x: Tensor) -> DTensor:
-    return distribute_tensor(x, layout.mesh, layout.placements, src_data_rank=None)
+    return distribute_tensor(x, layout.mesh, torch_placements(layout), src_data_rank=None)
 
 
 def _with_loops(loops: AttentionLoops, *args: object, **kwargs: object) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -18,7 +17,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.trees import map_tensors, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
-from dshard.parallel.batch_rows import Rows
+from dshard.parallel.batch_rows import Rows, argument_path, argument_tensors
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, RowsOfRanks, differing, ranks_alike, ranks_by_value, states
 from dshard.placements import Replicate
@@ -31,18 +30,6 @@ MODES: tuple[Mode, ...] = ("global", "per-data-rank")
 Path: TypeAlias = tuple[str, ...]
 """The names and numbers that lead to an input: those of an argument, and of what contains it there."""
 REST = "*"
-
-
-def argument_names(model: nn.Module, n_args: int) -> list[str]:
-    """The names of the parameters of `forward`, and of `n_args` arguments if it takes more by position."""
-    names = [p.name for p in signature(model.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return names + [f"argument {i}" for i in range(len(names), n_args)]
-
-
-def argument_path(path: Path, names: Sequence[str]) -> Path:
-    """The path of a tensor in `(args, kwargs)` as one that begins with the name of its argument."""
-    kind, argument, *rest = path
-    return (names[int(argument)] if kind == "0" else argument, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +70,7 @@ def input_modes(inputs: object, model: nn.Module, args: Args, kwargs: Kwargs) ->
         check_one_of(mode, MODES, f"inputs[{name!r}]", LayoutError)
     named: Any = {tuple(name.split(".")): mode for name, mode in inputs.items() if name != REST}
     modes = InputModes(named, inputs.get(REST, "per-data-rank"))  # type: ignore[arg-type]
-    arguments = argument_names(model, len(args))
-    example = [(argument_path(path, arguments), x) for path, x in named_tensors((args, kwargs))]
+    example = argument_tensors(model, args, kwargs)
     rows = next((x.shape[0] for path, x in example if x.dim() and modes.of(path) != "global"), None)
     return replace(modes, whole_in_example=frozenset(path for path, x in example if x.dim() and x.shape[0] != rows))
 

@@ -347,7 +347,7 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
         if layout.partial_axes():
             raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is never partial; use Shard or Replicate")
         parameters[name] = layout.placements
-    return Plan("by name", mesh, parameters, replicated)
+    return Plan("by name", mesh, parameters, {"": replicated})
 
 
 def _example(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -61,7 +61,9 @@ def plan_of(path: Path, mesh: Mesh) -> Plan | str:
 
 def plan_from(data: Mapping[str, Any], mesh: Mesh) -> Plan:
     """The plan with these `Plan.data()`, on the ranks of `mesh`."""
-    own = data["mesh"]
+    own, contents = data["mesh"], {**data, "mesh": None}
     laid = replace(mesh, shape=tuple(own["shape"]), names=tuple(own["names"]))
-    plan: Plan = decoded(Plan, {**data, "mesh": None}, laid)
+    if "batch" in contents:  # of a file from when all inputs had one layout
+        contents["inputs"] = {"": contents.pop("batch")}
+    plan: Plan = decoded(Plan, contents, laid)
     return plan

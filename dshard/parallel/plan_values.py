@@ -225,9 +225,10 @@ class Search:
 class Plan(Tabled):
     """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules, or of all calls.
 
-    Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `batch` those of
-    inputs whose first dim is the batch (other inputs are replicated), `outputs` those of module outputs, and `products`
-    the loops of the matmul within a module. `shared` are modules that redistribute their input once, for all of them.
+    Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `inputs` under ""
+    those of inputs whose first dim is the batch (other inputs are replicated), and under its name, as `parallelize` has
+    it, those of an input that lies otherwise. `outputs` are those of module outputs, and `products` the loops of the
+    matmul within a module. `shared` are modules that redistribute their input once, for all of them.
     `gathers` has under "" the mesh axes whose shards of parameters are gathered a block at a time, and under its name
     those of a parameter that is not gathered along all of them, such as experts. `calls` are the functions of torch
     that a forward pass calls, in order, with the layouts of operands and results. `precision` are the dtypes in which
@@ -240,7 +241,7 @@ class Plan(Tabled):
     strategy: str
     mesh: Mesh
     parameters: Mapping[str, Placements]
-    batch: Placements
+    inputs: Mapping[str, Placements]
     outputs: Mapping[str, Placements] = field(default_factory=dict)
     products: Mapping[str, Schedule] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
@@ -309,6 +310,11 @@ class Plan(Tabled):
             )
         return space
 
+    @property
+    def batch(self) -> Placements:
+        """The placements of inputs whose first dim is the batch."""
+        return self.inputs[""]
+
     def placements(self, parameter: str) -> Placements:
         """The placements of the parameter of this name."""
         if parameter not in self.parameters:
@@ -356,8 +362,9 @@ class Plan(Tabled):
         return "\n".join([self.head(), text_table(HEADINGS, self.rows()), *self.notes()])
 
     def head(self) -> str:
-        """The strategy, the mesh and the layout of the batch, in a line."""
-        return f"{self.strategy} on ({self.mesh}); batch [{Layout(self.mesh, self.batch)}]"
+        """The strategy, the mesh and the layouts of the batch and of inputs that lie otherwise, in a line."""
+        inputs = [f"{name or 'batch'} [{Layout(self.mesh, own)}]" for name, own in self.inputs.items()]
+        return f"{self.strategy} on ({self.mesh}); {', '.join(inputs)}"
 
     def notes(self) -> list[str]:
         """What a step receives and holds, the loops of layers of experts, and how it was found, in sentences."""

@@ -90,7 +90,8 @@ def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool) -> dict[
 
     With `seed_alike` Python's generator and numpy's are seeded by the state of the first rank's.
     """
-    texts = (plan.strategy, plan.mesh, plan.batch, *sorted(map(str, (*plan.parameters.items(), *plan.outputs.items()))))
+    tensors = (*plan.inputs.items(), *plan.parameters.items(), *plan.outputs.items())
+    texts = (plan.strategy, plan.mesh, *sorted(map(str, tensors)))
     versions = f"torch {torch.__version__}, dshard {__version__}, Python {sys.version.partition(' ')[0]}"
     own = [crc32(str(texts).encode()), crc32(versions.encode()), hash("dshard"), *states()]
     of_rank = gather_rows(own, plan.mesh, is_check=True)

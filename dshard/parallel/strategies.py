@@ -314,12 +314,12 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     products = {
         module: schedule for module, use in roles.products.items() if (schedule := _schedule(roles, module, use, axes))
     }
-    batch = tuple(axis.inputs if axis.batch or roles.of_inputs else Replicate() for axis in axes)
+    inputs = {"": tuple(axis.inputs if axis.batch or roles.of_inputs else Replicate() for axis in axes)}
     gathered = tuple(own for own, axis in zip(mesh.names, axes, strict=True) if axis.weights == "first")
     attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
     kept = {name: rest for name, dims in roles.parameters.items() if (rest := _gathered(dims, axes, mesh)) != gathered}
     gathers = ({"": gathered} if gathered else {}) | kept
-    return Plan(name, mesh, parameters, batch, outputs, products, roles.shared, attention=attention, gathers=gathers)
+    return Plan(name, mesh, parameters, inputs, outputs, products, roles.shared, attention=attention, gathers=gathers)
 
 
 def _gathered(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from dshard.core.trees import map_tensors, nested_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.ops.fused_loss.fused_call import OF_WHOLE_LOGITS
+from dshard.parallel.batch_rows import argument_tensors
 from dshard.parallel.expert_modules import experts_as_operators
-from dshard.parallel.forward_values import ForwardValues, named_inputs
+from dshard.parallel.forward_values import ForwardValues
 from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.reachable_state import ReachableState
 from dshard.planning.step_graph import StepGraph
@@ -100,9 +101,10 @@ def _recorded(
     """Run the forward pass of `model` on stand-ins of all tensors that it and the batch lead to, and record it."""
     stand_ins = {id(x): stand_in_for(x, stand_in) for x in reached.tensors}
     recorder = GraphRecorder()
-    example = named_inputs(model, tuple(args), kwargs)
+    example = argument_tensors(model, tuple(args), kwargs)
     args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda x: stand_in(x.detach()))
-    inputs = [(x, data, name) for x, (data, name) in zip(nested_tensors((args, kwargs)), example, strict=True)]
+    given = nested_tensors((args, kwargs))
+    inputs = [(x, data, ".".join(path)) for x, (path, data) in zip(given, example, strict=True)]
     parameters = [(name, stand_ins[id(x)]) for name, x in model.named_parameters()]
     buffers = [(name, stand_ins[id(x)]) for name, x in model.named_buffers()]
     recorder.leaves({"parameter": parameters, "buffer": buffers, "input": [(name, x) for x, _, name in inputs]})

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dshard.core.context import planning_context
 from dshard.core.torch_placements import torch_placements
 from dshard.dispatch.planned_calls import ANY, Placements, PlannedCall, PlannedMove
-from dshard.layout import Layout
+from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
+from dshard.parallel.batch_rows import has_of_batch, layouts_of_batch, sizes_of_batch
 from dshard.parallel.plan_values import Plan
-from dshard.placements import Placement, Replicate, Shard
+from dshard.placements import Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.move_prices import completion
 from dshard.planning.plan_step import StepPlan
@@ -42,7 +43,7 @@ def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> Plan:
         PLANNED,
         mesh,
         parameters,
-        _batch(graph, chosen.calls, mesh),
+        _inputs(graph, chosen.calls, mesh),
         calls=PlannedFunctions(graph, chosen.calls).calls(),
         gathers={"": common} | {name: own for name, own in gathers.items() if own != common},
     )
@@ -153,16 +154,28 @@ def _move(layout: Layout, gradient: Layout) -> PlannedMove:
     return PlannedMove(_placements(layout), _placements(gradient))
 
 
-def _batch(graph: StepGraph, candidates: Sequence[CallCandidate], mesh: Mesh) -> Placements:
-    """The placements in which all inputs are read; on an axis along which they are read in several ways, whole."""
-    used = [
-        candidates[use.call].inputs[use.position]
-        for value in graph.values
-        if value.kind == "input"
-        for use in value.uses
-    ]
-    batch: list[Placement] = []
-    for axis in range(mesh.ndim):
-        ways = {layout.placements[axis] for layout in used}
-        batch.append(ways.pop() if len(ways) == 1 else Replicate())
-    return tuple(batch)
+def _inputs(graph: StepGraph, chosen: Sequence[CallCandidate], mesh: Mesh) -> dict[str, Placements]:
+    """The placements of the batch, and by name those of inputs that are read in others.
+
+    A mesh axis on which the rows, or else the sequence, of any input are sharded shards those of the batch.
+    """
+    values = [value for value in graph.values if value.kind == "input" and value.shape]
+    sizes = sizes_of_batch([value.shape for value in values], 1)
+    of_batch = {value.name: has_of_batch(value.shape, sizes) for value in values}
+    uses = {value.name: [chosen[use.call].inputs[use.position] for use in value.uses] for value in values}
+    read = {name: _common(layouts) for name, layouts in uses.items() if layouts}
+    ways = zip(*[layout.placements for name, layout in read.items() if of_batch[name] != "neither"], strict=True)
+    shards = [next((p for p in (Shard(0), Shard(1)) if p in own), Replicate()) for own in ways]
+    batch = Layout(mesh, tuple(shards)) if shards else replicated(mesh)
+    rest = layouts_of_batch(batch)
+    named = {name: _placements(layout) for name, layout in read.items() if layout != rest[of_batch[name]]}
+    return {"": batch.placements} | named
+
+
+def _common(layouts: Sequence[Layout]) -> Layout:
+    """The layout in which an input is read; on a mesh axis on which it is read in several ways, whole."""
+    if len({*layouts}) == 1 and not layouts[0].partial_axes():
+        return layouts[0]
+    ways = [{*each} for each in zip(*[layout.placements for layout in layouts], strict=True)]
+    shards = [own.pop() if len(own) == 1 else Replicate() for own in ways]
+    return Layout(layouts[0].mesh, tuple([p if isinstance(p, Shard) else Replicate() for p in shards]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.comm import plain
@@ -43,3 +44,17 @@ def batch(size: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(size, 1, 4, 4, dtype=torch.float64, generator=generator)
     return images, torch.randint(0, 10, (size,), generator=generator)
+
+
+class Classifier(Vision):
+    """A vision transformer that returns its loss on labels, which stand in a dict, with weights of classes."""
+
+    def forward(self, images: Tensor, targets: dict[str, Tensor], weight: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(super().forward(images), targets["labels"], weight)
+
+
+@plain()
+def classifier(**options: Any) -> tuple[Classifier, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    images, labels = batch()
+    return Classifier(**options).double(), (images, {"labels": labels}, torch.rand(10, dtype=torch.float64))

@@ -12,9 +12,10 @@ import pytest
 import torch
 from helpers.default_cases import one_in
 from helpers.planned_models import FAMILIES, batch, language_model, mesh_of, planned_bytes
+from helpers.vision_transformer import classifier
 
 import dshard
-from dshard import Topology, parallelize, use_topology
+from dshard import Replicate, Shard, Topology, parallelize, use_topology
 from dshard.errors import StrategyError
 from dshard.parallel import Auto, Plan, model_plan
 from dshard.parallel.boundary import own_boundary
@@ -95,6 +96,41 @@ def test_planned_models_send_what_was_planned_on_eight_ranks(family: str) -> Non
     with rank_pool(8) as pool:
         for shape in ((8,), (2, 4)):
             sends_as_planned(pool, family, shape, "memory")
+
+
+def by_rows() -> Plan:
+    """A plan of four ranks that reads images by rows, and labels whole."""
+    (model, args), mesh = classifier(), mesh_of((4,))
+    graph = trace_step(model, args, {}).copies()
+    plan = as_plan(graph, plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-6)), mesh)
+    assert plan.inputs == {"": (Shard(0),), "targets.labels": (Replicate(),)}
+    return replace(plan, ndim=4)
+
+
+def on_own_rows(plan: Plan, inputs: Any) -> list[str]:
+    """What differs from one device where a loader gives a planned model batches, or rows of each data rank."""
+    torch.set_num_threads(1)
+    (alone, (images, targets, weight)), wrong = classifier(), list[str]()
+    mesh = dshard.init_device_mesh("cpu", plan.mesh.shape, mesh_dim_names=plan.mesh.names)
+    model = parallelize(copy.deepcopy(alone), mesh, plan, images, targets, weight, inputs=inputs)
+    n, at = dshard.data_ranks(model)
+    own = slice(None) if inputs == "global" else slice(at * 8 // n, (at + 1) * 8 // n)
+    alone(images, targets, weight).backward()
+    rows = {"images": images[own], "targets": {"labels": targets["labels"][own]}}
+    for each in dshard.batches(model, [rows] * 3):
+        model.zero_grad()
+        loss = model(weight=weight, **each)
+        loss.backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if not torch.allclose(whole(p.grad), q.grad, atol=1e-10):
+                wrong.append(name)
+    return wrong if n == 4 else [f"{n} data ranks"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("inputs", ["global", {"weight": "global", "*": "per-data-rank"}], ids=["global", "own rows"])
+def test_inputs_are_read_one_by_one(ranks: RankPool, inputs: Any) -> None:
+    assert ranks.run(on_own_rows, by_rows(), inputs) == [[]] * 4
 
 
 def found() -> tuple[int, Plan, str]:
