@@ -13,10 +13,11 @@ are eliminated in pairs, then in fours, and so on.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,12 +96,20 @@ class _Made(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How a variable would be eliminated: the nodes, what is left of each, and the entries of their tables."""
+    """How a variable would be eliminated: the nodes, what is left of each, and the entries of their tables.
+
+    Variables with equal nodes are of one `kind`.
+    """
 
     nodes: tuple[Node, ...]
     rests: tuple[tuple[int, ...], ...]
     size: int
     depth: int
+    kind: int
+
+
+_Rank: TypeAlias = tuple[bool, float, int, int, int]
+"""Kinds in order: those that need not be cut, then of the smallest table for each variable of the kind."""
 
 
 class _Orderer:
@@ -110,32 +119,35 @@ class _Orderer:
         self.sizes, self.limit = tuple(sizes), limit
         self.names: dict[Hashable, int] = {}
         self.numbers: dict[Node, int] = {}
+        self.kinds: dict[tuple[Node, ...], int] = {}
         self.of: list[dict[_Made, int]] = [{} for _ in sizes]
         for table, variables in factors:
             self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
         self.cuts: list[_Cut | None] = [None] * len(sizes)
-        self.alike: dict[tuple[Node, ...], dict[int, None]] = {}
-        self.waiting: list[tuple[bool, float, int, int, tuple[Node, ...]]] = []
+        self.alike = defaultdict[int, dict[int, None]](dict)
+        self.waiting: list[_Rank] = []
 
     def run(self) -> EliminationOrder:
         eliminations, roots, is_exact = list[_Elimination](), dict[int, int](), True
         self._look(range(len(self.sizes)))
         while self.waiting:
             rank = heapq.heappop(self.waiting)
-            nodes = rank[-1]
-            if rank != self._rank(nodes):
+            if rank != self._rank(rank[-1]):
                 continue
-            for variable in list(self.alike[nodes]):
-                cut = self.cuts[variable]
-                if cut is None or cut.nodes != nodes:  # a neighbour that is alike was eliminated just now
+            near = dict[int, None]()
+            for variable in list(self.alike[rank[-1]]):
+                if variable in near:  # a neighbour that is alike was eliminated just now
                     continue
-                is_exact = is_exact and len(nodes) < 2
-                made = [self.numbers.setdefault(node, len(self.numbers)) for node in nodes]
+                cut = self.cuts[variable]
+                assert cut is not None
+                is_exact = is_exact and len(cut.nodes) < 2
+                made = [self.numbers.setdefault(node, len(self.numbers)) for node in cut.nodes]
                 for node, rest in zip(made, cut.rests, strict=True):
                     if not rest:
                         roots[node] = roots.get(node, 0) + 1
                 eliminations.append(_Elimination(variable, tuple(zip(made, cut.rests, strict=True))))
-                self._eliminate(variable, cut, made)
+                near |= self._eliminate(variable, cut, made)
+            self._look(near)
         return EliminationOrder(tuple(self.names), tuple(self.numbers), tuple(eliminations), roots, is_exact)
 
     def _add(self, factor: _Made) -> None:
@@ -143,42 +155,40 @@ class _Orderer:
             own = self.of[variable]
             own[factor] = own.get(factor, 0) + 1
 
-    def _eliminate(self, variable: int, cut: _Cut, made: Sequence[int]) -> None:
+    def _eliminate(self, variable: int, cut: _Cut, made: Sequence[int]) -> dict[int, None]:
+        """Put the nodes in place of a variable's factors; its neighbours, which are to be looked at."""
         near = dict.fromkeys([other for factor in self.of[variable] for other in factor.variables if other != variable])
         for factor in self.of[variable]:
             for other in factor.variables:
                 if other != variable:
                     del self.of[other][factor]
-        self._leave(variable)
+        del self.alike[cut.kind][variable]
         for node, rest in zip(made, cut.rests, strict=True):
             self._add(_Made(node, rest, cut.depth + 1))
-        self._look(near)
+        return near
 
     def _look(self, variables: Iterable[int]) -> None:
         """Work out anew how each of these variables would be eliminated."""
+        changed = dict[int, None]()
         for variable in variables:
-            self._leave(variable)
-            cut = self.cuts[variable] = self._cut(variable)
-            self.alike.setdefault(cut.nodes, {})[variable] = None
-            heapq.heappush(self.waiting, self._rank(cut.nodes))
+            before, cut = self.cuts[variable], self._cut(variable)
+            if before is not None:
+                del self.alike[before.kind][variable]
+                changed[before.kind] = None
+            self.cuts[variable] = cut
+            self.alike[cut.kind][variable] = changed[cut.kind] = None
+        for kind in changed:
+            if self.alike[kind]:
+                heapq.heappush(self.waiting, self._rank(kind))
 
-    def _leave(self, variable: int) -> None:
-        cut = self.cuts[variable]
-        if cut is not None:
-            self.cuts[variable] = None
-            del self.alike[cut.nodes][variable]
-            if self.alike[cut.nodes]:
-                heapq.heappush(self.waiting, self._rank(cut.nodes))
-
-    def _rank(self, nodes: tuple[Node, ...]) -> tuple[bool, float, int, int, tuple[Node, ...]]:
-        """The order of variables: those that need not be cut, then of the smallest table for each that is alike."""
-        variables = self.alike.get(nodes)
+    def _rank(self, kind: int) -> _Rank:
+        variables = self.alike[kind]
         if not variables:
-            return (True, inf, 0, 0, nodes)
+            return (True, inf, 0, 0, kind)
         first = next(iter(variables))
         cut = self.cuts[first]
         assert cut is not None
-        return (len(nodes) > 1, cut.size / len(variables), cut.depth, first, nodes)
+        return (len(cut.nodes) > 1, cut.size / len(variables), cut.depth, first, kind)
 
     def _cut(self, variable: int) -> _Cut:
         nodes, rests, size = list[Node](), list[tuple[int, ...]](), 0
@@ -190,26 +200,29 @@ class _Orderer:
             nodes.append(Node(tuple(terms), len(dims)))
             rests.append(rest)
             size += prod([self.sizes[other] for other in dims])
-        return _Cut(tuple(nodes), tuple(rests), size, max([factor.depth for factor in self.of[variable]], default=0))
+        depth, own = max([factor.depth for factor in self.of[variable]], default=0), tuple(nodes)
+        return _Cut(own, tuple(rests), size, depth, self.kinds.setdefault(own, len(self.kinds)))
 
     def _groups(self, variable: int) -> list[list[_Made]]:
         """The factors of a variable in groups whose tables are within the limit; one that is larger is alone."""
         factors = [factor for factor, times in self.of[variable].items() for _ in range(times)]
         if not factors:
             return []
-        if self._entries(factors) <= self.limit:
+        if self._entries({other for factor in factors for other in factor.variables}) <= self.limit:
             return [factors]
-        groups: list[list[_Made]] = []
-        for factor in sorted(factors, key=lambda f: -self._entries([f])):
-            fitting = next((group for group in groups if self._entries([*group, factor]) <= self.limit), None)
-            if fitting is None:
-                groups.append([factor])
+        groups: list[tuple[list[_Made], set[int]]] = []
+        for factor in sorted(factors, key=lambda f: -self._entries(f.variables)):
+            for group, variables in groups:
+                if self._entries(variables.union(factor.variables)) <= self.limit:
+                    group.append(factor)
+                    variables.update(factor.variables)
+                    break
             else:
-                fitting.append(factor)
-        return groups
+                groups.append(([factor], set(factor.variables)))
+        return [group for group, _ in groups]
 
-    def _entries(self, factors: Sequence[_Made]) -> int:
-        return prod([self.sizes[other] for other in {other for factor in factors for other in factor.variables}])
+    def _entries(self, variables: Iterable[int]) -> int:
+        return prod([self.sizes[each] for each in variables])
 
 
 def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution:
