@@ -26,8 +26,10 @@ EVEN = Weights()
 """All seconds count, and no bytes."""
 CLOSE = 1e-9
 """Bounds that differ by this part of themselves are equal."""
-LARGEST = 8 * LIMIT
-"""The most entries of a table where smaller ones tell no more."""
+SMALLEST, LARGEST = 300_000, 8 * LIMIT
+"""The most entries of a table at first, and where smaller ones tell no more."""
+GROWTH = 4
+"""By this factor tables may be larger where a pass brought the bounds less than half as near to each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ def plan_step(
 
 
 def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], most: float) -> StepPlan:
-    (seconds, passes), begin, limit = limits, process_time(), LIMIT
+    (seconds, passes), begin, limit = limits, process_time(), SMALLEST
     alive = [torch.arange(len(domain)) for domain in tables.domains]
-    bound, least, best = 0.0, inf, tuple[int, ...]()
+    bound, least, gap, best = 0.0, inf, inf, tuple[int, ...]()
     parts, prices, count = Parts(), 0, 0
     order: EliminationOrder | None = None
     while True:
@@ -101,10 +103,11 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], mo
         if bound > most or least - bound <= CLOSE * least or count >= passes or process_time() - begin > seconds:
             break
         dropped = _drop(tables, alive, solution, min(least, most))
-        if not new and not dropped:
-            if order.is_exact or limit >= LARGEST:
-                break
-            limit *= 2
+        if not new and not dropped and (order.is_exact or limit >= LARGEST):
+            break
+        if not order.is_exact and min(least, most) - bound > gap / 2:
+            limit = min(GROWTH * limit, LARGEST)
+        gap = min(least, most) - bound
     calls = [tables.domains[tables.domain_of[call.number]][best[call.number]] for call in tables.graph.calls]
     stored = tables.stored(best, weights)
     bound = min(bound, most)  # those above were dropped

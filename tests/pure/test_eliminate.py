@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dshard.planning.eliminate import NamedTable, elimination_order, solve
+from dshard.planning.eliminate import NamedTable, _Orderer, elimination_order, solve
 
 Problem = tuple[list[int], list[NamedTable], dict[object, Tensor]]
 
@@ -84,3 +84,22 @@ def test_excess_tells_which_values_no_cheapest_choice_has() -> None:
     solution = solve(elimination_order([2, 2], factors), tables)
     assert (solution.bound, solution.choice) == (0.0, (0, 0))
     assert {v: excess.tolist() for v, excess in solution.excess.items()} == {0: [0.0, 1.0], 1: [0.0, 1.0]}
+
+
+def test_the_effort_grows_with_the_number_of_blocks_that_share_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+    cut = _Orderer._cut
+
+    def counted(self: _Orderer, variable: int) -> object:
+        seen.append(len(self.of[variable]))
+        return cut(self, variable)
+
+    monkeypatch.setattr(_Orderer, "_cut", counted)
+    efforts = []
+    for n in (64, 256):
+        chain = [NamedTable("chain", (i, i + 1)) for i in range(n)]
+        elimination_order([3] * (n + 2), [*chain, *[NamedTable("shared", (n + 1, i)) for i in range(n)]])
+        efforts.append(sum(seen))
+        seen.clear()
+
+    assert efforts[1] < 6 * efforts[0]
