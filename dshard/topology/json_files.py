@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod
-from typing import Any, TypeAlias, TypeVar
+from types import UnionType
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from dshard.errors import DShardError, TopologyError
 from dshard.mesh import Mesh
@@ -20,9 +22,7 @@ SCHEMA = 1
 MAX_RANKS = 1 << 20
 """The most ranks that a mesh in a file may have."""
 
-_ALGORITHM = tuple(field.name for field in dataclasses.fields(Algorithm))
 Fields: TypeAlias = dict[str, Any]
-T = TypeVar("T")
 Read: TypeAlias = Callable[[str, object], Any]
 """Reads the value at a path in the file."""
 
@@ -62,57 +62,48 @@ def loads(text: str) -> Fields:
     fields = _fields("", value, required=known[:4], optional=known[4:])
     if fields["schema"] != SCHEMA or isinstance(fields["schema"], bool):
         raise TopologyError(f"schema: {fields['schema']!r} is not {SCHEMA}, the only version that is read here")
-    layers = _list("layers", fields["layers"], _layer)
+    layers = _list("layers", fields["layers"], partial(_read, Layer))
     if "ranks" in fields:
         _check_total(fields["ranks"], layers)
-    return {
-        "name": _text("name", fields["name"]),
-        "layers": layers,
-        "device": _device("device", fields["device"]),
-        "backend": _text("backend", fields.get("backend", "gloo")),
-        "measured": _list("measured", fields.get("measured", []), _measured),
-        "source": _text("source", fields.get("source", "")),
-        "algorithms": _list("algorithms", fields.get("algorithms", []), _algorithm),
-    }
+    return {name: _read(kind, name, fields[name]) for name, kind in _KINDS.items() if name in fields}
 
 
-def _layer(path: str, value: object) -> Layer:
-    required, optional = (
-        ("name", "ranks", "group_bandwidth", "latency"),
-        ("pair_bandwidth", "rank_bandwidth", "hardware"),
-    )
-    return _build(path, Layer, _fields(path, value, required, optional), pair_bandwidth=_pairs)
+_KINDS = {
+    "name": str,
+    "layers": tuple[Layer, ...],
+    "device": Device,
+    "backend": str,
+    "measured": tuple[Measured, ...],
+    "source": str,
+    "algorithms": tuple[Algorithm, ...],
+}
+"""The fields of a topology in a file, and the kinds of their values."""
 
 
-_DEVICE_OPTIONS = ("dispatch", "in_place", "memory", "alone", "overlap")
+def _read(kind: Any, path: str, value: Any) -> Any:
+    """The value at a path in the file, as an annotation says; numbers are checked by the class that receives them."""
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, path, value)
+    if kind is str:
+        return _text(path, value)
+    if kind is int:
+        return as_int(value, path, TopologyError, least=0)
+    if get_origin(kind) is UnionType and isinstance(value, list):  # one number, or a matrix
+        kind = next((each for each in get_args(kind) if get_origin(each) is tuple), kind)
+    if get_origin(kind) is tuple:
+        item, *more = get_args(kind)
+        return _list(path, value, partial(_read, item if more == [...] else None))
+    return value
 
 
-def _device(path: str, value: object) -> Device:
-    fields = _fields(path, value, ("name", "flops", "memory_bandwidth", "launch"), _DEVICE_OPTIONS)
-    return _build(path, Device, fields, flops=_rates, memory_bandwidth=lambda _, value: inf if value is None else value)
-
-
-def _measured(path: str, value: object) -> Measured:
-    required = ("collective", "mesh", "axes", "latency", "bandwidth")
-    fields = _fields(path, value, required, ("points", "date", "device", "sizes", "spread"))
-    read: dict[str, Read] = {"mesh": _mesh, "axes": _texts, "sizes": _values, "points": _rows}
-    return _build(path, Measured, fields, **read, date=_text, device=_text)
-
-
-def _algorithm(path: str, value: object) -> Algorithm:
-    return _build(path, Algorithm, _fields(path, value, _ALGORITHM, ()), share=_values, most=_values)
-
-
-def _mesh(path: str, value: object) -> Mesh:
-    """Read a mesh, whose ranks are 0, 1, 2, ... unless listed."""
-    fields = _fields(path, value, ("shape", "names"), ("ranks", "device_type"))
-    return _build(path, Mesh, fields, shape=_sizes, names=_texts, ranks=_integers, device_type=_text)
-
-
-def _build(path: str, make: Callable[..., T], fields: Fields, **read: Read) -> T:
-    """Call `make` with these fields, reading some of them first; its errors are prefixed with the path in the file."""
-    for name in read.keys() & fields.keys():
-        fields[name] = read[name](f"{path}.{name}", fields[name])
+def _build(make: Any, path: str, value: object) -> Any:
+    """Call a class with the fields of an object; its errors are prefixed with the path in the file."""
+    hints, known = get_type_hints(make), [each for each in dataclasses.fields(make) if each.init]
+    required = [each.name for each in known if each.default is dataclasses.MISSING]
+    fields = _fields(path, value, required, [each.name for each in known if each.name not in required])
+    for name, own in fields.items():
+        read: Read = _READERS.get((make, name)) or partial(_read, hints[name])
+        fields[name] = read(f"{path}.{name}", own)
     try:
         return make(**fields)
     except DShardError as error:
@@ -138,20 +129,6 @@ def _list(path: str, value: object, read: Read) -> tuple[Any, ...]:
     return tuple(read(f"{path}[{i}]", item) for i, item in enumerate(value))
 
 
-def _values(path: str, value: object) -> tuple[Any, ...]:
-    """Read a list of any values, which the class that receives them checks."""
-    return _list(path, value, lambda _, item: item)
-
-
-def _rows(path: str, value: object) -> tuple[tuple[Any, ...], ...]:
-    return _list(path, value, _values)
-
-
-def _pairs(path: str, value: object) -> Any:
-    """Read one bandwidth for all pairs, or a matrix."""
-    return _rows(path, value) if isinstance(value, list) else value
-
-
 def _rates(path: str, value: object) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, dict):
         raise TopologyError(f"{path}: {value!r} is no object of dtypes and rates")
@@ -164,23 +141,19 @@ def _text(path: str, value: object) -> str:
     return value
 
 
-def _texts(path: str, value: object) -> tuple[str, ...]:
-    return _list(path, value, _text)
-
-
-def _integer(path: str, value: object) -> int:
-    return as_int(value, path, TopologyError, least=0)
-
-
-def _integers(path: str, value: object) -> tuple[int, ...]:
-    return _list(path, value, _integer)
-
-
 def _sizes(path: str, value: object) -> tuple[int, ...]:
-    sizes = _integers(path, value)
+    sizes: tuple[int, ...] = _read(tuple[int, ...], path, value)
     if prod(sizes) > MAX_RANKS:
         raise TopologyError(f"{path}: {sizes} has more than {MAX_RANKS} ranks")
     return sizes
+
+
+_READERS: dict[tuple[type, str], Read] = {
+    (Device, "flops"): _rates,
+    (Device, "memory_bandwidth"): lambda _, value: inf if value is None else value,
+    (Mesh, "shape"): _sizes,
+}
+"""The readers of fields that are written otherwise than they are annotated, or have a limit."""
 
 
 def _total(layers: Sequence[Layer]) -> int | None:

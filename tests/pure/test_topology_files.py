@@ -281,6 +281,12 @@ def test_a_bad_file_is_refused_with_the_field_named(tmp_path: Path, text: str, m
     assert isinstance(caught.value, DShardError | ValueError)
 
 
+def test_a_field_that_has_a_default_may_be_left_out() -> None:
+    text = wrong(lambda d: [each.pop("latency") for each in d["layers"]])
+
+    assert [layer.latency for layer in Topology.from_json(text).layers] == [0.0, 0.0]
+
+
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"cannot read the topology .*none.json"):
         Topology.load(tmp_path / "none.json")
