@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import comm
-from dshard.checkpoint.flat_names import leaves
 from dshard.checkpoint.store import (
     agree,
     agreed_path,
     complete_partials,
     failing,
+    leaves,
     misfits,
     on_all_ranks,
     on_first_rank,

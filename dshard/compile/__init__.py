@@ -2,7 +2,6 @@
 
 graph_functions.py   functions that stand in the graph as one call, and frames left to Python
 metadata.py          a tensor without its local tensor: what a compiled graph depends on
-modes.py             blocks that a graph can contain, as the calls that they change
 graph.py             calls and guards written into the graph; imported only while torch traces
 graph_runs.py        runs of compiled graphs, whose errors reach waiting ranks
 

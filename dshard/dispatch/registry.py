@@ -37,7 +37,7 @@ from dshard.ops import (
 )
 from dshard.ops.custom import answered, decomposed, has_out, into_out, no_resize, number
 from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
-from dshard.ops.experts.experts_without_data import RULES as CALLS_WITHOUT_DATA
+from dshard.ops.experts.local_experts import RULES as CALLS_WITHOUT_DATA
 from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
 from dshard.ops.random import RANDOM

@@ -6,6 +6,7 @@ from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.expert_modules import RECOGNISED, register_experts
 from dshard.parallel.function_plan import FunctionPlan, plan_function, plan_steps
+from dshard.parallel.in_graphs import loss_parallel
 from dshard.parallel.integrations.experts import transformers_experts
 from dshard.parallel.integrations.huggingface import wrap_for_huggingface
 from dshard.parallel.integrations.pretrained import from_pretrained
@@ -19,7 +20,6 @@ from dshard.parallel.integrations.torch_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from dshard.parallel.loss import loss_parallel
 from dshard.parallel.model_plan import AFTER_PARALLELIZE, parallelize, plan_model
 from dshard.parallel.plan_table import PlanTable, RankedPlan, plan_table
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan

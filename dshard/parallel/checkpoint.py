@@ -18,7 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from dshard.core.signature import Function
 from dshard.core.trees import map_tensors, nested_tensors
 from dshard.errors import LayoutError
-from dshard.ops.matmul.matmul_autograd import RECOMPUTE_HOOKS
+from dshard.ops.matmul.functions import RECOMPUTE_HOOKS
 from dshard.validate import check_callable
 
 

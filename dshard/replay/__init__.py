@@ -1,7 +1,7 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
 `step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `step_program` makes a
-function of that, with the numbers of `optimizer_options` as inputs, and `step_state` compares what is cheap to compare.
+function of that, with numbers of optimisers as inputs, and `step_state` compares what is cheap to compare.
 
 Design: docs/design/0020-replay.md
 """

@@ -20,9 +20,8 @@ from dshard.rehearsal.calls import local_of, without_autocast
 from dshard.rehearsal.code import Code, results_of, variable
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.simplified import parted, reads, simplified, written_by
-from dshard.replay.optimizer_options import FUNCTIONS, Term, options_of, values_in, with_values
 from dshard.replay.step_recording import StepCall, StepRecording
-from dshard.replay.step_state import alike
+from dshard.replay.step_state import FUNCTIONS, Term, alike, options_of, values_in, with_values
 from dshard.torch_private import increment_version, pytree
 
 FILE = "<replay>"

@@ -18,8 +18,18 @@ from dshard.core.wrapper import Wrapper
 from dshard.errors import ReplayError
 from dshard.rehearsal.calls import autocast_now, kind_of, local_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, StepRecorder, equal
-from dshard.replay.optimizer_options import Option, Options, Terms, options_of, terms_in, values_in, with_values
-from dshard.replay.step_state import StepState, alike, is_plain
+from dshard.replay.step_state import (
+    Option,
+    Options,
+    StepState,
+    Terms,
+    alike,
+    is_plain,
+    options_of,
+    terms_in,
+    values_in,
+    with_values,
+)
 from dshard.torch_private import no_torch_function, pytree
 
 T = TypeVar("T")

@@ -3,9 +3,8 @@
 Design: docs/design/0009-reshard.md
 """
 
-from dshard.reshard.chains import Chain
+from dshard.reshard.chains import Chain, Task, reduced_axes, region_of, tasks
 from dshard.reshard.reshard_plan import ReshardPlan, plan_reshard
-from dshard.reshard.tasks import Task, reduced_axes, region_of, tasks
 
 __all__ = [
     "Chain",

@@ -1,8 +1,8 @@
 """The network and devices of a machine; every bandwidth, latency and rate in the package comes from here.
 
 `links` has links, layers of the network, devices and measured figures; `network` the `Topology` made of them; `sharing`
-computes how the groups of some mesh axes share it, and `wiring` the links between pairs of units; `algorithms` has
-those of NCCL; `presets` common machines; `json_files` reads and writes JSON.
+computes how the groups of some mesh axes share it, and the links between pairs of units; `algorithms` has those of
+NCCL; `presets` common machines; `json_files` reads and writes JSON.
 """
 
 from __future__ import annotations

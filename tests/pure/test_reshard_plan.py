@@ -16,11 +16,10 @@ from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Sha
 from dshard.layout import overlap
 from dshard.redistribute import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
-from dshard.reshard.chains import FORMS, drafts, forms_of
+from dshard.reshard.chains import FORMS, drafts, forms_of, reduced_axes, region_of
 from dshard.reshard.host_network import host_network_of
 from dshard.reshard.order import Use, best, chains_seconds, greedy, in_depth, in_order, scheduled
 from dshard.reshard.reshard_plan import BASELINES, _plan, baseline_seconds, lower_bound, needy_hosts
-from dshard.reshard.tasks import reduced_axes, region_of
 
 PUBLISHED = {
     "1": (2.0, 0.5, 0.5, 0.5),

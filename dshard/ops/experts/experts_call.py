@@ -32,8 +32,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.composite import are_traced, run_executable
 from dshard.ops.experts.experts_choice import ExpertsCandidates, ExpertsChoice
-from dshard.ops.experts.experts_without_data import experts_without_data
-from dshard.ops.experts.local_experts import Body, LocalExperts
+from dshard.ops.experts.local_experts import Body, LocalExperts, experts_without_data
 from dshard.ops.experts.ragged_experts import RaggedExperts
 from dshard.ops.matmul.options import current_options
 from dshard.placements import Partial, Replicate, Shard

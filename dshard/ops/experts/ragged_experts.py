@@ -24,8 +24,7 @@ from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.experts.experts_choice import ExpertsChoice
-from dshard.ops.experts.experts_without_data import experts_without_data
-from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of
+from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of, experts_without_data
 from dshard.ops.experts.token_route import TokenExchange, TokenPairs, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
 from dshard.torch_private import keeps_graph

@@ -4,9 +4,8 @@
 makes the topology, the same on every rank.
 """
 
-from dshard.tools.calibrate.fit import Fit, fit, typical
 from dshard.tools.calibrate.measure import SECONDS, measure, measure_world
-from dshard.tools.calibrate.rounds import COLLECTIVES, SIZES, Progress
+from dshard.tools.calibrate.rounds import COLLECTIVES, SIZES, Fit, Progress, fit, typical
 
 __all__ = [
     "COLLECTIVES",

@@ -11,8 +11,7 @@ import torch
 
 from dshard.comm import transport
 from dshard.tools.calibrate.block_program import operators_of, program_on
-from dshard.tools.calibrate.fit import typical
-from dshard.tools.calibrate.rounds import Clock
+from dshard.tools.calibrate.rounds import Clock, typical
 from dshard.topology import Device
 
 SIDE = {"cpu": 384, "cuda": 8192}
