@@ -6,6 +6,8 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import TypeAlias
 
@@ -160,26 +162,23 @@ def parse_output(text: str) -> Path:
     return path
 
 
+def number_of(text: str, is_right: Callable[[float], bool], wanted: str, unit: str = "") -> float:
+    """The finite number that `text` is before the unit, if it is a right one; else the error says what is `wanted`."""
+    with suppress(ValueError):
+        number = float(text.removesuffix(unit))
+        if isfinite(number) and is_right(number):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is {wanted}")
+
+
 def parse_seconds(text: str) -> float:
     """Seconds above zero."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
-    return seconds
+    return number_of(text, lambda n: n > 0, "not a number of seconds above zero")
 
 
 def parse_amount(text: str) -> float:
     """Seconds or bytes, zero or more."""
-    try:
-        amount = float(text)
-    except ValueError:
-        amount = -1.0
-    if not 0 <= amount < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least zero")
-    return amount
+    return number_of(text, lambda n: n >= 0, "not a number of at least zero")
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

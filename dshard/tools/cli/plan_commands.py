@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ from dshard.tools.cli.arguments import (
     add_dtype,
     add_files,
     add_group,
+    number_of,
     parse_devices,
     parse_mesh,
     parse_output,
@@ -293,13 +295,7 @@ def parse_routing(text: str) -> Routing:
 
 def parse_share(text: str) -> float:
     """A share above 0, of at most 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write a number above 0, of at most 1")
-    return share
+    return number_of(text, lambda n: 0 < n <= 1, "no share: write a number above 0, of at most 1")
 
 
 def _simulate_step(arguments: argparse.Namespace) -> int:
@@ -330,10 +326,5 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
 def parse_bytes(text: str) -> float:
     """A size such as 80GB or 80GiB."""
     unit = next((unit for unit in _BYTES if text.endswith(unit)), "")
-    try:
-        size = float(text.removesuffix(unit)) * _BYTES.get(unit, 1)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it like 80GB or 80GiB")
-    return size
+    factor = _BYTES.get(unit, 1)
+    return factor * number_of(text, lambda n: 0 < n * factor < inf, "no size: write it like 80GB or 80GiB", unit)
