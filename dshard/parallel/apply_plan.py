@@ -1,8 +1,11 @@
-"""Apply a plan to a module by hooks: its inputs on entry, schedules within, and the outputs of some of its modules."""
+"""Apply a plan to a module by hooks: its inputs on entry, schedules within, and the outputs of some of its modules.
+
+The planned calls of each module that runs go on at its own.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
@@ -23,23 +27,23 @@ from dshard.core.torch_placements import torch_placements
 from dshard.core.transforms import unwrapped
 from dshard.core.trees import map_tensors
 from dshard.core.wrapper import is_leaf
-from dshard.dispatch.planned_calls import PLANNED
+from dshard.dispatch.planned_calls import PLANNED, PlannedCall, PlannedCalls
 from dshard.distribute import cut, distribute_tensor
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
-from dshard.parallel.followed_modules import FollowedModules
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
-from dshard.rehearsal.session import own_call
+from dshard.rehearsal.region_recording import RegionRecording
+from dshard.rehearsal.session import HERE, own_call
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
-from dshard.torch_private import graph_task_id, no_torch_function
+from dshard.torch_private import graph_task_id, no_torch_function, saved_tensor_hooks
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
@@ -338,3 +342,69 @@ def _on_other_mesh(x: DTensor, plan: Plan) -> bool:
     """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" unfolds."""
     mesh = x.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
+
+
+class FollowedModules:
+    """The planned calls of a model, and for each module with modules in it the numbers at which its visits begin.
+
+    Visits of a module with unlike layouts are laid out by cost: a visit that is recomputed is not known by its number.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.mesh = plan.mesh
+        self.begins, ends = _visits(plan.calls)
+        self.planned = PlannedCalls(_alike(plan.calls, self.begins, ends))
+
+    def enter(self) -> Callable[[], None]:
+        """Begin a forward pass of the model, and return the function that ends it."""
+        before = PLANNED.position()
+        PLANNED.put(self.planned, 0)
+        PLANNED.visits = Counter()
+        return partial(PLANNED.put, *before)
+
+    def arrive(self, name: str, again: bool = False) -> None:
+        """The module of this name begins to run: its calls are the next ones, unless there were later ones.
+
+        If it runs `again`, in a backward pass, those before it need not be made.
+        """
+        begins, visit = self.begins.get(name), PLANNED.visits[name]
+        if begins is None:
+            return
+        PLANNED.visits[name] += 1
+        hooks = saved_tensor_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__:
+            PLANNED.inside(hooks[0], name)
+        at = begins[min(visit, len(begins) - 1)]
+        if at <= PLANNED.at:
+            return
+        counts = HERE.answer is None or isinstance(HERE.answer, RegionRecording)  # not calls that are answered
+        if counts and not again:
+            left_out = [each for each in self.planned.calls[PLANNED.at : at] if each.is_laid_out]
+            if left_out:
+                self.planned.warn(left_out[0], f"went on to {name} without", self.mesh)
+        PLANNED.put(self.planned, at)
+
+
+def _visits(calls: Sequence[PlannedCall]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """For each module the numbers of the first call of each visit to it, and of the last."""
+    begins, ends = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for n, call in enumerate(calls):
+        for module in call.begun:
+            if module:
+                begins[module].append(n)
+                ends[module].append(n)
+        names = call.module.split(".")
+        for module in [".".join(names[: i + 1]) for i in range(len(names))]:
+            ends[module][-1:] = [n] if ends[module] else []
+    return begins, ends
+
+
+def _alike(calls: Sequence[PlannedCall], begins: dict[str, list[int]], ends: dict[str, list[int]]) -> list[PlannedCall]:
+    """The calls, with those by cost of modules whose visits are not alike."""
+    out = [*calls]
+    for module, firsts in begins.items():
+        visits = [calls[first : last + 1] for first, last in zip(firsts, ends[module], strict=True)]
+        if len({tuple([call.layouts() for call in visit]) for visit in visits}) > 1:
+            for first, last in zip(firsts, ends[module], strict=True):
+                out[first : last + 1] = [call.by_cost() for call in out[first : last + 1]]
+    return out
