@@ -114,11 +114,7 @@ def randperm(n: int, **options: Unpack[FactoryOptions]) -> DTensor:
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or n - 1 > torch.iinfo(dtype).max:
         _check_holds(n, dtype)
     order = random.permutation(n, random.draw_for(layout.mesh, "randperm", generator)).to(dtype)
-
-    def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
-        return comm.local_part(order, layout, coordinate).to(device)
-
-    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
+    return _own_part(order, layout, options)
 
 
 @traceable
@@ -156,11 +152,16 @@ def _spaced(
     first, last = (x.item() if isinstance(x, Tensor) else x for x in ends)
     with comm.plain():
         numbers = make(first, last, *shape, dtype=options.get("dtype"))
+    return _own_part(numbers, layout, options)
+
+
+def _own_part(numbers: Tensor, layout: Layout, options: FactoryOptions) -> DTensor:
+    """The DTensor of these numbers, of which every rank has all and keeps its own."""
 
     def local_of_rank(coordinate: Coordinate, device: torch.device) -> Tensor:
         return comm.local_part(numbers, layout, coordinate).to(device)
 
-    return _wrap_local(comm.local_of(layout, local_of_rank), layout, shape, options)
+    return _wrap_local(comm.local_of(layout, local_of_rank), layout, tuple(numbers.shape), options)
 
 
 def _new(

@@ -13,15 +13,26 @@ from hypothesis import strategies as st
 
 from dshard import Routing
 from dshard.routing import Held, expert_ranges
-from dshard.rules.expert_bound import (
-    busiest_lower_bound,
-    experts_lower_bound,
-    pass_lower_bound,
-    routed_lower_bound,
-)
+from dshard.rules.expert_bound import busiest_lower_bound, experts_lower_bound, pass_lower_bound
 
 Chosen = list[list[tuple[int, ...]]]
 """The experts of each token of each rank."""
+
+
+def routed_lower_bound(chosen: Sequence[Sequence[Sequence[int]]], held: Held, row: float, weights: float) -> float:
+    """Elements that all ranks together receive in one pass, at least.
+
+    `chosen` are the experts of each token of each rank.
+    """
+    at_expert, at_token = [0.0] * held[-1].stop, dict[tuple[int, int], float]()
+    home = {expert: rank for rank, each in enumerate(held) for expert in each}
+    for own, tokens in enumerate(chosen):
+        for experts in tokens:
+            remote = [expert for expert in experts if home[expert] != own]
+            for expert in remote:
+                at_expert[expert] += 1 / sum([home[each] == home[expert] for each in remote])
+                at_token[own, expert] = at_token.get((own, expert), 0.0) + 1 / len(remote)
+    return pass_lower_bound(at_expert, [*at_token.values()], row, weights)
 
 
 def pairs_of(chosen: Chosen) -> list[tuple[int, int, int]]:

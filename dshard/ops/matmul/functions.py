@@ -286,16 +286,12 @@ def bmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def einsum(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.einsum`: a matmul if there are two operands; for any other number torch decomposes it."""
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
-    if kwargs or not isinstance(equation, str) or len(operands) != 2:
+    form = einsum_form(args, kwargs)
+    if form is None:
         return call_torch(func, args, kwargs)
-    rule = einsum_rule(equation, *(tuple(x.shape) for x in operands))
-    if rule is None:
-        return call_torch(func, args, kwargs)
+    equation, rule = args[0], form.rule
     function = MatmulFunction("einsum", partial(torch.einsum, equation), lambda *shapes: rule, equation)
-    return matmul_of(function, operands)
+    return matmul_of(function, form.operands)
 
 
 def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
