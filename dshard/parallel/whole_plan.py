@@ -64,7 +64,8 @@ class PlannedFunctions:
 
     Where all that read a tensor have it in one layout, it is redistributed as soon as it is made, and else by each that
     reads it in another. Views are not redistributed when they are made, nor operands before a view of them is: what is
-    written to either is written to both. Within a function of several operators layouts follow by cost.
+    written to either is written to both. Nor is what a function writes to, which would write to a copy. Within a
+    function of several operators layouts follow by cost.
     """
 
     def __init__(self, graph: StepGraph, chosen: Sequence[CallCandidate]) -> None:
@@ -125,11 +126,22 @@ class PlannedFunctions:
 
     def _read(self, value: Value, calls: Iterable[GraphCall]) -> PlannedMove | None:
         """The move of an operand that a function reads by these calls, if it is in another layout."""
+        if value in self._written(calls):
+            return None
         for end, source in ((End(call.number, i), x) for call in calls for i, x in enumerate(call.operands)):
             if self._origin(source) is value and value.kind in ("made", "input", "buffer"):
                 used = self._used(end)
                 return _move(used, used.cotangent() if source.producer is None else self._made(source)[1])
         return None
+
+    def _written(self, calls: Iterable[GraphCall]) -> Iterator[Value]:
+        """The values to whose memory some of these calls write, through views of them, too."""
+        for call in calls:
+            maker = call if call.writes else None
+            while maker is not None and (maker.shares_memory or is_copy(maker)):
+                value = maker.operands[0]
+                yield value
+                maker = None if value.producer is None else self.graph.calls[value.producer.call]
 
     def _origin(self, value: Value) -> Value:
         """The value itself, or what it is a copy of."""

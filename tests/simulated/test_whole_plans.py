@@ -380,3 +380,18 @@ def test_calls_that_a_plan_does_not_have_are_warned_of_once() -> None:
         for own, p in zip(model.parameters(), alone.parameters(), strict=True):
             if p.grad is not None:
                 torch.testing.assert_close(whole(own.grad), p.grad)
+
+
+@pytest.mark.parametrize("forbidden", ["batch", "features"])
+def test_what_a_call_writes_to_is_not_moved_before(forbidden: str) -> None:
+    """Statistics of a norm whose features are sharded are written to the buffers, not to the shards that it reads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
+    alone, x, mesh = copy.deepcopy(model), torch.randn(8, 4, dtype=torch.float64), MESHES[0]
+    alone(x)
+    with simulated(mesh), use_topology(Topology.preset("cpu")):
+        plan = plan_model(model, mesh, Auto(forbid={"x": forbidden}, pins={"0.weight": "x:S(0)"}), x)
+        parallelize(model, mesh, plan)(x)
+
+        for own, buffer in zip(model.buffers(), alone.buffers(), strict=True):
+            torch.testing.assert_close(whole(own), buffer)
