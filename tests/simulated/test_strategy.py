@@ -22,6 +22,7 @@ from dshard.core.operands import operand_of, plans_to
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.layout import Shape, parse_layout
 from dshard.ops.composite import run_recorded
+from dshard.ops.matmul.options import MatmulOptions, enter_options
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.attention_loops import attention_rule
@@ -292,3 +293,15 @@ def test_a_vector_under_any_schedule_is_multiplied_as_on_one_device(loops: tuple
                 strategy=Schedule(loops, stored),
             )
             torch.testing.assert_close(whole(out), x @ w)
+
+
+def test_rows_of_a_contraction_are_not_those_of_its_blocks() -> None:
+    """Operands that shard it over axes that agree at one level may be multiplied in blocks, which have other rows."""
+    a, b = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    with simulated(GRID):
+        x, y = distribute(a, parse_layout("dp:S(1) tp:S(1)", GRID)), distribute(b, parse_layout("dp:R tp:S(0)", GRID))
+        leave = enter_options(MatmulOptions(among=((frozenset({"k"}),) * 2,)))
+        try:
+            torch.testing.assert_close(whole(x @ y), a @ b)
+        finally:
+            leave()

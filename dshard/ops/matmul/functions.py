@@ -232,7 +232,7 @@ def _choose_matmul(
     if specs[0].layout.blocks or specs[1].layout.blocks:
         rule = with_blocks(rule, operands)
     choice = chosen(rule, operands)
-    cut = split_contraction(choice.question.rule, operands)
+    cut = None if options.among else split_contraction(choice.question.rule, operands)  # whose factors have other names
     if cut is not None:
         by_blocks = chosen(cut.rule, cut.operands)
         if by_blocks.strategy.seconds < choice.strategy.seconds:
