@@ -281,7 +281,7 @@ def _alike_or_refused(
     if refused is None:
         if len(meshes) < len(tensors) and is_grad_enabled() and not _is_harmless(func):
             _put_down_factors(func, tensors, meshes)
-        return False, None
+        return is_grad_enabled() and graph_task_id() != -1, None  # recomputed: as in the forward pass
     if _are_alike(tensors, meshes):
         return True, comparisons_on(meshes[0])
     if _is_in_step():

@@ -123,6 +123,11 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     stats = run_chosen(("batch_norm statistics", n, *(t._spec for t in tensors)), choose_statistics, [x])
     stats = redistribute(stats, everywhere.layout, "batch_norm")
+    if running_mean is not None:  # before the output: checkpoints recompute no further than the last saved tensor
+        with torch.no_grad():
+            for running, new in zip((running_mean, running_var), _merged(stats.detach()), strict=True):
+                unbiased = new if running is running_mean else new * (n / max(n - 1, 1))
+                running.mul_(1 - momentum).add_(unbiased.to(running.dtype), alpha=momentum)
     affine = weight is not None, bias is not None
 
     def choose() -> Executable:
@@ -132,13 +137,7 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
         operands, local = [t._spec for t in (x, stats, *tensors)], partial(_normalized, eps, *affine)
         return _executable("batch_norm", operands, [spec.layout, *layouts], gradients, spec, local)
 
-    out = run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
-    if running_mean is not None:
-        with torch.no_grad():
-            for running, new in zip((running_mean, running_var), _merged(stats.detach()), strict=True):
-                unbiased = new if running is running_mean else new * (n / max(n - 1, 1))
-                running.mul_(1 - momentum).add_(unbiased.to(running.dtype), alpha=momentum)
-    return out
+    return run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
 
 
 def _axes_of_rows(spec: Spec) -> tuple[int, ...]:

@@ -109,3 +109,42 @@ def test_blocks_that_recompute_themselves_gather_their_weights_at_once() -> None
                     model(x).sin().sum().backward()
         gathers.append(sum(event.collective == "all_gather" for event in sent.events))
     assert gathers[1] <= gathers[0]
+
+
+class Adapted(nn.Module):
+    """A layer and a norm, before which an adapter may stand, recomputed together with a plain tensor."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.use_reentrant = use_reentrant
+        self.adapter: nn.Linear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.recomputed, self.first(x), use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+    def recomputed(self, x: Tensor) -> Tensor:
+        y = x * torch.full((8,), 0.5, dtype=x.dtype)
+        return self.layer(y if self.adapter is None else y + self.adapter(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("strategy", ["data", "auto"])
+def test_what_is_recomputed_beside_modules_counts_plain_tensors(strategy: str, use_reentrant: bool) -> None:
+    """Weights of an adapter that is added later are plain; statistics are updated again, as on one device."""
+    x, alone, mesh = torch.randn(8, 8, dtype=torch.float64), Adapted(use_reentrant).double(), Mesh((4,), ("x",))
+    model, adapters = Adapted(use_reentrant).double(), [nn.Linear(8, 8, bias=False).double() for _ in range(2)]
+    adapters[1].load_state_dict(adapters[0].state_dict())
+    alone.adapter = adapters[0]
+    alone(x).sin().sum().backward()
+    with simulated(mesh):
+        parallelize(model, mesh, strategy, x)  # whose plan is priced on tensors without data
+        model.adapter = adapters[1]
+        model(x).sin().sum().backward()
+
+        torch.testing.assert_close(adapters[1].weight.grad, adapters[0].weight.grad)
+        for mine, theirs in zip(model.first.parameters(), alone.first.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
+        for mine, theirs in zip(model.buffers(), alone.buffers(), strict=True):
+            torch.testing.assert_close(whole(mine), theirs)
