@@ -26,7 +26,7 @@ from dshard.ops.matmul.options import MatmulOptions, enter_options
 from dshard.ops.matmul.rules import linear_rule, matmul_rule
 from dshard.placements import Replicate, Shard, chunk
 from dshard.rules.attention_loops import attention_rule
-from dshard.rules.expand import Operand, merges
+from dshard.rules.expand import Operand, Row, merges
 from dshard.rules.matmul_loops import STORAGES, Loop, Schedule
 from dshard.rules.rule import MOVES, PassThrough, Rule, linear
 from dshard.rules.rule_notation import parse_rule
@@ -295,12 +295,19 @@ def test_a_vector_under_any_schedule_is_multiplied_as_on_one_device(loops: tuple
             torch.testing.assert_close(whole(out), x @ w)
 
 
-def test_rows_of_a_contraction_are_not_those_of_its_blocks() -> None:
-    """Operands that shard it over axes that agree at one level may be multiplied in blocks, which have other rows."""
+@pytest.mark.parametrize(
+    ("row", "layouts"),
+    [
+        ("k", ("dp:S(1) tp:S(1)", "dp:R tp:S(0)")),  # they agree at one level: blocks have other rows
+        (PassThrough(frozenset({0}), ("sum",)), ("dp:R tp:S(0)", "dp:R tp:R")),  # nothing is partial
+    ],
+    ids=["contraction", "sum"],
+)
+def test_rows_that_a_plan_asks_for_are_followed_where_operands_have_them(row: Row, layouts: tuple[str, str]) -> None:
     a, b = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     with simulated(GRID):
-        x, y = distribute(a, parse_layout("dp:S(1) tp:S(1)", GRID)), distribute(b, parse_layout("dp:R tp:S(0)", GRID))
-        leave = enter_options(MatmulOptions(among=((frozenset({"k"}),) * 2,)))
+        x, y = (distribute(t, parse_layout(text, GRID)) for t, text in zip((a, b), layouts, strict=True))
+        leave = enter_options(MatmulOptions(among=((frozenset({row}),) * 2,)))
         try:
             torch.testing.assert_close(whole(x @ y), a @ b)
         finally:
