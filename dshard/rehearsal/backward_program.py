@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from dshard.rehearsal.answers import FILE
 from dshard.rehearsal.code import Code, variable
 from dshard.rehearsal.derivation import Derivation
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
-from dshard.rehearsal.packed_gradients import pack_gradients
+from dshard.rehearsal.packed_gradients import BufferedGradients
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, with_slots
 
@@ -84,7 +83,7 @@ def program_of(
     given = {n: same.get(slot, slot) for n, slot in given.items()}
     once, rest, fixed = parted(life.fixed | derivation.literals.keys(), instructions)
     own.add(derivation.literals, once, len(derivation.views))
-    rest, given = _packed(rest, parts, given, packs, derivation.views)
+    rest, given = _packed(rest, parts, given, packs, derivation.views, fixed)
     pairs = [([each for each in rest if each.call == i], part.numbers) for i, part in enumerate(parts)]
     code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
     run, source = code.function("backward", "v, w, g", _lines(pairs, given, fixed, grad_slots, code), FILE)
@@ -157,13 +156,14 @@ def _packed(
     given: Mapping[int, Slot],
     packs: Sequence[Sequence[int]],
     views: Sequence[View | None],
+    fixed: Set[Slot],
 ) -> tuple[list[Instruction], dict[int, Slot]]:
     """The instructions and the gradients that they give, with those of each pack in one buffer."""
-    instructions, given, new_slots = [*instructions], dict(given), map(Slot, count(len(views)))
-    part_of = {n: i for i, part in enumerate(parts) for n in part.numbers}
+    given, part_of = dict(given), {n: i for i, part in enumerate(parts) for n in part.numbers}
     roots = roots_of(instructions)
     times = Counter(roots.get(slot, slot) for slot in given.values())
     last = {roots.get(slot, slot): each.call for each in instructions for slot in reads(each)}
+    buffered = BufferedGradients(instructions, views, fixed | roots.keys())
 
     def is_shared(slot: Slot, part: int) -> bool:
         return slot in roots or times[slot] > 1 or last.get(slot, -1) > part
@@ -173,9 +173,8 @@ def _packed(
             slots = {given[n]: part_of[n] for n in pack}
             shared = {slot for slot, part in slots.items() if is_shared(slot, part)}
             if len(slots) == len(pack):
-                instructions, now = pack_gradients(instructions, slots, views, shared, new_slots)
-                given |= zip(pack, now, strict=True)
-    return instructions, given
+                given |= zip(pack, buffered.put(slots, shared, {*given.values()}), strict=True)
+    return buffered.instructions, given
 
 
 def _lines(

@@ -23,9 +23,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.odd, self.last = nn.Linear(WIDTH, 7), nn.Linear(7, 3, bias=False)  # behind which no part is aligned
         self.words, self.norm = nn.Embedding(11, WIDTH), nn.LayerNorm(WIDTH)
         self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.odd, self.last = nn.Linear(WIDTH, 7), nn.Linear(7, 3, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.first(self.norm(self.words(words)))
@@ -75,7 +75,7 @@ def packed_in_place(keeps: bool, plan: str, shape: tuple[int, ...], names: tuple
 
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), Model()
-    words = torch.randint(11, (8, 5))
+    words = torch.randint(11, (64, 20))
     by_python, rehearsed = (parallelize(copy.deepcopy(model), mesh, plan, words) for _ in range(2))
     kept: list[tuple[Tensor, Tensor]] = []
     before, pieces.lying_together = pieces.lying_together, counting
