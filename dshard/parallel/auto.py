@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from math import inf, prod, sqrt
-from time import perf_counter, process_time
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from dshard.parallel.plan_values import Cost, Pins, Plan, PlanOptions, Search, T
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.parallel.whole_plan import as_plan
+from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_tables import COPIES, StepTables, Weights
@@ -115,18 +116,14 @@ class PlanSearch:
         self, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost], graph: StepGraph | None
     ) -> None:
         self.auto, self.options, self.trace, self.graph = auto, options, price, graph
-        self.begin = process_time()
+        self.deadline = Deadline(auto.seconds)
         self.shows = _progress()
         self.priced: list[Priced] = []
         self.solved: list[tuple[Mesh, StepPlan]] = []
 
-    def left(self) -> float:
-        """Seconds of the processor that are left."""
-        return max(0.0, self.auto.seconds - (process_time() - self.begin))
-
     def is_over(self) -> bool:
         """Whether there is a plan, and no time for another one."""
-        return bool(self.priced) and not self.left()
+        return bool(self.priced) and not self.deadline.left()
 
     def price(self, plan: Plan, tables: StepTables | None = None, chosen: StepPlan | None = None) -> Plan:
         """Price a plan, which is then one of the search."""
@@ -147,7 +144,7 @@ class PlanSearch:
 
         def planned(weights: Weights) -> Plan | None:
             most = self.most(weights)
-            chosen = plan_step(tables, weights, seconds=self.left(), most=most)
+            chosen = plan_step(tables, weights, deadline=self.deadline, most=most)
             self.solved.append((tables.mesh, chosen))
             if chosen.total > most:  # a plan on a coarser mesh, which is one on this mesh, too, is as cheap
                 return None
@@ -220,11 +217,13 @@ class PlanSearch:
                 plan.cost.seconds if chosen is None else chosen.seconds,
                 self.bound(weights, held),
                 assignments(tables),
-                process_time() - self.begin,
+                self.deadline.spent(),
                 len({mesh for mesh, _ in self.solved}),
                 self._tried(named)[:MOST],
                 named_parts(plan, laid),
-                TracedSpace(tables, weights, (chosen or least_of(tables, plan)).total, names, laid),
+                TracedSpace(
+                    tables, weights, (chosen or least_of(tables, plan, deadline=self.deadline)).total, names, laid
+                ),
             ),
         )
 
@@ -308,7 +307,11 @@ def cheapest(
         coarser = [each.shape for each in worth if each.ndim + 1 == unfolded.ndim]
         if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
             continue  # no mesh of which this is the next finer one was worth it
-        tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names)
+        try:
+            deadline = search.deadline if search.priced else ENDLESS
+            tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names, deadline)
+        except TimeIsOver:
+            break
         if tables is not None:
             search.add_planned(tables)
         if tables is None or any(each.tables is tables for each in search.priced):
@@ -319,7 +322,7 @@ def cheapest(
             is_tried = tables is not None and not limited and not search.is_over()
             best = search.best()
             most = inf if best is None else MARGIN * best.plan.cost.seconds
-            least = least_of(tables, plan, most).bound if is_tried and tables is not None else 0.0
+            least = least_of(tables, plan, most, search.deadline).bound if is_tried and tables is not None else 0.0
             named.append((alike[stored_as] // ALIKE, least, plan))
             alike[stored_as] += 1
     named.sort(key=lambda each: each[:2])
@@ -332,21 +335,23 @@ def cheapest(
     return search.result(names, [each[1:] for each in named])
 
 
-def _tables(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str]) -> StepTables:
+def _tables(
+    graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str], deadline: Deadline
+) -> StepTables:
     """The tables of the step on a mesh that `mesh` unfolds to, with the limits."""
     words: Any = auto.forbid
     limits = limits_of(graph, mesh, auto.pins, words, names)  # in the user's words
     if unfolded != mesh:
         limits = limits_of(graph, unfolded, *on_finer(mesh, auto.pins, words, unfolded), names)
-    return StepTables(graph, unfolded, planning_context().topology_of(unfolded), limits)
+    return StepTables(graph, unfolded, planning_context().topology_of(unfolded), limits, deadline)
 
 
-def least_of(tables: StepTables, plan: Plan, most: float = inf) -> StepPlan:
+def least_of(tables: StepTables, plan: Plan, most: float = inf, deadline: Deadline = ENDLESS) -> StepPlan:
     """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans.
 
     Where that is above `most`, it is not looked for further.
     """
-    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, passes=PASSES, most=most)
+    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, deadline=deadline, passes=PASSES, most=most)
 
 
 def _progress() -> Callable[[str], None]:

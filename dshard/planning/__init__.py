@@ -7,5 +7,6 @@ call_candidates.py  the ways in which a call may run: expansions of its rule ove
 move_prices.py      seconds of redistributions between the layouts of one tensor, bounded until they are priced
 step_tables.py      the tables of a step: work of calls, moves between them, uses of parameters
 eliminate.py        the least sum of tables over shared variables
+deadline.py         when a search ends
 plan_step.py        the choice of the least sum, and a bound
 """

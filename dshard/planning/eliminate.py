@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from dshard.planning.deadline import ENDLESS, Deadline
+
 LIMIT = 8_000_000
 """The most entries of a table that is made by an elimination."""
 
@@ -225,10 +227,13 @@ class _Orderer:
         return prod([self.sizes[each] for each in variables])
 
 
-def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution:
+def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: Deadline = ENDLESS) -> Solution:
     """Eliminate all variables; `tables` has those of the order by name.
 
     An infinite entry forbids a combination.
+
+    Raises:
+        TimeIsOver: the deadline came first.
     """
     given = [tables[name] for name in plan.tables]
     sums, least = list[Tensor](), list[Tensor]()
@@ -237,6 +242,7 @@ def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution
         return given[-1 - number] if number < 0 else least[number]
 
     for node in plan.nodes:
+        deadline.check()
         terms = [_aligned(table(term.node), term.dims, node.ndim) for term in node.terms]
         total = terms[0]
         for term in terms[1:]:
@@ -244,7 +250,7 @@ def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor]) -> Solution
         sums.append(total)
         least.append(total.amin(-1))
     bound = sum([float(least[root]) * times for root, times in plan.roots.items()])
-    return Solution(bound, _choice(plan, table), _excess(plan, sums, least))
+    return Solution(bound, _choice(plan, table), _excess(plan, sums, least, deadline))
 
 
 def _aligned(table: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
@@ -273,7 +279,7 @@ def _choice(plan: EliminationOrder, table: Callable[[int], Tensor]) -> tuple[int
     return tuple(choice)
 
 
-def _excess(plan: EliminationOrder, sums: list[Tensor], least: list[Tensor]) -> dict[int, Tensor]:
+def _excess(plan: EliminationOrder, sums: list[Tensor], least: list[Tensor], deadline: Deadline) -> dict[int, Tensor]:
     """For the first variable of each node, by how much its values exceed the bound (min-marginals).
 
     Nodes are gone through from the last to the first, each with the excess of what is outside it; of a node that serves
@@ -284,6 +290,7 @@ def _excess(plan: EliminationOrder, sums: list[Tensor], least: list[Tensor]) -> 
         outside[root] = -least[root]
     own: list[Tensor] = [torch.empty(0)] * len(sums)
     for number in range(len(sums) - 1, -1, -1):
+        deadline.check()
         beyond = outside[number]
         assert beyond is not None
         total = sums[number] + beyond.unsqueeze(-1)

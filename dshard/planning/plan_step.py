@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from time import process_time
 
 import torch
 from torch import Tensor
 
 from dshard.layout import Layout
 from dshard.planning.call_candidates import CallCandidate
+from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
 from dshard.planning.step_tables import Parts, StepTables, Weights
 from dshard.torch_private import no_functions
@@ -73,36 +73,47 @@ class StepPlan:
 
 
 def plan_step(
-    tables: StepTables, weights: Weights = EVEN, *, seconds: float = inf, passes: int = 100, most: float = inf
+    tables: StepTables,
+    weights: Weights = EVEN,
+    *,
+    deadline: Deadline = ENDLESS,
+    passes: int = 100,
+    most: float = inf,
 ) -> StepPlan:
-    """The plan of the least weighted sum, or the best that is found in so many seconds of the processor, or passes.
+    """The plan of the least weighted sum, or the best that is found by the deadline, or in so many passes.
 
+    There is always a first pass, with small tables; the others are given up when the deadline comes.
     Plans whose sum is above `most` are not looked for: if there is no other, it is any, and the bound is `most`.
     """
     with no_functions():  # such as those that make tensors on another device
-        return _planned(tables, weights, (seconds, passes), most)
+        return _planned(tables, weights, (deadline, passes), most)
 
 
-def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], most: float) -> StepPlan:
-    (seconds, passes), begin, limit = limits, process_time(), SMALLEST
+def _planned(tables: StepTables, weights: Weights, limits: tuple[Deadline, int], most: float) -> StepPlan:
+    (deadline, passes), limit = limits, SMALLEST
     alive = [torch.arange(len(domain)) for domain in tables.domains]
     bound, least, gap, best = 0.0, inf, inf, tuple[int, ...]()
     parts, prices, count = Parts(), 0, 0
     order: EliminationOrder | None = None
     while True:
-        sizes = [len(alive[domain]) for domain in tables.domain_of]
-        if order is None or not order.is_exact:
-            order = elimination_order(sizes, tables.uses, limit)
-        solution = solve(order, tables.tables(weights, alive))
-        bound, count = max(bound, solution.bound), count + 1
-        choice = tuple([int(alive[d][i]) for d, i in zip(tables.domain_of, solution.choice, strict=True)])
-        own, new = tables.price(choice, weights)
-        prices += new
-        if weights.of(own) < least:
-            least, best, parts = weights.of(own), choice, own
-        if bound > most or least - bound <= CLOSE * least or count >= passes or process_time() - begin > seconds:
+        try:
+            until = deadline if best else ENDLESS
+            until.check()
+            sizes = [len(alive[domain]) for domain in tables.domain_of]
+            if order is None or not order.is_exact:
+                order = elimination_order(sizes, tables.uses, limit)
+            solution = solve(order, tables.tables(weights, alive), until)
+            bound, count = max(bound, solution.bound), count + 1
+            choice = tuple([int(alive[d][i]) for d, i in zip(tables.domain_of, solution.choice, strict=True)])
+            own, new = tables.price(choice, weights)
+            prices += new
+            if weights.of(own) < least:
+                least, best, parts = weights.of(own), choice, own
+            if bound > most or least - bound <= CLOSE * least or count >= passes:
+                break
+            dropped = _drop(tables, alive, solution, min(least, most), deadline)
+        except TimeIsOver:
             break
-        dropped = _drop(tables, alive, solution, min(least, most))
         if not new and not dropped and (order.is_exact or limit >= LARGEST):
             break
         if not order.is_exact and min(least, most) - bound > gap / 2:
@@ -114,13 +125,13 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[float, int], mo
     return StepPlan(tuple(calls), stored, weights, parts, bound, prices, count)  # type: ignore[arg-type]
 
 
-def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: float) -> int:
+def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: float, deadline: Deadline) -> int:
     """Drop candidates that no choice with at most this sum has, price what the others may need; how many are gone."""
     excess: dict[int, Tensor] = {}
     for variable, own in solution.excess.items():
         domain = tables.domain_of[variable]
         excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
-    tables.price_likely(alive, excess, least * (1 + CLOSE) - solution.bound)
+    tables.price_likely(alive, excess, least * (1 + CLOSE) - solution.bound, deadline)
     dropped = 0
     for domain, own in excess.items():
         kept = solution.bound + own <= least * (1 + CLOSE)

@@ -27,6 +27,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.placements import Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate, candidates
+from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.eliminate import NamedTable
 from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
@@ -129,9 +130,17 @@ class StepTables:
 
     Raises:
         StrategyError: a call that can do nothing but what it may not.
+        TimeIsOver: the deadline came before all tables were made.
     """
 
-    def __init__(self, graph: StepGraph, mesh: Mesh, topology: Topology, limits: StepLimits = FREE) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        mesh: Mesh,
+        topology: Topology,
+        limits: StepLimits = FREE,
+        deadline: Deadline = ENDLESS,
+    ) -> None:
         self.graph, self.mesh, self.topology, self.limits = with_packed_values(graph), mesh, topology, limits
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
@@ -143,10 +152,11 @@ class StepTables:
         self.parameters: dict[Hashable, _Use] = {}
         owned = [value for value in graph.values if value.kind == "parameter"]
         self.bucket = _bucket_bytes(sum([prod(v.shape) * v.dtype.itemsize for v in owned]), mesh, topology)
-        self._add_domains()
+        self._add_domains(deadline)
         with no_functions():  # such as those that make tensors on another device
             self._add_calls()
             for value in graph.values:
+                deadline.check()
                 for use in value.uses if value.kind == "made" else ():
                     self._add_edge(value, use)
             for value in graph.outputs:
@@ -174,7 +184,7 @@ class StepTables:
 
     # -- what there is
 
-    def _add_domains(self) -> None:
+    def _add_domains(self, deadline: Deadline) -> None:
         """Add the candidates of all calls, those that are alike once."""
         known: dict[Hashable, int] = {}
         for call in self.graph.calls:
@@ -182,6 +192,7 @@ class StepTables:
             limit = self.limits.of_call(call)
             key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added, limit)
             if key not in known:
+                deadline.check()
                 known[key] = len(self.domains)
                 own = limit.allowed(call, candidates(call, self.mesh, self.topology), self.graph)
                 self.domains.append(own)
@@ -396,12 +407,15 @@ class StepTables:
             if not more:
                 return best, new
 
-    def price_likely(self, alive: Sequence[Tensor], excess: Mapping[int, Tensor], most: float) -> None:
+    def price_likely(
+        self, alive: Sequence[Tensor], excess: Mapping[int, Tensor], most: float, deadline: Deadline = ENDLESS
+    ) -> None:
         """Price some moves of each edge: between the candidates whose choices exceed the bound by the least.
 
         Those that exceed it by more than `most` are none that are looked for.
         """
         for edge in self.edges.values():
+            deadline.check()
             ends = [
                 _least_of(of, size, alive[domain], excess[domain])
                 for of, size, domain in zip(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dshard.planning.deadline import Deadline, TimeIsOver
 from dshard.planning.eliminate import NamedTable, _Orderer, elimination_order, solve
 
 Problem = tuple[list[int], list[NamedTable], dict[object, Tensor]]
@@ -103,3 +104,10 @@ def test_the_effort_grows_with_the_number_of_blocks_that_share_a_variable(monkey
         seen.clear()
 
     assert efforts[1] < 6 * efforts[0]
+
+
+def test_an_elimination_is_given_up_at_a_deadline() -> None:
+    order = elimination_order([2, 2], [NamedTable("pair", (0, 1))])
+
+    with pytest.raises(TimeIsOver):
+        solve(order, {"pair": torch.zeros(2, 2).double()}, Deadline(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dshard import Mesh, Topology
+from dshard import Mesh, Topology, plan_model, use_topology
 from dshard.layout import Layout
+from dshard.parallel import Auto, auto
 from dshard.parallel.trace_step import trace_step
 from dshard.placements import Replicate, Shard
+from dshard.planning import deadline
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
 
@@ -187,3 +189,43 @@ def test_a_bound_is_one_where_dear_plans_are_not_looked_for(problem: tuple[StepT
 
     assert limited.bound <= least * (1 + 1e-8) <= limited.total * (1 + 2e-8)
     assert times < 1 or limited.total == pytest.approx(least)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2, 5, 20, 60, 150])
+def test_a_search_ends_at_its_deadline_with_a_choice_and_a_bound(reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = tables_of(["linear", "relu", "linear", "norm", "tied", "add"], (4096, 4096), Mesh((2, 2)), TOPOLOGIES[0])
+    least, clock = plan_step(tables).total, count()
+    tables = tables_of(["linear", "relu", "linear", "norm", "tied", "add"], (4096, 4096), Mesh((2, 2)), TOPOLOGIES[0])
+    monkeypatch.setattr(deadline, "process_time", lambda: next(clock))
+
+    plan = plan_step(tables, deadline=deadline.Deadline(reads))
+
+    assert next(clock) <= reads + 2
+    assert 0 < plan.bound <= least * (1 + 1e-8) <= plan.total * (1 + 2e-8)
+
+
+def test_tables_are_given_up_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    with torch.device("meta"):
+        graph = trace_step(Chain(["linear", "relu"], 64), (torch.empty(64, 64),), {}).copies()
+    monkeypatch.setattr(deadline, "process_time", lambda: next(clock))
+
+    with pytest.raises(deadline.TimeIsOver):
+        StepTables(graph, Mesh((4,)), TOPOLOGIES[0], deadline=deadline.Deadline(2))
+
+
+def test_all_choices_of_a_search_have_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[float]()
+    with torch.device("meta"):
+        model, x = Chain(["linear", "relu", "linear"], 1024), torch.empty(4096, 1024)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        begun.append(kwargs["deadline"].seconds)
+        return plan_step(*args, **kwargs)
+
+    monkeypatch.setattr(auto, "plan_step", chosen)
+    with use_topology(TOPOLOGIES[0]):
+        plan = plan_model(model, Mesh((8,)), Auto(seconds=500), x)
+
+    assert {*begun} == {500.0}
+    assert plan.certificate is not None
