@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dshard import Layout, Mesh, StrategyError, Topology, plan_model, use_topology
 from dshard.caches import clear_caches
-from dshard.parallel import Plan
+from dshard.parallel import Auto, Plan
 
 NAMES = {
     1: ("data", "fsdp", "megatron", "megatron-sp", "context", "ulysses", "expert"),
@@ -44,6 +44,8 @@ NAMES = {
     ),
 }
 ROWS = 8
+SECONDS = 600
+"""Of the processor, for each search: enough for it to end by itself."""
 HEADER = ("model", "preset", "mesh", "auto, ms", "best name", "ms", "name / auto", "found", "certificate", "CPU s")
 
 
@@ -151,7 +153,7 @@ def row(model: str, preset: str, topology: Topology, mesh: Mesh) -> list[str]:
     clear_caches()
     begin = time.process_time()
     with use_topology(topology):
-        auto = plan_model(built, mesh, "auto", **batch)
+        auto = plan_model(built, mesh, Auto(seconds=SECONDS), **batch)
         seconds = time.process_time() - begin
         plans = [named(built, mesh, name, batch) for name in NAMES[mesh.ndim]]
     best = min([plan for plan in plans if plan is not None], key=lambda plan: plan.cost.seconds)
