@@ -26,7 +26,7 @@ from dshard.core.local_work import LocalCall, host_seconds
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import is_for_shapes
 from dshard.core.trees import tensors_in
-from dshard.cost import StepClock, predicted_seconds
+from dshard.cost import StepClock, copy_seconds, predicted_seconds
 from dshard.mesh import Mesh
 from dshard.topology import Topology
 
@@ -139,7 +139,7 @@ class StepTimeline:
         """Record what runs within the block."""
         self.overlap = (self.topology or planning_context().topology_of(Mesh((1,)))).device.overlap
         observed = observing(self._dispatched, self._waited)
-        with listen(self._sent), observed as self.running, OperatorMode(self.run):
+        with listen(self._sent, copies=self._copied), observed as self.running, OperatorMode(self.run):
             yield
 
     @property
@@ -195,6 +195,11 @@ class StepTimeline:
         seconds = host_seconds(decision.op, self.topology or decision.topology)
         if seconds:
             self.events.append(Event(decision.op, "step", "compute", seconds))
+
+    def _copied(self, nbytes: int) -> None:
+        """Record the copies in memory of a step of a redistribution, priced as the planner does."""
+        topology = self.topology or planning_context().topology_of(Mesh((1,)))
+        self.events.append(Event("copy", "step", "compute", copy_seconds(nbytes, topology)))
 
     def _sent(self, event: Sent) -> None:
         self.sends = True

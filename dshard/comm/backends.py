@@ -100,6 +100,14 @@ def default_backend(device_type: str) -> Backend:
     return GLOO if device_type == "cpu" else NCCL
 
 
+def planned_by_name(name: str) -> Backend:
+    """The backend of a topology, on meshes of another type of device, whose ranks share no memory."""
+    return _PLANNED[name]
+
+
+_PLANNED = {backend.name: backend for backend in (GLOO, replace(NCCL, multiplies=False))}
+
+
 def waits_on_host(name: str) -> bool:
     """Whether waits on some device of a process group called `name` stop the host."""
     return any(backend_of(name, device.split(":", 1)[0]).waits_on_host for device in name.split(","))

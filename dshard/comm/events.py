@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from dshard.comm.scoped import Scoped, since_none
 from dshard.mesh import Mesh
@@ -30,22 +31,33 @@ class CommEvent:
 
 
 Listener = Callable[[CommEvent], None]
-_LISTENERS: Scoped[tuple[Listener, bool] | None, tuple[tuple[Listener, bool], ...]] = Scoped("listeners", since_none)
+
+
+class _Listening(NamedTuple):
+    """A listener, whether it wants measured seconds, and what hears the bytes of copies in memory."""
+
+    listener: Listener
+    measures: bool = False
+    copies: Callable[[int], None] | None = None
+
+
+_LISTENERS: Scoped[_Listening | None, tuple[_Listening, ...]] = Scoped("listeners", since_none)
 LISTENERS: Sequence[object] = _LISTENERS.anywhere
 """The listeners of all threads, for a quick look whether there are any; `tell` calls those of its own thread alone."""
 
 
 def measuring() -> bool:
     """Whether a listener of this thread wants measured seconds."""
-    return bool(LISTENERS) and any(measure for _, measure in _LISTENERS.value())
+    return bool(LISTENERS) and any(each.measures for each in _LISTENERS.value())
 
 
 @contextmanager
-def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
+def listen(listener: Listener, *, measure: bool = False, copies: Callable[[int], None] | None = None) -> Iterator[None]:
     """Call `listener` with the event of each collective that this thread, or asynchronous task, runs within the block.
 
     With `measure` the ranks of each collective first wait for each other, and then for its end, so that the event has
-    its seconds: collectives no longer overlap, and all ranks must measure.
+    its seconds: collectives no longer overlap, and all ranks must measure. `copies` is called with the bytes that each
+    step of a redistribution copies, where there is no data, so that no operator does it.
 
     >>> events = []
     >>> with listen(events.append):
@@ -53,7 +65,7 @@ def listen(listener: Listener, *, measure: bool = False) -> Iterator[None]:
     >>> events
     []
     """
-    with _LISTENERS.entered((listener, measure)):
+    with _LISTENERS.entered(_Listening(listener, measure, copies)):
         yield
 
 
@@ -67,7 +79,7 @@ class _Once:
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
-        self.block = _LISTENERS.enter((self, False))
+        self.block = _LISTENERS.enter(_Listening(self))
 
     def __call__(self, event: CommEvent) -> None:
         if self.block in _LISTENERS.anywhere:
@@ -82,7 +94,7 @@ def before_next_collective(function: Callable[[], None]) -> None:
 
 def run_pending() -> None:
     """Call the functions of this thread that wait for its next collective."""
-    for listener, _ in _LISTENERS.value():
+    for listener, *_ in _LISTENERS.value():
         if isinstance(listener, _Once) and listener.block in _LISTENERS.anywhere:
             _LISTENERS.leave(listener.block)
             listener.function()
@@ -97,5 +109,12 @@ def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measur
 
 def tell(event: CommEvent) -> None:
     """Call the listeners of this thread with an event."""
-    for listener, _ in _LISTENERS.value():
+    for listener, *_ in _LISTENERS.value():
         listener(event)
+
+
+def tell_copy(nbytes: int) -> None:
+    """Tell the listeners of this thread of a copy in memory that stands for those of a redistribution's step."""
+    for _, _, copies in _LISTENERS.value():
+        if copies is not None:
+            copies(nbytes)

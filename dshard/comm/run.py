@@ -14,7 +14,7 @@ from dshard.comm.drive import Make, Results
 from dshard.comm.program_steps import Transfer, flat_exchange, kind_of, steps_of
 from dshard.comm.runtime import runtime_of
 from dshard.comm.transport import reduce_number, report
-from dshard.comm.world import Moving, OnProcesses, Planned, world_of
+from dshard.comm.world import COPY, Moving, OnProcesses, Planned, world_of
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import AllReduce, Plan
 from dshard.redistribute.price import load_of
@@ -32,7 +32,7 @@ def runner(plan: Plan) -> Moving:
         return cached_runner
     shape = partial(plan.dst.local_shape, plan.shape)
     text = partial(rank_checks.plan_text, plan)
-    moving = Moving(plan.src.mesh, partial(steps_of, plan, None), partial(collectives_of, plan), shape, text)
+    moving = Moving(plan.src.mesh, partial(steps_of, plan, None), partial(_planned, plan), shape, text)
     return moving if runtime is None else runtime.runners.add(plan, moving)
 
 
@@ -49,11 +49,17 @@ def run(plan: Plan, x: Tensor) -> Tensor:
 
 def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
     """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
+    return [each for each in _planned(plan, itemsize) if each[0] != COPY]
+
+
+def _planned(plan: Plan, itemsize: int) -> list[Planned]:
+    """The bytes that each step of a plan copies in memory, and its collective, if it runs one."""
     mesh, entries = plan.src.mesh, list[Planned]()
     for stage in plan.shaped_stages():
-        step, kind = stage[0], kind_of(stage[0])
+        (step, *_), load, kind = stage, load_of(*stage), kind_of(stage[0])
+        entries.append((COPY, step.axes, load.copied * itemsize))
         if kind is not None and len(mesh.peers(step.axes, (0,) * mesh.ndim)) > 1:
-            entries.append((kind, step.axes, load_of(*stage).received * itemsize))
+            entries.append((kind, step.axes, load.received * itemsize))
     return entries
 
 

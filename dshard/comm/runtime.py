@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
-from dshard.comm.backends import Backend, backend_of, default_backend
+from dshard.comm.backends import Backend, backend_of, default_backend, planned_by_name
 from dshard.comm.process_groups import (
     WORLDS,
     Group,
@@ -248,9 +248,14 @@ def _with_processes(mesh: Mesh) -> Runtime | None:
 
 
 def planned_backend(mesh: Mesh) -> Backend:
-    """The backend for which plans on the mesh are made: that of its processes, or else of its type of device."""
+    """The backend for which plans on the mesh are made: that of its processes, or else of its type of device.
+
+    Where another one is planned for, its ranks share no memory.
+    """
     if _with_processes(mesh) is None:
-        return default_backend(mesh.device_type)
+        own = default_backend(mesh.device_type)
+        name = next(filter(None, reversed(_PLANNING.value())), own.name) if _PLANNING.anywhere else own.name
+        return own if name == own.name else planned_by_name(name)
     return backend_of(backend_name(), mesh.device_type)
 
 
@@ -308,17 +313,20 @@ def ranks_of_root(mesh: Mesh) -> frozenset[int]:
     return frozenset((mesh if runtime is None else _mesh_of(runtime.device_mesh._get_root_mesh())).ranks)
 
 
-_PLANNING: Scoped[None, bool] = Scoped("planning", bool)
+_PLANNING: Scoped[str, tuple[str, ...]] = Scoped("planning", tuple)
 
 
 def _is_planning() -> bool:
-    return bool(_PLANNING.anywhere) and _PLANNING.value()
+    return bool(_PLANNING.anywhere) and bool(_PLANNING.value())
 
 
 @contextmanager
-def planning() -> Iterator[None]:
-    """Within the block every mesh is without processes, so that all ranks plan as the first rank would."""
-    with _PLANNING.entered(None):
+def planning(backend: str = "") -> Iterator[None]:
+    """Within the block every mesh is without processes, so that all ranks plan as the first rank would.
+
+    Steps are those that a `backend` runs, of a topology for example, by default that of the mesh's type of device.
+    """
+    with _PLANNING.entered(backend):
         yield
 
 

@@ -20,7 +20,7 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, reduce
 from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
-from dshard.comm.events import LISTENERS, emit
+from dshard.comm.events import LISTENERS, emit, tell_copy
 from dshard.comm.program_steps import Steps, Transfer
 from dshard.comm.rank_tensors import are_simulated, is_any_meta, plain, stack, unstack
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
@@ -79,7 +79,8 @@ def _received(c: Collective, requests: Mapping[int, Request]) -> Tensor:
 T = TypeVar("T")
 Prepared = tuple[Runtime, Group, Begin]
 Planned = tuple[str, tuple[str, ...], int]
-"""A collective: its kind, its mesh axes, and the bytes that the busiest rank receives."""
+"""A collective: its kind, its mesh axes, and the bytes that the busiest rank receives; of a `COPY` those it copies."""
+COPY = "copy"
 
 
 class Moving:
@@ -290,7 +291,10 @@ class OfShapes:
     def _tell(self, moving: Moving, dtype: torch.dtype) -> None:
         if LISTENERS and not is_outside(moving.mesh):
             for kind, axes, nbytes in moving.planned(dtype.itemsize):
-                emit(kind, moving.mesh, axes, nbytes)
+                if kind == COPY:
+                    tell_copy(nbytes)
+                else:
+                    emit(kind, moving.mesh, axes, nbytes)
 
 
 World = OnProcesses | OfSimulatedRanks | OfShapes

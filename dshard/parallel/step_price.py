@@ -217,7 +217,8 @@ def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, an
     stand_ins |= {id(x): state[name] for name, x in (*model.named_parameters(), *model.named_buffers())}
     args, kwargs = map_tensors(example, without_data)
     known = [*(own._local_tensor for own in state.values()), *nested_tensors((args, kwargs))]
-    timeline = StepTimeline(planning_context().topology_of(plan.mesh), known, for_shapes=True)
+    topology = planning_context().topology_of(plan.mesh)
+    timeline = StepTimeline(topology, known, for_shapes=True)
 
     def step() -> Iterator[None]:
         """A step, that stops between its passes."""
@@ -227,12 +228,12 @@ def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, an
         _backward(out)
 
     runs, loops = partial(_as_planned, model, plan, reached, stand_ins), list[str]()
-    with runs(), trace() as sent, observing(_loops_noted(loops)):
+    with planning(topology.backend), runs(), trace() as sent, observing(_loops_noted(loops)):
         for _ in step():
             in_forward = len(sent.events)
     for own in state.values():
         own.grad = None
-    with runs(), timeline.recorded():
+    with planning(topology.backend), runs(), timeline.recorded():
         for _ in step():  # gradients are joined in the order in which the pass before gave them
             activations, forward = timeline.memory.alive(), len(timeline.levels)
     parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]

@@ -199,7 +199,7 @@ def _executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) ->
             operands.append(wrapped.clone())  # no leaf, whose gradient would be reduced, and to which no call may write
     timeline, host = StepTimeline(topology, for_shapes=True), list[float]()
     observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
-    with use_topology(topology), torch.enable_grad(), timeline.recorded(), observed:
+    with use_topology(topology), planning(topology.backend), torch.enable_grad(), timeline.recorded(), observed:
         out = call.run(*operands)
         forward, begun, received = timeline.seconds("compute"), len(host), _received(timeline)
         _backward(call, out, operands)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dshard.cost import copy_seconds
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.placements import Replicate, Shard
 from dshard.planning.local_seconds import executed
 from dshard.planning.plan_step import StepPlan
 from dshard.planning.step_graph import StepGraph, Value
-from dshard.redistribute import plan
+from dshard.redistribute import Plan, plan
+from dshard.redistribute.price import load_of
 from dshard.topology import Topology
 
 
@@ -157,22 +159,26 @@ def batch(rows: int, length: int = 8, vocabulary: int = 24) -> tuple[Tensor, Ten
     return tokens, tokens.roll(-1, 1)
 
 
-def planned_bytes(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Counter[tuple[str, str]]:
-    """The bytes that a plan says the busiest rank receives to move tensors, by the call that reads each and direction.
+class PlannedMove(NamedTuple):
+    """A tensor that a call reads, or its gradient, as a plan moves it in one direction of a step."""
 
-    Parameters are moved again in the backward pass, unless they are kept. Calls may send something by themselves.
-    """
-    received: Counter[tuple[str, str]] = Counter()
+    value: Value
+    call: int
+    direction: str
+    src: Layout
+    dst: Layout
 
-    def count(value: Value, reader: str, direction: str, src: Layout, dst: Layout) -> None:
-        if src != dst:
-            moved = plan(src, dst, value.shape, value.itemsize, topology).busiest() * value.itemsize
-            received[reader, direction] += moved
+    def steps(self, topology: Topology) -> Plan:
+        """The steps in which it moves."""
+        return plan(self.src, self.dst, self.value.shape, self.value.itemsize, topology)
 
+
+def planned_moves(graph: StepGraph, chosen: StepPlan) -> Iterator[PlannedMove]:
+    """What a plan moves. Parameters are moved again in the backward pass, unless they are kept."""
     for value in graph.values:
         for call, i in value.uses:
-            reader, own = graph.calls[call], chosen.calls[call]
-            name, used, gradient = f"{reader.module}:{reader.name}", own.inputs[i], own.gradients[i]
+            own = chosen.calls[call]
+            used, gradient = own.inputs[i], own.gradients[i]
             match value.kind:
                 case "made":
                     assert value.producer is not None
@@ -182,20 +188,40 @@ def planned_bytes(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Cou
                     at = wanted = chosen.parameters[value.number]
                 case _:
                     continue
-            count(value, name, "forward", at, used)
-            if value.needs_grad:
-                count(value, name, "backward", gradient, wanted)
             is_gathered = any(
                 isinstance(a, Shard) and b == Replicate() for a, b in zip(at.placements, used.placements, strict=True)
             )
+            moves = [("forward", at, used), ("backward", gradient, wanted)][: 1 + value.needs_grad]
             if value.kind == "parameter" and (value.name not in graph.kept if is_gathered else value.needs_grad):
-                count(value, name, "backward", at, used)
+                moves.append(("backward", at, used))
+            yield from (PlannedMove(value, call, *move) for move in moves if move[1] != move[2])
+
+
+def planned_bytes(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Counter[tuple[str, str]]:
+    """The bytes that a plan says the busiest rank receives to move tensors, by the call that reads each and direction.
+
+    Calls may send something by themselves.
+    """
+    received: Counter[tuple[str, str]] = Counter()
+    names = [f"{call.module}:{call.name}" for call in graph.calls]
+    for move in planned_moves(graph, chosen):
+        received[names[move.call], move.direction] += move.steps(topology).busiest() * move.value.itemsize
     for call, own in zip(graph.calls, chosen.calls, strict=True):
         if own.exchanges:
             sent = executed(call, own.inputs, topology).received
             for direction, nbytes in zip(("forward", "backward"), sent, strict=True):
-                received[f"{call.module}:{call.name}", direction] += nbytes
+                received[names[call.number], direction] += nbytes
     return +received
+
+
+def planned_copies(graph: StepGraph, chosen: StepPlan, topology: Topology) -> float:
+    """The seconds in which moves of what calls make, not of parameters, copy in memory."""
+    return sum(
+        copy_seconds(load_of(*stage).copied * move.value.itemsize, topology)
+        for move in planned_moves(graph, chosen)
+        if move.value.kind == "made"
+        for stage in move.steps(topology).shaped_stages()
+    )
 
 
 def mesh_of(shape: tuple[int, ...]) -> Mesh:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.default_cases import one_way_each
-from helpers.planned_models import FAMILIES, as_meta, batch, language_model, mesh_of, planned_bytes
+from helpers.planned_models import FAMILIES, as_meta, batch, language_model, mesh_of, planned_bytes, planned_copies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
-from dshard.parallel.step_price import price
+from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.trace_step import record_step, trace_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
@@ -299,14 +299,30 @@ def test_a_step_receives_the_bytes_that_were_planned(preset: str, family: str, s
     graph, mesh = trace_step(model, args, {}).copies(), mesh_of(shape)
     chosen = plan_step(StepTables(graph, mesh, topology), Weights(memory=1e-7 if preset == "cpu" else 0.0))
     received = planned_bytes(graph, chosen, topology)
+    prices, plan = StepPrices(model, args, {}), as_plan(graph, chosen, mesh)
     with use_topology(topology):
-        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+        cost, events = prices(plan), [slot.event for slot in prices.slots(plan)]
 
     for direction in ("forward", "backward"):
         planned = sum(n for (_, each), n in received.items() if each == direction)
         assert planned == sum(move.nbytes for move in cost.moves if move.direction == direction), direction
         assert planned > 0
-    assert chosen.parts.work == pytest.approx(cost.work, rel=0.04) or preset == "cpu"
+    copies, waited = planned_copies(graph, chosen, topology), [e for e in events if e.queue == "network" and e.waits]
+    assert chosen.parts.exposed - copies == pytest.approx(sum(event.seconds for event in waited))
+    assert 0 < copies <= sum(event.seconds for event in events if event.name == "copy") * (1 + 1e-9)
+    packed = sum(event.seconds for event in events if event.name in ("_chunk_cat", "_foreach_copy_"))
+    assert chosen.parts.work + copies == pytest.approx(cost.work - packed, rel=0.02) or preset == "cpu"
+
+
+@pytest.mark.parametrize(("preset", "sums_on_ranks"), [("cpu", True), ("dgx-h100", False)])
+def test_gradients_are_reduced_as_the_backend_of_the_topology_does(preset: str, sums_on_ranks: bool) -> None:
+    """Of half precision gloo moves the terms, which ranks add in single precision; NCCL adds them on their way."""
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64).bfloat16(), torch.empty(8, 64, dtype=torch.bfloat16)
+    with use_topology(Topology.preset(preset)):
+        slots = StepPrices(model, (x,), {}).slots(plan_model(model, MESHES[0], "data", x))
+
+    assert ("_to_copy" in {slot.event.name for slot in slots}) == sums_on_ranks
 
 
 class Branching(nn.Module):
