@@ -31,6 +31,7 @@ from dshard.ops.matmul.options import MatmulOptions, current_options, enter_opti
 from dshard.placements import Placement
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.expand import Row
+from dshard.rules.expert_loops import ExpertLoops
 from dshard.rules.rule import PassThrough
 from dshard.torch_private import no_torch_function, saved_tensor_hooks
 
@@ -55,8 +56,8 @@ class PlannedCall:
     `begun` are those modules that begin to run between it and the call before. `ndims` are the numbers of dims of its
     operands, `ANY` of a constant. `operands` and `results` are the moves of these, None for those that stay as they
     are; of those results that are `reduced` the gradient has the layout of the result, and is no partial sum. `rows`
-    are those of the rule of a matmul, "sum 0" where operand 0 passes through as a partial sum, and `attention` has the
-    loops of attention.
+    are those of the rule of a matmul, "sum 0" where operand 0 passes through as a partial sum; `attention` and
+    `experts` have the loops of attention, and of a layer of experts.
     """
 
     name: str
@@ -70,6 +71,7 @@ class PlannedCall:
     reduced: tuple[bool, ...] = ()
     rows: tuple[str | None, ...] | None = None
     attention: AttentionLoops | None = None
+    experts: ExpertLoops | None = None
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the operands of a call have the dims of this one's."""
@@ -79,11 +81,12 @@ class PlannedCall:
     @property
     def is_laid_out(self) -> bool:
         """Whether anything of the call is not left to its cost."""
-        return any(self.operands) or any(self.results) or any(self.reduced) or (self.rows or self.attention) is not None
+        ways = self.rows or self.attention or self.experts
+        return any(self.operands) or any(self.results) or any(self.reduced) or ways is not None
 
     def layouts(self) -> Hashable:
         """All of the call but its place in the model."""
-        return self.name, self.ndims, self.operands, self.results, self.reduced, self.rows, self.attention
+        return self.name, self.ndims, self.operands, self.results, self.reduced, self.rows, self.attention, self.experts
 
     def by_cost(self) -> PlannedCall:
         """The call with everything left to its cost."""
@@ -115,10 +118,11 @@ class PlannedCall:
         return map_tensors(out, lambda x: redistributed(x, next(rest)))
 
     def _by_rows(self, call: Call, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if self.rows is None and (self.attention is None or not torch.is_grad_enabled()):
+        if self.rows is self.experts is None and (self.attention is None or not torch.is_grad_enabled()):
             return call(func, args, kwargs)
         among = None if self.rows is None else (tuple([frozenset({_row(row)}) for row in self.rows]),)
-        leave = enter_options(MatmulOptions(saved=current_options().saved, attention=self.attention, among=among))
+        own = MatmulOptions(saved=current_options().saved, attention=self.attention, experts=self.experts, among=among)
+        leave = enter_options(own)
         try:
             return call(func, args, kwargs)
         finally:

@@ -34,7 +34,7 @@ from dshard.parallel.whole_plan import as_plan
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
-from dshard.planning.step_tables import COPIES, StepTables, Weights
+from dshard.planning.step_tables import MOMENTS, StepTables, Weights, local_bytes
 from dshard.routing import Routing
 from dshard.tables import human_bytes
 from dshard.torch_private import disable_modes
@@ -165,16 +165,20 @@ class PlanSearch:
         if plan is None or self.auto.allows(plan):
             return
         parameters = plan.cost.memory.parameters + plan.cost.memory.optimizer
-        low = high = plan.cost.seconds / max(1, parameters) / CHEAP
-        while not fits(planned(WAITED._replace(memory=high))):
-            if self.is_over() or high > plan.cost.seconds / max(1, parameters) * CHEAP:
+        even = plan.cost.seconds / max(1, parameters)
+        low = high = even / CHEAP
+        saved = plan.cost.memory.saved_share
+        while not fits(plan := planned(WAITED._replace(memory=high, saved=saved))):
+            if self.is_over() or high > even * CHEAP:
                 return
             low, high = high, high * 4
+            saved = saved if plan is None else plan.cost.memory.saved_share
         for _ in range(HALVED if low < high else 0):
             if self.is_over():
                 return
             middle = sqrt(low * high)
-            low, high = (low, middle) if fits(planned(WAITED._replace(memory=middle))) else (middle, high)
+            own = planned(WAITED._replace(memory=middle, saved=saved))
+            low, high = (low, middle) if fits(own) else (middle, high)
 
     def most(self, weights: Weights) -> float:
         """What a plan on a finer mesh must take less than, to count; no limit where memory has one."""
@@ -258,10 +262,11 @@ def largest_held(priced: Priced, graph: StepGraph) -> list[tuple[str, int]]:
     parameters = dict[str, int]()
     for value in graph.parameters():
         layout = layout_of(plan.mesh, plan.parameters[value.name], len(value.shape))
-        parameters[value.name] = layout.local_numel(value.shape) * value.itemsize * (COPIES if value.needs_grad else 1)
+        parameters[value.name] = local_bytes(value, layout) * (1 + (1 + MOMENTS) * value.needs_grad)
     results = dict[str, int]()
     for call, candidate in zip(graph.calls, chosen.calls, strict=True) if chosen is not None else ():
-        results[call.module] = max(results.get(call.module, 0), candidate.held)
+        made = sum(map(local_bytes, call.results, candidate.outputs))
+        results[call.module] = max(results.get(call.module, 0), made)
     held = [(name, sum([parameters[each] for each in own])) for name, own in folded(parameters).items()]
     held += [
         (f"results of {name or 'the model'}", sum([results[each] for each in own]))

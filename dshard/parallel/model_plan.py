@@ -25,7 +25,7 @@ from dshard.distribute import lay_out_assigned
 from dshard.errors import ArgumentError, LayoutError, MeshError
 from dshard.layout import layout_of
 from dshard.mesh import Mesh
-from dshard.ops.matmul.options import use_strategy
+from dshard.ops.matmul.options import current_options, use_strategy
 from dshard.parallel.apply_plan import apply_plan
 from dshard.parallel.auto import Auto, cheapest
 from dshard.parallel.boundary import Boundary, end_boundary, own_boundary, set_boundary
@@ -82,11 +82,14 @@ def plan_model(
     checked = _checked_argument(model, plan, pure, kwargs)
     args, kwargs = _example(model, args, kwargs)
     chosen = _plan_for(model, pure, checked, plan_options(model, precision, group), args, kwargs)
+    routing = current_options().routing
     if isinstance(checked, Plan):
+        routing = routing or checked.routing
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
         chosen = replace(chosen, cost=None)  # type: ignore[arg-type]  # which was that of another batch
-    return chosen if chosen.cost is not None else replace(chosen, cost=price(model, chosen, args, kwargs))
+    with use_strategy(routing=routing):
+        return chosen if chosen.cost is not None else replace(chosen, cost=price(model, chosen, args, kwargs))
 
 
 def parallelize(
@@ -264,10 +267,11 @@ def planned(
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     reached = ReachableState(model, args, kwargs)
-    model_trace = trace_factors(model, args, kwargs, reached)
+    auto = plan if isinstance(plan, Auto) else Auto()
+    with use_strategy(routing=auto.routing):
+        model_trace = trace_factors(model, args, kwargs, reached)
     roles = roles_of(model_trace)
     if plan == AUTO or isinstance(plan, Auto):
-        auto = plan if isinstance(plan, Auto) else Auto()
         with use_strategy(routing=auto.routing):
             prices = StepPrices(model, args, kwargs, reached, model_trace)
             first = {id(x): name for name, x in model.named_parameters()}

@@ -25,10 +25,10 @@ from dshard.parallel.plan_values import Plan, PlanOptions
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import FeatureKind, Roles, roles_of
-from dshard.parallel.step_price import MOMENTS, StepPrices
+from dshard.parallel.step_price import StepPrices
 from dshard.parallel.strategies import STRATEGIES, axes_of
 from dshard.parallel.whole_plan import PLANNED
-from dshard.planning.step_tables import StepTables
+from dshard.planning.step_tables import MOMENTS, StepTables
 from dshard.routing import Routing
 from dshard.tables import human_bytes, text_table
 from dshard.topology import Topology
@@ -47,7 +47,7 @@ class RankedPlan(NamedTuple):
 
     def data(self) -> dict[str, Any]:
         """What `parallelize(model, mesh, Path(...))` reads, as JSON values."""
-        if self.plan.strategy == PLANNED:
+        if self.plan.strategy == PLANNED or self.plan.routing is not None:
             return self.plan.data()
         mesh = {"shape": list(self.mesh.shape), "names": list(self.mesh.names)}
         return {"strategy": self.plan.strategy, "mesh": mesh}
@@ -138,15 +138,15 @@ def plan_table(
     begin, options = perf_counter(), PlanOptions(precision, None)
     devices = as_int(devices, "devices", StrategyError, least=1)
     efficiency = as_number(efficiency, "efficiency", StrategyError)
-    reached = ReachableState(model, args, kwargs)
-    model_trace = trace_factors(model, args, kwargs, reached)
-    roles, prices = roles_of(model_trace), StepPrices(model, args, kwargs, reached, model_trace)
     memory = topology.device.memory if memory is None else memory
     peak = topology.flops(dtype)
     topology = with_efficiency(topology, efficiency)
     done, turns = list[RankedPlan](), list[RankedPlan | None]()
     within, begun = _within_host(topology, devices), 0
     with use_topology(topology), use_strategy(routing=routing):
+        reached = ReachableState(model, args, kwargs)
+        model_trace = trace_factors(model, args, kwargs, reached)
+        roles, prices = roles_of(model_trace), StepPrices(model, args, kwargs, reached, model_trace)
         names = [name for name in strategies if name != PLANNED]
         laid = [*_candidates(roles, devices, within, names)] if names or not strategies else []
         tried = [each for each in laid if memory is None or _state_bytes(model, each.plan) <= memory]
@@ -168,11 +168,14 @@ def plan_table(
                 done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
             begun += 1
     summary, skipped, left = model_summary(model, model_trace, roles), len(laid) - len(tried), len(turns) - begun
-    return _ranked(PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left))
+    return ranked(PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left))
 
 
-def _ranked(table: PlanTable) -> PlanTable:
+def ranked(table: PlanTable) -> PlanTable:
     """The table with one of its plans that are alike, the fastest that fit first, then the smallest of the others."""
+    plans = table.plans
+    kept = [each for each in plans if each.plan.strategy != PLANNED or not any(_is_dearer(each, by) for by in plans)]
+    table = replace(table, plans=tuple(kept))
     alike: dict[tuple[str, ...], RankedPlan] = {}
     for each, row in zip(table.plans, table.rows(), strict=True):
         alike.setdefault((row[0], *row[3:]), each)
@@ -181,6 +184,12 @@ def _ranked(table: PlanTable) -> PlanTable:
     fitting.sort(key=lambda each: each.plan.cost.seconds)
     others.sort(key=lambda each: each.plan.cost.memory.total)
     return replace(table, plans=(*fitting, *others))
+
+
+def _is_dearer(each: RankedPlan, other: RankedPlan) -> bool:
+    """Whether a plan takes more seconds than another and holds more, too."""
+    own, by = each.plan.cost, other.plan.cost
+    return own.seconds > by.seconds and own.memory.total > by.memory.total
 
 
 def _planned(search: PlanSearch, tables: StepTables) -> list[RankedPlan]:

@@ -25,6 +25,7 @@ from dshard.parallel.plan_json import Placements as Placements
 from dshard.parallel.plan_json import encoded
 from dshard.parallel.precision import Precision, as_precision
 from dshard.placements import Placement
+from dshard.routing import Routing
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tables import human_bytes, human_seconds, text_table
@@ -70,6 +71,11 @@ class Memory:
         return self.peak - max(self.activations, self.gradients)
 
     @property
+    def saved_share(self) -> float:
+        """The part of activations in these and gradients, of which one takes the place of the other."""
+        return self.activations / max(1, self.activations + self.gradients)
+
+    @property
     def total(self) -> int:
         """The most bytes held at once; gradients are made anew in each step."""
         return self.parameters + self.optimizer + self.peak
@@ -81,7 +87,8 @@ class Cost:
 
     `work` are the seconds of local work, equal under all plans on a mesh up to repeated work and copies; `hidden` are
     the seconds of joined collectives that overlap with it. `flops` are the floating-point operations of the first rank.
-    `experts` has the modules that are layers of experts, each with its loops as docs/experts.md names them.
+    `experts` has the modules that are layers of experts, each with its loops as docs/experts.md names them; `routing`
+    says how tokens were expected to spread over these.
     """
 
     moves: tuple[Moves, ...]
@@ -90,6 +97,7 @@ class Cost:
     hidden: float = 0.0
     flops: float = 0.0
     experts: tuple[tuple[str, str], ...] = ()
+    routing: Routing | None = None
 
     def loops(self) -> dict[str, str]:
         """The loops of layers of experts, each with its modules: the first, and the last of several."""
@@ -253,6 +261,11 @@ class Plan(Tabled):
     gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     calls: tuple[PlannedCall, ...] = ()
     search: Search | None = None
+
+    @property
+    def routing(self) -> Routing | None:
+        """How tokens are expected to spread over experts, by which loops of these are chosen; None for evenly."""
+        return None if self.cost is None else self.cost.routing
 
     @property
     def certificate(self) -> float | None:

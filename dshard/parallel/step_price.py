@@ -22,6 +22,7 @@ from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
 from dshard.mesh import Mesh
+from dshard.ops.matmul.options import current_options
 from dshard.parallel.apply_plan import applied
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.factors import ModelTrace, trace_factors
@@ -32,14 +33,13 @@ from dshard.parallel.repeated_blocks import KEPT, SPREAD, BlockLists, Entry, Rep
 from dshard.parallel.trace_step import record_step, stand_in_for, without_data
 from dshard.placements import Replicate
 from dshard.planning.step_recorder import SignedCall
+from dshard.planning.step_tables import MOMENTS
 from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
 
 Levels: TypeAlias = Sequence[tuple[str, int]]
 """The operators of a pass, and the bytes alive after each."""
-MOMENTS = 2
-"""The number of states of each parameter's size in an optimiser such as Adam."""
 
 
 class _Run(NamedTuple):
@@ -118,7 +118,7 @@ class StepPrices:
             LayoutError: a step that does not run without data.
         """
         try:
-            return self._price(plan)
+            return replace(self._price(plan), routing=current_options().routing)
         except Exception as error:
             known = isinstance(error, HostReadMissing | NotImplementedError)
             if not (known or _runs_on_data_alone(self.model, *self.example)):
@@ -236,9 +236,10 @@ def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, an
     with planning(topology.backend), runs(), timeline.recorded():
         for _ in step():  # gradients are joined in the order in which the pass before gave them
             activations, forward = timeline.memory.alive(), len(timeline.levels)
-    parameters = [t for name, t in state.items() if isinstance(t, nn.Parameter)]
-    nbytes = sum(_local_bytes(p) for p in {id(p): p for p in parameters}.values())
-    memory = Memory(nbytes, nbytes, MOMENTS * nbytes, activations, max(timeline.memory.most, nbytes))
+    parameters = {id(t): t for t in state.values() if isinstance(t, nn.Parameter)}.values()
+    nbytes = sum(map(_local_bytes, parameters))
+    trained = sum([_local_bytes(p) for p in parameters if p.requires_grad])
+    memory = Memory(nbytes, trained, MOMENTS * trained, activations, max(timeline.memory.most, trained))
     work, network = timeline.seconds("compute"), timeline.seconds("network")
     slots = timeline.slots
     hidden = work + network - makespan(slots)

@@ -82,9 +82,11 @@ class PlannedFunctions:
         graph, calls = self.graph, self.of_function[n]
         operands = [None if i is None else graph.values[i] for i in function.operands]
         results = [None if i is None else graph.values[i] for i in function.results]
-        rows = attention = None
+        rows = attention = experts = None
         one = self.chosen[calls[0].number] if len(calls) == 1 else None
-        if one is not None and calls[0].rule.loops and not one.name and not any(each.blocks for each in one.layouts):
+        if one is not None and calls[0].rule.chosen is not None:
+            experts = one.rows
+        elif one is not None and calls[0].rule.loops and not one.name and not any(x.blocks for x in one.layouts):
             own = one.rows
             if calls[0].name != "scaled_dot_product_attention":
                 rows = tuple([_name(row) for row in own])
@@ -102,6 +104,7 @@ class PlannedFunctions:
             tuple([x is not None and self._is_reduced(x) for x in results]),
             rows,
             attention,  # type: ignore[arg-type]
+            experts,  # type: ignore[arg-type]
         )
 
     def _made(self, value: Value) -> tuple[Layout, Layout]:

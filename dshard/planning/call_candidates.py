@@ -14,12 +14,11 @@ from math import prod
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
-from dshard.planning.local_seconds import LocalSeconds, executed, local_seconds
+from dshard.planning.expert_candidates import expert_candidates
+from dshard.planning.local_seconds import executed, local_seconds
 from dshard.planning.step_graph import GraphCall, given_layout, is_copy
 from dshard.rules.expand import Expansion, Operand, Order, Row, expand, sizes_of
 from dshard.rules.rule import PassThrough, Rule
-from dshard.rules.strategy import Constraints, Question
-from dshard.rules.strategy_price import Price
 from dshard.topology import Topology
 
 
@@ -29,7 +28,8 @@ class CallCandidate:
 
     The gradients of its results are brought to `cotangents`, without them to those of the layouts of the results.
     `work` are the seconds of its local work and `exchanges` those of what it sends by itself, forward and backward.
-    `name` is that of an alternative to the rule, "" if it is none. `held` are the bytes of its results on a rank.
+    `name` is that of an alternative to the rule, "" if it is none; `rows` of a layer of experts are its loops. `saved`
+    are the bytes that it leaves on a rank for the backward pass, beside operands and results.
     """
 
     inputs: tuple[Layout, ...]
@@ -39,7 +39,7 @@ class CallCandidate:
     name: str
     work: float
     exchanges: float
-    held: int
+    saved: int
     cotangents: tuple[Layout, ...] = ()
 
     @property
@@ -64,13 +64,22 @@ def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCan
         rows: tuple[Row, ...] = (None,) * mesh.ndim
         return (CallCandidate((given,), (given,), (given.cotangent(),), rows, "", 0.0, 0.0, 0),)
     best: dict[tuple[tuple[Layout, ...], ...], CallCandidate] = {}
+    for candidate in _all(call, mesh, topology):
+        key = (candidate.inputs, candidate.outputs, candidate.gradients, candidate.cotangents)
+        if key not in best or candidate.seconds < best[key].seconds:
+            best[key] = candidate
+    return tuple(best.values())
+
+
+def _all(call: GraphCall, mesh: Mesh, topology: Topology) -> Iterator[CallCandidate]:
+    if call.rule.chosen is not None:
+        for strategy, loops, (local, _, sent, outputs, _) in expert_candidates(call, mesh, topology):
+            ends = (strategy.inputs, outputs, strategy.gradients)
+            yield CallCandidate(*ends, loops, "", local.both, sent, local.saved)
+        return
     packed = () if call.packed is None else (("", call.packed),)
     for name, rule in (("", call.rule), *packed, *call.alternatives):
-        for candidate in _expansions(call, name, rule, mesh, topology):
-            key = (candidate.inputs, candidate.outputs, candidate.gradients, candidate.cotangents)
-            if key not in best or candidate.seconds < best[key].seconds:
-                best[key] = candidate
-    return tuple(best.values())
+        yield from _expansions(call, name, rule, mesh, topology)
 
 
 def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: Topology) -> Iterator[CallCandidate]:
@@ -78,10 +87,6 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
     operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
     outputs = tuple([(value.shape, value.itemsize) for value in call.results])
     sizes = sizes_of(rule, operands, outputs)
-    needed = tuple([value.needs_grad for value in call.operands])
-    price = Price(
-        Question(rule, operands, outputs, topology, Constraints(gradients=needed, kept=(True,) * len(needed)))
-    )
     beyond = _factors(rule) - _factors(call.rule)
     in_blocks = {n for term in (*rule.inputs, *rule.outputs) for dim in term if {*dim[:1]} & rule.blocks for n in dim}
     for rows in product(_rows(call, rule, sizes), repeat=mesh.ndim):
@@ -96,18 +101,16 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
         results, sent = expansion.outputs, 0.0
         if name or any(not shape for shape, _ in outputs):  # it sends something by itself, or completes a number
             local, _, sent, results, _ = executed(call, expansion.inputs, topology)
-        elif rule.chosen is not None:  # the busiest rank's, by the routing that is expected
-            local = LocalSeconds(*price.local_work(expansion))
         else:
             local = local_seconds(call, expansion, topology)
-        held = sum([layout.local_numel(shape) * size for layout, (shape, size) in zip(results, outputs, strict=True)])
         gradients = expansion.gradients
         if call.name in ("linear", "addmm") and len(gradients) > 2:  # nothing of a bias is in the sum of a matmul
             gradients = (*gradients[:2], *_of_bias(rule, expansion, gradients[2:]))
-        yield CallCandidate(expansion.inputs, results, gradients, rows, name, sum(local), sent, held)
+        own = (rows, name, local.both, sent, local.saved)
+        yield CallCandidate(expansion.inputs, results, gradients, *own)
         if is_copy(call):
             for sums in _partial(expansion.gradients[0], rows):
-                yield CallCandidate(expansion.inputs, results, (sums,), rows, name, sum(local), sent, held, (sums,))
+                yield CallCandidate(expansion.inputs, results, (sums,), *own, (sums,))
 
 
 def _of_bias(rule: Rule, expansion: Expansion, gradients: Sequence[Layout]) -> Iterator[Layout]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.caches import Cache
 from dshard.comm import plain, planning
@@ -34,14 +35,23 @@ from dshard.topology import Topology
 from dshard.torch_private import OpOverload, disable_modes
 
 _SECONDS = Cache("local work", 65536)
-_ONE = replicated(Mesh((1,), ("one",)))
+ONE = replicated(Mesh((1,), ("one",)))
 
 
 class LocalSeconds(NamedTuple):
-    """Seconds of a call's local work, and of the host's for its distributed operators, in each pass."""
+    """Seconds of a call's local work, and of the host's for its distributed operators, in each pass.
+
+    `saved` are the bytes that the forward pass leaves to the backward pass, beside operands and results.
+    """
 
     forward: float
     backward: float
+    saved: int = 0
+
+    @property
+    def both(self) -> float:
+        """The seconds of both passes."""
+        return self.forward + self.backward
 
 
 def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alternative: str = "") -> LocalSeconds:
@@ -57,10 +67,10 @@ def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alt
         if alternative:
             seconds = executed(call, expansion.inputs, topology).local
         else:
-            seconds = _by_kernels(call, _kernel(call, expansion), shapes, topology)
+            seconds = _by_kernels(call, kernel_of(call, expansion), shapes, topology)
             if topology.dispatch:
                 host = _host_seconds(call, expansion.inputs, topology)
-                seconds = LocalSeconds(seconds.forward + host.forward, seconds.backward + host.backward)
+                seconds = LocalSeconds(seconds.forward + host.forward, seconds.backward + host.backward, seconds.saved)
         _SECONDS.add(key, seconds)
     return seconds
 
@@ -72,7 +82,7 @@ def _local_shapes(layouts: Sequence[Layout], values: Sequence[Value]) -> tuple[S
     )
 
 
-def _kernel(call: GraphCall, expansion: Expansion) -> LocalOp | None:
+def kernel_of(call: GraphCall, expansion: Expansion) -> LocalOp | None:
     """What the first rank runs on its local operands in place of the function, if it does not run that."""
     function, layouts = call.function, expansion.inputs
     strategy, first = cast(Strategy, expansion), (0,) * layouts[0].mesh.ndim
@@ -119,9 +129,15 @@ def _by_kernels(call: GraphCall, kernel: LocalOp | None, shapes: Sequence[Shape]
         operands = [x.clone() for x in operands]  # no leaves, to which a call may not write
     with torch.enable_grad(), OperatorMode(run):
         out = (call.run if call.kernel is None else kernel or call.run)(*operands)
-        forward = timeline.seconds("compute")
+        forward, saved = timeline.seconds("compute"), _saved(timeline, tensors_in(out))
         _backward(call, out, operands)
-    return LocalSeconds(forward, timeline.seconds("compute") - forward)
+    return LocalSeconds(forward, timeline.seconds("compute") - forward, saved)
+
+
+def _saved(timeline: StepTimeline, results: Sequence[Tensor]) -> int:
+    """The bytes alive of what a call has made, beside its results."""
+    storages = {StorageWeakRef(x.untyped_storage()) for x in results}
+    return timeline.memory.alive() - sum([timeline.memory.sizes.get(each, 0) for each in storages])
 
 
 def _backward(call: GraphCall, out: object, operands: Sequence[Tensor]) -> None:
@@ -157,7 +173,7 @@ def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> 
     key = call.signature, tuple(renamed), topology
     known: ExecutedCall | None = _SECONDS.get(key)
     if known is None:
-        known = _SECONDS.add(key, _executed(call, renamed, topology))
+        known = _SECONDS.add(key, run_by_executor(call, renamed, topology))
     back = [axes.index(axis) for axis in range(len(axes))]
     return known._replace(outputs=tuple([_with_axes(layout, back) for layout in known.outputs]))
 
@@ -190,7 +206,8 @@ def _with_axes(layout: Layout, axes: Sequence[int]) -> Layout:
 @plain()
 @planning()
 @disable_modes()
-def _executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
+def run_by_executor(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
+    """A call and its backward pass with operands in these layouts, as `executed` gives it, run anew."""
     operands = []
     with torch.enable_grad():
         for layout, shape, x in zip(layouts, _local_shapes(layouts, call.operands), call.operands, strict=True):
@@ -201,10 +218,11 @@ def _executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) ->
     observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
     with use_topology(topology), planning(topology.backend), torch.enable_grad(), timeline.recorded(), observed:
         out = call.run(*operands)
+        outs: list[Any] = tensors_in(out)
         forward, begun, received = timeline.seconds("compute"), len(host), _received(timeline)
+        saved = _saved(timeline, [x._local_tensor for x in outs])
         _backward(call, out, operands)
-    seconds = LocalSeconds(forward, timeline.seconds("compute") - forward)
-    outs: list[Any] = tensors_in(out)
+    seconds = LocalSeconds(forward, timeline.seconds("compute") - forward, saved)
     layouts = [x._spec.layout for x in outs]
     own = LocalSeconds(sum(host[:begun]), sum(host[begun:]))
     of_passes = received, _received(timeline) - received
@@ -225,7 +243,7 @@ def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology
     key = call.signature, topology
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:
-        seconds = _SECONDS.add(key, executed(call, [_ONE] * len(call.operands), topology).host)
+        seconds = _SECONDS.add(key, executed(call, [ONE] * len(call.operands), topology).host)
     return seconds
 
 

@@ -56,11 +56,14 @@ class StepPlan:
     @property
     def seconds(self) -> float:
         """The weighted sum without bytes."""
-        return self.total - self.weights.memory * self.parts.memory
+        return self.weights._replace(memory=0.0).of(self.parts)
 
     def least(self, held: float | None = None) -> float:
-        """What any choice that holds at most `held` bytes, by default those of this one, takes: Lagrange's bound."""
-        return self.bound - self.weights.memory * (self.parts.memory if held is None else held)
+        """What any choice that holds at most `held` bytes takes: Lagrange's bound.
+
+        By default one whose bytes cost no more than those of this choice.
+        """
+        return self.bound - (self.total - self.seconds if held is None else self.weights.memory * held)
 
     @property
     def certificate(self) -> float:

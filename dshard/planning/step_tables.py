@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from math import inf, prod, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from dshard.placements import Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.eliminate import NamedTable
+from dshard.planning.kept_values import kept_values
 from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.packed_values import with_packed_values
@@ -37,21 +37,33 @@ from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
 from dshard.topology import Topology
 from dshard.torch_private import no_functions
 
+N = TypeVar("N", float, Tensor)
 LIKELY = 8
 """How many moves of an edge are priced at once beside those of a choice."""
 NEVER = 1e6
 """Seconds of a move that is not made."""
-COPIES = 4
-"""A parameter that is trained, its gradient, and two moments."""
+MOMENTS = 2
+"""The numbers that an optimiser such as Adam keeps of each of a parameter."""
 
 
 class Parts(NamedTuple):
-    """Seconds of moves for which work waits, of work, and of moves that may run beside it; and bytes that are held."""
+    """Seconds of moves for which work waits, of work, and of moves that may run beside it; and bytes that are held.
+
+    `stored` are those of parameters and moments, `saved` those that the forward pass leaves to the backward pass, and
+    `gradients` those of parameters' gradients, which take their place.
+    """
 
     exposed: float = 0.0
     work: float = 0.0
     beside: float = 0.0
-    memory: float = 0.0
+    stored: float = 0.0
+    saved: float = 0.0
+    gradients: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """The bytes that are held at the end of either pass."""
+        return self.stored + max(self.saved, self.gradients)
 
     def plus(self, other: Parts, times: int = 1) -> Parts:
         """The sum with so many times another."""
@@ -59,14 +71,22 @@ class Parts(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The multipliers of a weighted sum: of the seconds of moves that may run beside work, and of a byte."""
+    """The multipliers of a weighted sum: of the seconds of moves that may run beside work, and of a byte.
+
+    A byte that is `saved` counts in this part, and one of a gradient in the rest: more than these are never held.
+    """
 
     beside: float = 1.0
     memory: float = 0.0
+    saved: float = 1.0
 
     def of(self, parts: Parts) -> float:
         """The weighted sum, in seconds."""
-        return parts.exposed + parts.work + self.beside * parts.beside + self.memory * parts.memory
+        return parts.exposed + parts.work + self.beside * parts.beside + self.of_bytes(*parts[3:])
+
+    def of_bytes(self, stored: N, saved: N, gradients: N) -> N:
+        """What the weighted sum has for bytes, at most the price of those that are held."""
+        return self.memory * (stored + self.saved * saved + (1 - self.saved) * gradients)
 
 
 class _Pairs(NamedTuple):
@@ -80,7 +100,7 @@ class _Pairs(NamedTuple):
 class _Edge(NamedTuple):
     """A tensor between two domains: its layouts where it is made, what its gradient becomes there, and its uses.
 
-    One that a use writes to `stays` where it is made.
+    One that a use writes to `stays` where it is made. `saved` are the bytes that a move adds to what is saved.
     """
 
     prices: MovePrices
@@ -91,19 +111,22 @@ class _Edge(NamedTuple):
     domains: tuple[int, int]
     needs_grad: bool
     stays: bool
+    saved: Tensor
 
 
 class _Use(NamedTuple):
-    """A parameter and an operand that it is: the layouts in which it may be stored, with the bytes held, and its uses.
+    """A parameter and an operand that it is: the layouts in which it may be stored, with bytes of a rank, and its uses.
 
-    `variable` chooses the layout of one that several calls read. `times` says how often each move to a use is made.
-    `casts` are the seconds of casts between the dtypes in which it is stored and used, and its gradient reduced, by
-    these layouts; gradients are `wider` than it.
+    `held` has for each layout the bytes of the parameter with its moments, and of its gradient, `saved` those of copies
+    that stay until the backward pass. `variable` chooses the layout of one that several calls read. `times` says how
+    often each move to a use is made. `casts` are the seconds of casts between the dtypes in which it is stored and
+    used, and its gradient reduced, by these layouts; gradients are `wider` than it.
     """
 
     prices: MovePrices
     stored: Tensor
     held: Tensor
+    saved: Tensor
     times: Tensor
     pairs: _Pairs
     domain: int
@@ -113,13 +136,26 @@ class _Use(NamedTuple):
     wider: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """For each candidate of a domain the seconds of what it sends within, and of its work, and the bytes it leaves."""
+class _Work(NamedTuple):
+    """For each candidate of a domain the seconds of what it sends within, and of its work, and bytes of a rank."""
 
     exposed: Tensor
     work: Tensor
-    held: Tensor
+    stored: Tensor
+    saved: Tensor
+    gradients: Tensor
+
+    def parts(self, at: int) -> Parts:
+        """Those of a candidate."""
+        exposed, work, *held = (float(each[at]) for each in self)
+        return Parts(exposed, work, 0.0, *held)
+
+    @classmethod
+    def of(cls, exposed: Sequence[float] | Tensor, **others: Sequence[float] | Tensor) -> _Work:
+        """Those of so many candidates; what is not given is zero."""
+        nothing = [0.0] * len(exposed)
+        columns = [exposed, *[others.get(name, nothing) for name in cls._fields[1:]]]
+        return cls(*[torch.as_tensor(column, dtype=torch.float64) for column in columns])
 
 
 class StepTables:
@@ -142,9 +178,10 @@ class StepTables:
         deadline: Deadline = ENDLESS,
     ) -> None:
         self.graph, self.mesh, self.topology, self.limits = with_packed_values(graph), mesh, topology, limits
+        self.kept = kept_values(self.graph)
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
-        self.costs: list[list[tuple[float, float, float]]] = []
+        self.costs: list[_Work] = []
         self.uses: list[NamedTable] = []
         self.prices: dict[Hashable, MovePrices] = {}
         self.work: dict[Hashable, _Work] = {}
@@ -189,19 +226,21 @@ class StepTables:
         known: dict[Hashable, int] = {}
         for call in self.graph.calls:
             added = tuple([max(0, len(x.uses) - 1) * x.needs_grad for x in call.results])
-            limit = self.limits.of_call(call)
-            key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added, limit)
+            limit, kept = self.limits.of_call(call), tuple([x.number in self.kept.made for x in call.results])
+            key = (call.signature, tuple([value.kind == "made" for value in call.operands]), added, kept, limit)
             if key not in known:
                 deadline.check()
                 known[key] = len(self.domains)
                 own = limit.allowed(call, candidates(call, self.mesh, self.topology), self.graph)
                 self.domains.append(own)
-                self.costs.append([(c.exchanges, c.work + self._sums(call, c), float(c.held)) for c in own])
+                work = [c.work + self._sums(call, c) for c in own]
+                saved = [float(c.saved + self._results(call, c)) for c in own]
+                self.costs.append(_Work.of([c.exchanges for c in own], work=work, saved=saved))
             self.domain_of.append(known[key])
 
     def _add_calls(self) -> None:
         for domain, costs in enumerate(self.costs):
-            self.work["work", domain] = _Work(*[torch.tensor(c, dtype=torch.float64) for c in zip(*costs, strict=True)])
+            self.work["work", domain] = costs
         for call in self.graph.calls:
             self.uses.append(NamedTable(("work", self.domain_of[call.number]), (call.number,)))
 
@@ -209,6 +248,11 @@ class StepTables:
         """Seconds to add the gradients of results that several calls read."""
         ends = zip(call.results, candidate.outputs, strict=True)
         return sum([gradient_sum_seconds(value, layout, self.topology) for value, layout in ends])
+
+    def _results(self, call: GraphCall, candidate: CallCandidate) -> int:
+        """Bytes of the results that are kept where they are made."""
+        ends = zip(call.results, candidate.outputs, strict=True)
+        return sum([local_bytes(value, layout) for value, layout in ends if value.number in self.kept.made])
 
     def _prices(self, value: Value) -> MovePrices:
         itemsize, joined = value.itemsize, 1
@@ -234,7 +278,9 @@ class StepTables:
         (producer, result), (call, operand) = value.producer, use
         domains = self.domain_of[producer], self.domain_of[call]
         stays = operand == 0 and self.graph.calls[call].writes
-        key = ("edge", value.shape, value.dtype, value.needs_grad, domains[0], result, domains[1], operand, stays)
+        keeps = use in self.kept.uses, use in self.kept.alone
+        ends = domains[0], result, domains[1], operand
+        key = ("edge", value.shape, value.dtype, value.needs_grad, *ends, stays, keeps)
         if key not in self.edges:
             prices, numbers = self._prices(value), dict[tuple[Layout, Layout], int]()
             own = [(c.outputs[result], c.cotangent(result)) for c in self._candidates(domains[0])]
@@ -244,8 +290,16 @@ class StepTables:
             prices.bound(made, pairs.used)
             if value.needs_grad:
                 prices.bound(pairs.gradients, wanted)
-            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, stays)
+            saved = self._copies(value, prices, (made, pairs.used), keeps)
+            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, stays, saved)
         self.uses.append(NamedTable(key, (producer, call)))
+
+    def _copies(
+        self, value: Value, prices: MovePrices, ends: tuple[Tensor, Tensor], keeps: tuple[bool, bool]
+    ) -> Tensor:
+        """The bytes that a moved copy adds to what is saved, if its use keeps it, perhaps alone."""
+        made, used = ([local_bytes(value, prices.layouts[i]) for i in end.tolist()] for end in ends)
+        return (ends[0][:, None] != ends[1]) * (keeps[0] * torch.tensor(used) - keeps[1] * torch.tensor(made)[:, None])
 
     def _add_end(self, value: Value, producer: End) -> None:
         """Charge what the model returns, and leaves partial, its completion."""
@@ -254,8 +308,7 @@ class StepTables:
         if key not in self.work:
             layouts = [c.outputs[producer.position] for c in self._candidates(domain)]
             ends = {each: completion(each, value.shape, value.itemsize, self.topology)[1] for each in {*layouts}}
-            seconds = torch.tensor([ends[layout] for layout in layouts], dtype=torch.float64)
-            self.work[key] = _Work(seconds, torch.zeros_like(seconds), torch.zeros_like(seconds))
+            self.work[key] = _Work.of([ends[layout] for layout in layouts])
         self.uses.append(NamedTable(key, (producer.call,)))
 
     def _add_parameters(self) -> None:
@@ -269,8 +322,8 @@ class StepTables:
             variable, own = len(self.domain_of), limit.of(_layouts(value, self.mesh, ()))
             self.domain_of.append(len(self.domains))
             self.domains.append(own)
-            nothing = torch.zeros(len(own), dtype=torch.float64)
-            self.work["stored", value.number] = _Work(nothing, nothing, self._held(value, own))
+            stored, gradients = self._held(value, own)
+            self.work["stored", value.number] = _Work.of([0.0] * len(own), stored=stored, gradients=gradients)
             self.uses.append(NamedTable(("stored", value.number), (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]
@@ -288,9 +341,10 @@ class StepTables:
                     prices.bound(pairs.gradients, stored)
                 held = self._held(value, own) * (variable is None)
                 used = [prices.layouts[i] for i in pairs.used.tolist()]
+                saved = self._copies(value, prices, (stored, pairs.used), (True, False))
                 times = torch.tensor([[self._times(value, at, to) for to in used] for at in own], dtype=torch.float64)
                 self.parameters[key] = _Use(
-                    *(prices, stored, held, times, pairs, domain, variable, value.needs_grad),
+                    *(prices, stored, held, saved * (times == 1), times, pairs, domain, variable, value.needs_grad),
                     *self._casts(value, own, [prices.layouts[i] for i in pairs.gradients.tolist()]),
                 )
             self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
@@ -319,8 +373,10 @@ class StepTables:
         return 1 + (value.name not in self.graph.kept if is_gathered else value.needs_grad)
 
     def _held(self, value: Value, layouts: Sequence[Layout]) -> Tensor:
-        nbytes = (COPIES if value.needs_grad else 1) * (self.graph.dtypes.stored or value.dtype).itemsize
-        return torch.tensor([nbytes * layout.local_numel(value.shape) for layout in layouts], dtype=torch.float64)
+        """Two rows: the bytes of a parameter and its moments in each layout, and those of its gradient."""
+        itemsize, is_trained = (self.graph.dtypes.stored or value.dtype).itemsize, value.needs_grad
+        own = torch.tensor([itemsize * layout.local_numel(value.shape) for layout in layouts], dtype=torch.float64)
+        return torch.stack([own * (1 + MOMENTS * is_trained), own * is_trained])
 
     # -- tables
 
@@ -330,19 +386,25 @@ class StepTables:
         for name, (variable, *_) in self.uses:
             if name in self.work and name not in tables:
                 own = self.work[name]
-                total = own.exposed + own.work + weights.memory * own.held
+                total = own.exposed + own.work + weights.of_bytes(*own[2:])
                 tables[name] = total[alive[self.domain_of[variable]]]
         for name, edge in self.edges.items():
             made, pairs = (of[alive[d]] for of, d in zip((edge.of, edge.pairs.of), edge.domains, strict=True))
-            tables[name] = self._between(edge)[made][:, pairs]
+            total = self._between(edge) + weights.memory * weights.saved * edge.saved
+            tables[name] = total[made][:, pairs]
         for name, use in self.parameters.items():
-            total = weights.beside * self._moved(use) + weights.memory * use.held[:, None] + use.casts
+            total = self._weighted(use, weights)
             pairs = use.pairs.of[alive[use.domain]]
             if use.variable is None:
                 tables[name] = total.amin(0)[pairs]
             else:
                 tables[name] = total[alive[self.domain_of[use.variable]]][:, pairs]
         return tables
+
+    def _weighted(self, use: _Use, weights: Weights) -> Tensor:
+        """The weighted sum of a parameter in each layout for each use."""
+        held = weights.of_bytes(use.held[0][:, None], use.saved, use.held[1][:, None])
+        return weights.beside * self._moved(use) + held + use.casts
 
     def _between(self, edge: _Edge) -> Tensor:
         """Seconds from each layout in which a tensor is made to each use, and of its gradient back."""
@@ -369,21 +431,20 @@ class StepTables:
         chosen = Counter([(name, tuple([choice[variable] for variable in variables])) for name, variables in self.uses])
         for (name, at), times in chosen.items():
             if name in self.work:
-                own = self.work[name]
-                exposed, work, held = (float(each[at[0]]) for each in (own.exposed, own.work, own.held))
-                done = Parts(exposed, work, 0.0, held)
+                done = self.work[name].parts(at[0])
             elif name in self.edges:
                 edge = self.edges[name]
                 made, pair = int(edge.of[at[0]]), int(edge.pairs.of[at[1]])
                 new += self._price_edge(edge, made, pair)
-                done = Parts(exposed=float(self._between(edge)[made, pair]))
+                done = Parts(exposed=float(self._between(edge)[made, pair]), saved=float(edge.saved[made, pair]))
             else:
                 use = self.parameters[name]
                 stored, more = self._price_use(use, at, weights)
                 new += more
-                moved = float(self._moved(use)[stored, use.pairs.of[at[-1]]])
-                cast = float(use.casts[stored, use.pairs.of[at[-1]]])
-                done = Parts(work=cast, beside=moved, memory=float(use.held[stored]))
+                pair = int(use.pairs.of[at[-1]])
+                moved, cast, saved = (float(each[stored, pair]) for each in (self._moved(use), use.casts, use.saved))
+                held = map(float, use.held[:, stored])
+                done = Parts(0.0, cast, moved, next(held), saved, next(held))
             parts = parts.plus(done, times)
         return parts, new
 
@@ -398,7 +459,7 @@ class StepTables:
         pair, new = int(use.pairs.of[at[-1]]), 0
         used, gradient = int(use.pairs.used[pair]), int(use.pairs.gradients[pair])
         while True:  # what is cheapest by a bound may not be by its price
-            costs = weights.beside * self._moved(use)[:, pair] + weights.memory * use.held + use.casts[:, pair]
+            costs = self._weighted(use, weights)[:, pair]
             best = int(costs.argmin()) if use.variable is None else at[0]
             more = int(use.prices.price(int(use.stored[best]), used))
             if use.needs_grad:
@@ -443,6 +504,11 @@ class StepTables:
                 value = self.graph.calls[variables[-1]].operands[operand]
                 layouts[value.number] = use.prices.layouts[int(use.stored[at])]
         return layouts
+
+
+def local_bytes(value: Value, layout: Layout) -> int:
+    """The bytes of a value that the first rank has in a layout."""
+    return layout.local_numel(value.shape) * value.itemsize
 
 
 def _least_of(of: Tensor, size: int, alive: Tensor, excess: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from dshard.core.signature import Context
 from dshard.core.wrapper import is_recorded
 from dshard.errors import ShapeError
 from dshard.ops.grouped_matmul import is_aligned
-from dshard.rules.expert_loops import OPERANDS, expert_rule
+from dshard.ops.matmul.options import current_options
+from dshard.rules.expert_loops import OPERANDS, UNIFORM, expert_rule
 from dshard.rules.rule import Rule
 
 Body: TypeAlias = Callable[..., Tensor]
@@ -265,7 +266,7 @@ class _WithoutData(torch.autograd.Function):
 
 
 def _rule(call: Call) -> Rule:
-    return expert_rule(call.shapes, call.argument("rule"))
+    return expert_rule(call.shapes, call.argument("rule"), current_options().routing or UNIFORM)
 
 
 RULES: dict[str, Operator] = {"dshard::experts": Operator(_rule)}
