@@ -40,6 +40,7 @@ from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
 from dshard.rehearsal.region_recording import RegionRecording
 from dshard.rehearsal.session import HERE, own_call
+from dshard.routing import Routing
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
 from dshard.tensor import DTensor
@@ -73,8 +74,8 @@ def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] 
     Within the forward pass attention has the loops of the plan. `groups` are the weights that are gathered together.
     """
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
-    if plan.attention is not None:
-        blocks.append(_around(partial(_by_loops, plan.attention), by_loops(plan.attention)))
+    if plan.attention is not None or plan.routing is not None:
+        blocks.append(_around(partial(_by_loops, plan.attention, plan.routing), by_loops(plan.attention)))
     followed = FollowedModules(plan) if plan.calls else None
     if followed is not None:
         blocks.append(_around(followed.enter, by_cost()))
@@ -259,14 +260,14 @@ def _replicating() -> Callable[[], None]:
     return partial(count_as_replicated, -1, forward=True)
 
 
-def _by_loops(loops: AttentionLoops) -> Callable[[], None]:
+def _by_loops(loops: AttentionLoops | None, routing: Routing | None) -> Callable[[], None]:
     """Enter a block in which attention has these loops, if gradients are recorded; return the function that leaves it.
 
     In inference attention has the cheapest loops, so that a cache sharded over its sequence is not moved to heads.
+    Experts are priced for a `routing`, unless a block around the model has another.
     """
-    if not torch.is_grad_enabled():
-        return lambda: None
-    return enter_options(MatmulOptions(saved=current_options().saved, attention=loops))
+    own, within = loops if torch.is_grad_enabled() else None, current_options()
+    return enter_options(MatmulOptions(saved=within.saved, attention=own, routing=within.routing or routing))
 
 
 @own_call

@@ -109,7 +109,7 @@ def _matmuls_by(schedule: Schedule) -> dict[Function, str]:
     return as_graph_functions(_scheduled, schedule, _PRODUCTS)
 
 
-def by_loops(loops: AttentionLoops) -> FunctionReplacement:
+def by_loops(loops: AttentionLoops | None) -> FunctionReplacement:
     """The mode in which attention has these loops, if gradients are recorded."""
     return FunctionReplacement({F.scaled_dot_product_attention: as_graph_function(_with_loops, loops)})
 
@@ -151,7 +151,7 @@ def _distributed(layout: Layout, x: Tensor) -> DTensor:
     return distribute_tensor(x, layout.mesh, torch_placements(layout), src_data_rank=None)
 
 
-def _with_loops(loops: AttentionLoops, *args: object, **kwargs: object) -> Any:
+def _with_loops(loops: AttentionLoops | None, *args: object, **kwargs: object) -> Any:
     with use_strategy(attention=loops if torch.is_grad_enabled() else None):
         return F.scaled_dot_product_attention(*args, **kwargs)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from helpers.expert_models import OwnExperts, OwnModel, batch, expert_model, mes
 from torch import Tensor, nn
 
 import dshard
-from dshard import DTensor, Replicate, Shard, Topology, plan_model
+from dshard import DTensor, Replicate, Routing, Shard, Topology, plan_model
 from dshard.comm import plain
 from dshard.errors import LayoutError, NotationError, StrategyError
 from dshard.mesh import Mesh
+from dshard.ops.matmul.options import current_options
 from dshard.parallel import Auto, register_experts
 from dshard.parallel.expert_modules import ExpertsModule, experts_form
 from dshard.parallel.factors import trace_factors
@@ -64,6 +66,25 @@ def test_planned_experts_are_called_as_planned(family: str, shape: tuple[int, ..
             steps = trained(parallelized(expert_model(family), mesh, plan), steps=4)
 
     assert steps.differs(expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["expert", Auto(routing=Routing.zipf(1.0), seconds=0.1)], ids=["name", "auto"])
+def test_a_plan_keeps_its_routing_in_its_file_and_runs_by_it(tmp_path: Path, strategy: Any) -> None:
+    own, file, seen = Routing.zipf(1.0), tmp_path / "plan.json", []
+    routing = own if isinstance(strategy, str) else None
+
+    with simulated(MESH), dshard.use_topology(BYTES):
+        plan = plan_model(expert_model("mixtral"), MESH, strategy, routing=routing, **batch())
+        plan.save(file)
+        model = dshard.parallelize(expert_model("mixtral"), MESH, file, **batch())
+        experts = next(module for module in model.modules() if isinstance(module, ExpertsModule))
+        experts.register_forward_pre_hook(lambda *args: seen.append(current_options().routing))
+        model(**batch())
+        with dshard.use_strategy(routing=Routing.uniform()):
+            model(**batch())
+
+    assert plan.routing == plan_model(expert_model("mixtral"), MESH, file, **batch()).routing == own
+    assert seen == [own, Routing.uniform()]
 
 
 def test_jitter_of_routers_is_that_of_one_rank() -> None:
