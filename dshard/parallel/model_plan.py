@@ -266,18 +266,19 @@ def planned(
     kwargs: Mapping[str, object],
 ) -> Plan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
+    if isinstance(plan, Auto) and plan.routing is not None:
+        with use_strategy(routing=plan.routing):
+            return planned(model, mesh, replace(plan, routing=None), options, args, kwargs)
     reached = ReachableState(model, args, kwargs)
-    auto = plan if isinstance(plan, Auto) else Auto()
-    with use_strategy(routing=auto.routing):
-        model_trace = trace_factors(model, args, kwargs, reached)
+    model_trace = trace_factors(model, args, kwargs, reached)
     roles = roles_of(model_trace)
     if plan == AUTO or isinstance(plan, Auto):
-        with use_strategy(routing=auto.routing):
-            prices = StepPrices(model, args, kwargs, reached, model_trace)
-            first = {id(x): name for name, x in model.named_parameters()}
-            names = {name: first[id(x)] for name, x in model.named_parameters(remove_duplicate=False)}
-            graph = step_graph(model_trace.step, model, tuple(args), kwargs, reached, options.precision)
-            return cheapest(mesh, roles, auto, options, prices, graph, names)
+        auto = plan if isinstance(plan, Auto) else Auto()
+        prices = StepPrices(model, args, kwargs, reached, model_trace)
+        first = {id(x): name for name, x in model.named_parameters()}
+        names = {name: first[id(x)] for name, x in model.named_parameters(remove_duplicate=False)}
+        graph = step_graph(model_trace.step, model, tuple(args), kwargs, reached, options.precision)
+        return cheapest(mesh, roles, auto, options, prices, graph, names)
     named, idle = plan_by_name(roles, plan, mesh)
     if idle:
         warn_user(idle, mesh)
