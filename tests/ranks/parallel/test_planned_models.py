@@ -102,7 +102,7 @@ def by_rows() -> Plan:
     """A plan of four ranks that reads images by rows, and labels whole."""
     (model, args), mesh = classifier(), mesh_of((4,))
     graph = trace_step(model, args, {}).copies()
-    plan = as_plan(graph, plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-6)), mesh)
+    plan = as_plan(graph, plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-7)), mesh)
     assert plan.inputs == {"": (Shard(0),), "targets.labels": (Replicate(),)}
     return replace(plan, ndim=4)
 
