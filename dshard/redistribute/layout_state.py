@@ -84,12 +84,11 @@ class State:
 
 
 class LayoutEdge(NamedTuple):
-    """A step: its destination state, its kind, and its seconds, or a lower bound on them if not `exact`."""
+    """A step: its destination state, its kind, and its seconds."""
 
     there: State
     kind: type[Step]
     seconds: float
-    exact: bool = True
 
 
 class ReachedState(NamedTuple):
@@ -193,43 +192,12 @@ def slice_load(there: State, n: int) -> Load:
     return Load(0, there.numel if n > 1 else 0, 0)
 
 
-def exchange_load(here: State, there: State, axes: Sequence[int], *, exact: bool = True) -> Load:
-    """The load of an exchange along these mesh axes; if not `exact`, its elements received are a lower bound."""
+def exchange_load(here: State, there: State, axes: Sequence[int]) -> Load:
+    """The load of an exchange along these mesh axes."""
     n = prod([here.sizes[axis] for axis in axes])
     copied = 2 * there.numel if here.axes[1:] != there.axes[1:] and n > 1 else 0
-    messages = min(n - 1, _senders(here, there))
-    if exact:
-        received, average, along = _exchange_counts(here, there, axes)
-        return Load(received, copied, messages, average, along)
-    kept = [min(have, want) for have, want in zip(here.local, there.local, strict=True)]
-    received = there.numel - (0 if nested_and_apart(here, there)[1] else prod(kept))
-    if n > COUNTED:
-        return Load(received, copied, messages)
-    needed = prod(here.shape) // prod([here.sizes[axis] for split in there.axes for axis in split])
-    held = _held_beside(here, there, axes) if len(axes) > 1 else []
-    crossing = tuple([(max(0, there.numel - some), max(0, needed - most)) for some, most in held])
-    return Load(received, copied, messages, max(0, needed - prod(kept)), crossing)
-
-
-def _held_beside(here: State, there: State, axes: Sequence[int]) -> list[tuple[int, int]]:
-    """For each of `axes` the most needed elements that all ranks with a rank's index on it hold: of some rank, of any.
-
-    Chunks within the same larger chunk of a dim are all that counts there. Where an axis cuts it evenly, and another
-    one after the exchange, some rank needs a part of which those with its index hold nothing.
-    """
-    most, some = [1] * len(axes), [True] * len(axes)
-    for dim, (held, needed, have) in enumerate(zip(here.local, there.local, here.wide, strict=True)):
-        within, want = 0, there.wide[dim]
-        if have and want and here.exact[dim] and there.exact[dim]:
-            within = next((i for i, pair in enumerate(zip(have, want, strict=False)) if pair[0] != pair[1]), -1)
-            if within >= 0 and have[within] in axes:
-                some[list(axes).index(have[within])] = False
-            within = within if within >= 0 else min(len(have), len(want))
-        crossed = [axis for axis in have[within:] if axis in axes]
-        together = held * prod([here.sizes[axis] for axis in crossed]) if crossed else held
-        for i, axis in enumerate(axes):
-            most[i] *= min(needed, together // here.sizes[axis] if axis in crossed else together)
-    return [(each if any_held else 0, each) for each, any_held in zip(most, some, strict=True)]
+    received, average, along = _exchange_counts(here, there, tuple(axes))
+    return Load(received, copied, min(n - 1, _senders(here, there)), average, along)
 
 
 def reduce_exchange_load(there: State, n: int) -> Load:
@@ -252,27 +220,50 @@ COUNTED = 16
 
 
 def _exchange_counts(
-    here: State, there: State, axes: Sequence[int]
+    here: State, there: State, axes: tuple[int, ...]
 ) -> tuple[int, int | None, tuple[tuple[int, int], ...]]:
     """The most elements that a rank receives in an exchange, the average of its ranks, and both along each axis.
 
-    Of more than `COUNTED` ranks only those at corners of the mesh are counted, where the maximum is, and there is no
-    average. A rank receives the needed elements that it does not hold; along an axis, those that no rank with its own
-    index there holds.
+    Of a dim that is sharded evenly, before and after, all ranks need and hold as many times what they do of the
+    smallest such dim: what is counted for that serves tensors of all sizes. Where all dims are, and ranks are many, one
+    that holds nothing lacks most, or all lack as much.
     """
-    sizes, among = here.sizes, tuple(axes)
+    if here.even and there.even and prod([here.sizes[axis] for axis in axes]) > COUNTED:
+        apart = any(nested_and_apart_in(here, there, dim)[1] for dim in range(len(here.axes)))
+        return there.numel - (0 if apart else prod(map(min, here.local, there.local))), None, ()
+    dims, times = list[tuple[int, tuple[int, ...], tuple[int, ...]]](), 1
+    for size, have, want in zip(here.shape, here.axes, there.axes, strict=True):
+        chunks = lcm(*[prod([here.sizes[axis] for axis in split]) for split in (have, want)]) if have or want else 1
+        even = size and size % chunks == 0
+        times *= size // chunks if even else 1
+        if have or want or not even:
+            dims.append((chunks if even else size, have, want))
+    ranks, counts_all, totals = _received(tuple(sorted(dims)), here.sizes, axes)
+    (most, mean), *along = [(most * times, -(-total * times // ranks)) for most, total in totals]
+    return most, mean if counts_all else None, tuple(along)
+
+
+@cached("plan spaces", 16384)
+def _received(
+    dims: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...], sizes: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[int, bool, list[tuple[int, int]]]:
+    """The ranks that are counted of an exchange, whether these are all, the most elements received, and their sum.
+
+    Of the whole, and of what comes along each axis. `dims` have a size, and the mesh axes that shard them before and
+    after. Of more than `COUNTED` ranks only those at corners of the mesh are counted, where the maximum is, and there
+    is no average. A rank receives the needed elements that it does not hold; along an axis, those that no rank with its
+    own index there holds.
+    """
     counts_all = prod([sizes[axis] for axis in axes]) <= COUNTED
-    fixed, tables = _needed_and_held(here, there, among, counts_all)
+    tables = [_table(size, have, want, sizes, axes, counts_all) for size, have, want in dims]
     varying = {axis for strides, _ in tables for axis, stride in enumerate(strides) if stride}
-    places = _places(sizes, among, counts_all)
     received: list[list[int]] = []
-    for corner in product(*[on if axis in varying else (0,) for axis, on in enumerate(places)]):
-        counts = fixed
+    for corner in product(*[on if i in varying else (0,) for i, on in enumerate(_places(sizes, axes, counts_all))]):
+        counts = [1] * (2 + len(_counted_axes(axes, counts_all)))
         for strides, table in tables:
             counts = list(map(mul, counts, table[sum(map(mul, corner, strides))]))
         received.append(list(map(counts[0].__sub__, counts[1:])))
-    totals = [(max(each), -(-sum(each) // len(each))) for each in zip(*received, strict=True)]
-    return totals[0][0], totals[0][1] if counts_all else None, tuple(totals[1:])
+    return len(received), counts_all, [(max(each), sum(each)) for each in zip(*received, strict=True)]
 
 
 def _places(sizes: tuple[int, ...], axes: tuple[int, ...], counts_all: bool) -> list[Sequence[int]]:
@@ -290,33 +281,6 @@ def _counted_axes(axes: tuple[int, ...], counts_all: bool) -> tuple[int, ...]:
 
 Table: TypeAlias = tuple[list[int], dict[int, tuple[int, ...]]]
 """The stride of each mesh axis, 0 for those that do not shard a dim, and by their sum for a rank what it counts."""
-
-
-def _needed_and_held(
-    here: State, there: State, axes: tuple[int, ...], counts_all: bool
-) -> tuple[list[int], list[Table]]:
-    """The elements that each rank needs, those of them that it holds, and that all with its index on each axis hold.
-
-    A product over the dims: first the factor that is the same for all ranks, then a table for each other dim. Of a dim
-    that is sharded evenly, in nested chunks, all ranks need and hold equally many; of one that is sharded evenly in
-    other chunks, as many as of the smallest such dim, times a factor.
-    """
-    sizes, crossed = here.sizes, _counted_axes(axes, counts_all)
-    fixed, tables = [1] * (2 + len(crossed)), list[Table]()
-    for size, have_axes, want_axes in zip(here.shape, here.axes, there.axes, strict=True):
-        longer = max(have_axes, want_axes, key=len)
-        parts = prod([sizes[i] for i in longer])
-        if size % parts == 0 and (longer[: len(have_axes)], longer[: len(want_axes)]) == (have_axes, want_axes):
-            inner = have_axes[len(want_axes) :]  # whose other chunks lie in what is needed, too
-            held, others = size // parts, prod([sizes[i] for i in inner if i in axes])
-            beside = [held * others // (sizes[axis] if axis in inner else 1) for axis in crossed]
-            fixed = list(map(mul, fixed, [size // prod([sizes[i] for i in want_axes]), held, *beside]))
-        else:
-            chunks = lcm(*[prod([sizes[i] for i in split]) for split in (have_axes, want_axes)])
-            times = size // chunks if size and size % chunks == 0 else 1
-            tables.append(_table(size // times, have_axes, want_axes, sizes, axes, counts_all))
-            fixed = [times * each for each in fixed]
-    return fixed, tables
 
 
 @cached("plan spaces", 4096)
@@ -388,18 +352,6 @@ def changed_axes(here: State, there: State) -> tuple[int, ...]:
             if partial != there.partial[axis] or here.split.get(axis) != there.split.get(axis)
         ]
     )
-
-
-def nested_and_apart(here: State, there: State) -> tuple[bool, bool]:
-    """Whether chunks of `there` lie within those of `here`, and whether some rank holds none of its needed elements.
-
-    Some rank holds none if an evenly sharded dim has different leading mesh axes.
-    """
-    nested, apart = True, False
-    for dim in range(len(here.axes)):
-        within, beside = nested_and_apart_in(here, there, dim)
-        nested, apart = nested and within, apart or beside
-    return nested, apart
 
 
 def nested_and_apart_in(here: State, there: State, dim: int) -> tuple[bool, bool]:

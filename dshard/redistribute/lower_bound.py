@@ -235,11 +235,12 @@ class LowerBound:
         """
         held, sources, nested, separate, copies, changes = 1, 1, True, False, False, False
         for dim, pair in enumerate(zip(src.axes, dst.axes, strict=True)):
-            change = self.changes[dim].get(pair) or self._change(src, dst, dim)
-            held *= change[0]
-            if change[5]:
-                sources, changes = sources * change[1], True
-                nested, separate, copies = nested and change[2], separate or change[3], copies or change[4]
+            if pair[0] == pair[1]:
+                held *= src.local[dim]
+                continue
+            kept, some, within, apart, copying, _ = self.changes[dim].get(pair) or self._change(src, dst, dim)
+            held, sources, changes = held * kept, sources * some, True
+            nested, separate, copies = nested and within, separate or apart, copies or copying
         reductions = self.reductions.get((src.partial, dst.partial)) or self._reductions(src.partial, dst.partial)
         least, ends, begins, ended, terms, meetings, copied, begun = reductions
         doublings = 0 if nested or not self.numel else max(1, (sources - 1 + separate).bit_length())

@@ -222,13 +222,9 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
     queue = _Queue(space, first, last, most)
     settled: set[State] = set()
     while queue.entries and len(settled) < MAX_STATES:
-        _, _, here, exact = heapq.heappop(queue.entries)
+        _, _, here = heapq.heappop(queue.entries)
         state = here.state
         if here.seconds > queue.best.get(state, inf):
-            continue
-        if not exact:
-            assert here.before is not None
-            queue.push(here.before, space.exact(here.before.state, state))
             continue
         if state is last:
             return here
@@ -237,9 +233,10 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
             if move.there.numel <= room:
                 queue.push(here, move)
         for target in targets:
-            straight = space.direct(state, target)
-            if straight is not None:
-                queue.push(here, straight)
+            if queue.may_push(here, target):
+                straight = space.direct(state, target)
+                if straight is not None:
+                    queue.push(here, straight)
     return None
 
 
@@ -249,27 +246,30 @@ class _Queue:
     def __init__(self, space: Space, first: State, last: State, most: float) -> None:
         self.space, self.last, self.least, self.ticket = space, last, most, count(1)
         self.best: dict[State, float] = {first: 0.0}
-        self.entries: list[tuple[float, int, ReachedState, bool]] = [
-            (0.0, 0, ReachedState(None, first, 0.0, None), True)
-        ]
+        self.entries: list[tuple[float, int, ReachedState]] = [(0.0, 0, ReachedState(None, first, 0.0, None))]
+
+    def may_push(self, here: ReachedState, there: State) -> bool:
+        """Whether a step to this state may be pushed, by a lower bound on its seconds."""
+        known = self.best.get(there, inf)
+        if here.seconds >= known:
+            return False
+        total = here.seconds + self.space.least(here.state, there)
+        return total < known and total + self.space.least(there, self.last) <= self.least
 
     def push(self, here: ReachedState, move: LayoutEdge) -> None:
         """Add the state that a move leads to, if no path to it is as fast and the plan may be within the limit.
 
         Of paths that take as long up to rounding, the first counts: one collective along several axes, not several.
         """
-        there, kind, seconds, exact = move
+        there, kind, seconds = move
         total = here.seconds + seconds
         if total > self.least or total >= self.best.get(there, inf) * (1 - 1e-12):
             return
         rest = self.space.least(there, self.last)
         if total + rest <= self.least:
-            if exact:
-                self.best[there] = total
-                self.least = total if there is self.last else self.least
-            heapq.heappush(
-                self.entries, (total + rest, next(self.ticket), ReachedState(here, there, total, kind), exact)
-            )
+            self.best[there] = total
+            self.least = total if there is self.last else self.least
+            heapq.heappush(self.entries, (total + rest, next(self.ticket), ReachedState(here, there, total, kind)))
 
 
 def useful_dims(src: State, dst: State) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from dshard.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dshard.redistribute.axis_roles import roles
 from dshard.redistribute.blocks import unflattened_ends
 from dshard.redistribute.layout_state import (
-    COUNTED,
     Axes,
     Begins,
     LayoutEdge,
@@ -74,16 +73,11 @@ class Space:
         self.sizes = mesh.shape
         self.bound = LowerBound(mesh, topology, shape, itemsize)
         self.roles = [role for role in roles(mesh, topology) if len(role) > 1]
-        wide = [axis for axis, n in zip(mesh.names, mesh.shape, strict=True) if n > 1]
-        alone = {topology.link(mesh, (axis,), "exchange") for axis in wide}
-        self.level = len(alone) < 2 and not any(link.measured for link in alone)
-        """Whether it does not matter along which axes bytes are exchanged."""
         self.states: dict[tuple[Axes, Partials], State] = {}
         self.state_of: Callable[[Layout], State] = _StatesOf(self).__getitem__
         """The state of a `Layout`."""
         self.prices: dict[tuple[object, ...], float] = {}
         self.ends: dict[tuple[State, State, str], ReachedState] = {}
-        self.exchanges: dict[tuple[State, State], LayoutEdge] = {}
 
     def state(self, axes: Axes, partial: Partials) -> State:
         """The state that shards tensor dims over `axes` and has the partial reductions `partial`."""
@@ -260,7 +254,7 @@ class Space:
     # -- steps straight to some state
 
     def direct(self, state: State, target: State) -> LayoutEdge | None:
-        """The single step from `state` to `target`, if there is one; an exchange has a lower bound on its seconds."""
+        """The single step from `state` to `target` that no walk along mesh axes is, if there is one."""
         if target not in state.direct:
             find = self._exchange if state.partial == target.partial else self._reduce_exchange
             state.direct[target] = find(state, target)
@@ -274,11 +268,7 @@ class Space:
             n = prod([self.sizes[axis] for axis in changed_axes(state, target)])
             return LayoutEdge(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
         axes = reordered_axes(state, target)
-        # where all is even, one rank that holds nothing lacks most, or all lack as much
-        many = prod([self.sizes[axis] for axis in axes]) > COUNTED
-        exact = state.even and target.even and (many or len(axes) == 1 or self.level)
-        seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes, exact=False))
-        return LayoutEdge(target, Exchange, seconds if exact else seconds * (1 - 1e-12), exact)
+        return LayoutEdge(target, Exchange, self.seconds(Exchange, axes, exchange_load(state, target, axes)))
 
     def _reduce_exchange(self, state: State, target: State) -> LayoutEdge | None:
         """The reduction of one kind, on all axes where it ends, directly to chunks within those of `state`."""
@@ -289,19 +279,6 @@ class Space:
             return None
         load = reduce_exchange_load(target, prod([self.sizes[axis] for axis in ends]))
         return LayoutEdge(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
-
-    def exact(self, state: State, target: State) -> LayoutEdge:
-        """The exchange from `state` to `target` with its seconds, cached; `direct` only bounds them.
-
-        It does not replace the bound: of plans of one price a search would find another one after other searches, and
-        ranks that have not planned the same before would begin different collectives.
-        """
-        move = self.exchanges.get((state, target))
-        if move is None:
-            axes = reordered_axes(state, target)
-            seconds = self.seconds(Exchange, axes, exchange_load(state, target, axes))
-            move = self.exchanges[state, target] = LayoutEdge(target, Exchange, seconds)
-        return move
 
 
 def commute(a: ReduceOp, b: ReduceOp) -> bool:

@@ -26,7 +26,6 @@ from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan, sizes_received
-from dshard.redistribute.layout_state import exchange_load, state_of
 from dshard.redistribute.price import load_of, step_seconds
 from dshard.redistribute.step import messages, numel
 from dshard.testing import Redistribution, redistributions
@@ -125,7 +124,7 @@ GRID = Mesh((2, 2), ("a", "b"))
 @example((parse_layout("a:S(0) b:S(0)", GRID), parse_layout("a:S(1) b:R", GRID), (5, 6)))
 @example((parse_layout("a:S(0) b:S(1)", GRID), parse_layout("a:S(1) b:S(0)", GRID), (6, 5)))
 def test_an_exchange_is_counted_by_the_axes_that_it_crosses(case: Redistribution) -> None:
-    """What a rank receives in all, and from elsewhere on each axis: the most, and the average; bounds are below."""
+    """What a rank receives in all, and from elsewhere on each axis: the most, and the average."""
     src, dst, shape = case
     for step in steps_straight(src, dst):
         found = load_of(step, src, shape)
@@ -139,13 +138,6 @@ def test_an_exchange_is_counted_by_the_axes_that_it_crosses(case: Redistribution
         assert found.average == ceil(sum(totals) / len(places))
         if len(step.axes) > 1:
             assert found.along == tuple((max(each), ceil(sum(each) / len(each))) for each in crossing.values())
-        here, there = state_of(src, shape), state_of(step.dst, shape)
-        lowest = exchange_load(here, there, list(map(src.mesh.axis, step.axes)), exact=False)
-        assert lowest.average is not None
-        assert lowest.average <= found.average
-        assert all(
-            low <= high for pair in zip(lowest.along, found.along, strict=True) for low, high in zip(*pair, strict=True)
-        )
 
 
 def zip_names(at: Coordinate, layout: Layout) -> Iterator[tuple[int, str]]:
