@@ -180,6 +180,15 @@ class PlanSearch:
             own = planned(WAITED._replace(memory=middle, saved=saved))
             low, high = (low, middle) if fits(own) else (middle, high)
 
+    def add_named(self, named: Sequence[tuple[float, Plan]], most: float) -> None:
+        """Price strategies by name, each with what it takes at least, that may be the cheapest: `most` or the first."""
+        for tried, (least, plan) in enumerate(named):
+            best = self.best()
+            if self.is_over() or (best is not None and tried >= most):
+                break
+            if best is None or least <= MARGIN * best.plan.cost.seconds:
+                self.price(plan)
+
     def most(self, weights: Weights) -> float:
         """What a plan on a finer mesh must take less than, to count; no limit where memory has one."""
         totals = [chosen.total for _, chosen in self.solved if chosen.weights == weights]
@@ -330,14 +339,10 @@ def cheapest(
             least = least_of(tables, plan, most, search.deadline).bound if is_tried and tables is not None else 0.0
             named.append((alike[stored_as] // ALIKE, least, plan))
             alike[stored_as] += 1
-    named.sort(key=lambda each: each[:2])
-    for tried, (_, least, plan) in enumerate(() if limited else named):
-        best = search.best()
-        if search.is_over() or (best is not None and graph is not None and tried >= NAMED):
-            break
-        if best is None or least <= MARGIN * best.plan.cost.seconds:
-            search.price(plan)
-    return search.result(names, [each[1:] for each in named])
+    by_least = [(least, plan) for _, least, plan in sorted(named, key=lambda each: each[:2])]
+    if not limited:
+        search.add_named(by_least, inf if graph is None else NAMED)
+    return search.result(names, by_least)
 
 
 def _tables(
