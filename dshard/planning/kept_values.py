@@ -20,7 +20,7 @@ from dshard.planning.step_graph import End, GraphCall, StepGraph, is_copy
 from dshard.rules.expand import Operand, expand, sizes_of
 from dshard.torch_private import disable_modes
 
-_SAVED = Cache("saved values", 16384)
+_SAVED = Cache("local work", 16384)
 
 
 class SavedValues(NamedTuple):

@@ -155,7 +155,7 @@ class _Work(NamedTuple):
         """Those of so many candidates; what is not given is zero."""
         nothing = [0.0] * len(exposed)
         columns = [exposed, *[others.get(name, nothing) for name in cls._fields[1:]]]
-        return cls(*[torch.as_tensor(column, dtype=torch.float64) for column in columns])
+        return cls(*[torch.as_tensor(column, dtype=torch.float64, device="cpu") for column in columns])
 
 
 class StepTables:

@@ -132,7 +132,7 @@ def candidate_expansions(question: Question) -> list[Expansion]:
     """
     rule, operands, outputs, _, constraints = question
     candidates = list(expansions(rule, operands, outputs, constraints.among, constraints.result))
-    if not candidates:  # a plan let partial sums pass, and a hook or an adapter that it does not know completed them
+    if not candidates and rule.passes:  # hooks that a plan does not know have completed its partial sums
         candidates = list(expansions(rule, operands, outputs, None, constraints.result))
     if not rule.loops or not any(constraints.gradients) or (constraints.among, constraints.result) != (None, None):
         return candidates

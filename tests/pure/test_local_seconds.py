@@ -105,7 +105,7 @@ def test_seconds_of_a_call_are_those_that_the_executor_records(block: str, topol
             expected = executed(call, expansion, TOPOLOGIES[topology])
             if expected is not None:
                 own = local_seconds(call, expansion, TOPOLOGIES[topology])
-                assert own == pytest.approx(expected, rel=0.02, abs=1e-12), (call.name, expansion.rows)
+                assert own[:2] == pytest.approx(expected[:2], rel=0.02, abs=1e-12), (call.name, expansion.rows)
                 compared[call.name] = compared.get(call.name, 0) + 1
     few = {"cross_entropy", "rms_norm"}
     assert all(n > 1 for name, n in compared.items() if name not in few)
@@ -126,7 +126,7 @@ def test_seconds_of_all_calls_are_those_of_the_step(block: str) -> None:
         )
         for call in graph.calls
     ]
-    total = sum(map(sum, calls)) + sum(gradient_sum_seconds(x, whole, PRESET) for x in graph.values)
+    total = sum(call.both for call in calls) + sum(gradient_sum_seconds(x, whole, PRESET) for x in graph.values)
     assert plan.cost is not None
     assert total == pytest.approx(plan.cost.work, rel=0.02)
 
@@ -140,7 +140,7 @@ def test_alternatives_have_seconds_of_their_own(block: str) -> None:
             inputs, outputs = sharded_anyway(rule, {row: (0,)}, MESH)
             expansion = Expansion(inputs, outputs, (), (row,), {row: (0,)})
             seconds = local_seconds(call, expansion, PRESET, name)
-            assert min(seconds) > 0
+            assert min(seconds[:2]) > 0
             names.add((call.name.removeprefix("native_"), name))
     norm = "rms_norm" if block == "llama" else "layer_norm"
     assert {("cross_entropy", "small reductions"), (norm, "small reductions")} <= names
