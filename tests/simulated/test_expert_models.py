@@ -52,7 +52,7 @@ def test_steps_are_those_of_one_device(family: str, implementation: str | None, 
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("family", one_in(2, ["mixtral", "gpt-oss", "deepseek"]))
+@pytest.mark.parametrize("family", one_in(3, ["mixtral", "gpt-oss", "deepseek"]))
 def test_planned_experts_are_called_as_planned(family: str, shape: tuple[int, ...]) -> None:
     expected = trained(expert_model(family), steps=4)
     mesh = Mesh(shape, ("x", "y")[: len(shape)])
