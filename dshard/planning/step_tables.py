@@ -155,7 +155,7 @@ class _Work(NamedTuple):
         """Those of so many candidates; what is not given is zero."""
         nothing = [0.0] * len(exposed)
         columns = [exposed, *[others.get(name, nothing) for name in cls._fields[1:]]]
-        return cls(*[torch.as_tensor(column, dtype=torch.float64, device="cpu") for column in columns])
+        return cls(*[torch.as_tensor(column, dtype=torch.float64) for column in columns])
 
 
 class StepTables:
@@ -181,7 +181,7 @@ class StepTables:
         self.kept = kept_values(self.graph)
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
-        self.costs: list[_Work] = []
+        self.costs: list[tuple[list[float], list[float], list[float]]] = []
         self.uses: list[NamedTable] = []
         self.prices: dict[Hashable, MovePrices] = {}
         self.work: dict[Hashable, _Work] = {}
@@ -235,12 +235,12 @@ class StepTables:
                 self.domains.append(own)
                 work = [c.work + self._sums(call, c) for c in own]
                 saved = [float(c.saved + self._results(call, c)) for c in own]
-                self.costs.append(_Work.of([c.exchanges for c in own], work=work, saved=saved))
+                self.costs.append(([c.exchanges for c in own], work, saved))
             self.domain_of.append(known[key])
 
     def _add_calls(self) -> None:
-        for domain, costs in enumerate(self.costs):
-            self.work["work", domain] = costs
+        for domain, (exchanges, work, saved) in enumerate(self.costs):
+            self.work["work", domain] = _Work.of(exchanges, work=work, saved=saved)
         for call in self.graph.calls:
             self.uses.append(NamedTable(("work", self.domain_of[call.number]), (call.number,)))
 
