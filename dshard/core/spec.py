@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dshard.callers import callers
 from dshard.comm import DeviceMesh, Scoped, device_mesh_of, mark_raised_by_all, plain
@@ -18,6 +19,7 @@ from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Placement
 from dshard.torch_dtensor import DTensorSpec, ShardOrderEntry, TensorMeta
+from dshard.torch_private import dispatch_mode, n_dispatch_modes, without_dispatch_mode
 
 
 class Spec(DTensorSpec):  # type: ignore[misc]  # a class of torch that is imported late
@@ -140,12 +142,21 @@ def for_shapes() -> Iterator[None]:
     if is_for_shapes():
         yield
         return
-    with _FOR_SHAPES.entered(None):
+    with _FOR_SHAPES.entered(None), outside_checkpoint():
         try:
             yield
         except Exception as error:
             mark_raised_by_all(error)
             raise
+
+
+def outside_checkpoint() -> AbstractContextManager[object]:
+    """Out of torch's mode of selective checkpoints, which counts operators of the block: it runs no others when again.
+
+    Shapes are inferred once, and a forward pass gathers weights that a recomputed one has.
+    """
+    is_selective = n_dispatch_modes() and type(dispatch_mode()).__module__ == checkpoint.__module__
+    return without_dispatch_mode() if is_selective else nullcontext()
 
 
 def meta_tensors(specs: Sequence[Spec]) -> list[torch.Tensor]:

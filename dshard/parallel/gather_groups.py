@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
 from dshard.compile.graph_functions import skip_frames
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.spec import outside_checkpoint
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
@@ -27,13 +27,7 @@ from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.rehearsal.module import Rehearsal
 from dshard.tensor import DTensor
-from dshard.torch_private import (
-    dispatch_mode,
-    graph_task_id,
-    is_transforming,
-    n_dispatch_modes,
-    without_dispatch_mode,
-)
+from dshard.torch_private import graph_task_id, is_transforming
 
 Place = tuple[nn.Module, str]
 """A module and its own name of a parameter."""
@@ -142,7 +136,7 @@ class GatherGroup:
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
-        with _outside_checkpoint():
+        with outside_checkpoint():
             self._gather(stored, stack, is_saved)
 
     def _gather(self, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
@@ -199,15 +193,6 @@ class GatherGroup:
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
-
-
-def _outside_checkpoint() -> AbstractContextManager[object]:
-    """Out of torch's mode of selective checkpoints, which would count operators of a gather among the block's own.
-
-    A forward pass finds its weights gathered, and begins to gather the next block's; a recomputed one does neither.
-    """
-    is_selective = n_dispatch_modes() and type(dispatch_mode()).__module__ == checkpoint.__module__
-    return without_dispatch_mode() if is_selective else nullcontext()
 
 
 class GatherOrder:

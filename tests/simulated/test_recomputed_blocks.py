@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dshard import Mesh, parallelize, trace
+from dshard import Mesh, Shard, clear_caches, distribute_tensor, parallelize, trace
 from dshard.parallel import Precision
 from dshard.testing import simulated, whole
 
@@ -148,3 +151,22 @@ def test_what_is_recomputed_beside_modules_counts_plain_tensors(strategy: str, u
             torch.testing.assert_close(whole(mine.grad), theirs.grad)
         for mine, theirs in zip(model.buffers(), alone.buffers(), strict=True):
             torch.testing.assert_close(whole(mine), theirs)
+
+
+def _keeps_matmuls(context: Any, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_kept = operator is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_selective_checkpoint_keeps_no_tensor_by_which_shapes_are_inferred() -> None:
+    """In the forward pass matmuls run on tensors without data, too, when a call is new; in the recomputation not."""
+    contexts, mesh = partial(create_selective_checkpoint_contexts, _keeps_matmuls), Mesh((2,), ("x",))
+    own = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 6), (8, 6)]]
+    F.linear(*own).sin().sum().backward()
+    clear_caches()
+    with simulated(mesh):
+        x, w = (distribute_tensor(each.detach(), mesh, [Shard(0)]).requires_grad_() for each in own)
+        out = checkpoint(lambda *args: F.linear(*args).sin(), x, w, use_reentrant=False, context_fn=contexts)
+        out.sum().backward()
+
+        torch.testing.assert_close([whole(x.grad), whole(w.grad)], [each.grad for each in own])
