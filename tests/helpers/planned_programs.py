@@ -183,7 +183,7 @@ class KnownExperts(OwnExperts):
     """Experts that `parallelize` runs as one operator."""
 
 
-register_experts(KnownExperts, "e f d, e d f, e f d")
+register_experts(KnownExperts, "e f d, e d f, e f d", counts=["count"])
 
 
 class Routed(nn.Module):
