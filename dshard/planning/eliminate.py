@@ -60,9 +60,8 @@ class _Elimination(NamedTuple):
 class EliminationOrder:
     """An order of elimination: its nodes, and the variables that each serves.
 
-       It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables, `roots` the
-       number of times that a node ends a part of the problem;
-    is whether no factor was cut.
+    It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables, `roots` the
+    number of times that a node ends a part of the problem; `is_exact` says that no factor was cut.
     """
 
     tables: tuple[Hashable, ...]

@@ -29,6 +29,7 @@ from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
+from dshard.planning.alike_operators import AlikeOperators
 from dshard.planning.step_graph import (
     DraftCall,
     FunctionCall,
@@ -151,6 +152,8 @@ class GraphRecorder:
     """
 
     def __init__(self) -> None:
+        self.alike = AlikeOperators()
+        self.rules: dict[Hashable, tuple[Rule, Operator | None, tuple[Args, Kwargs]]] = {}  # of operators that are
         self.values: list[Value] = []
         self.tensors: list[Tensor] = []  # of each value
         self.kept: list[Tensor] = []  # others whose ids stay their own
@@ -223,21 +226,33 @@ class GraphRecorder:
                 if out is not NotImplemented:
                     return out
         numbers = [] if self.paused else [self.number(x) for x in tensors]
+        key = self.alike.key(func, args, kwargs)
+        ruled = None if key is None else self.rules.get(key)
         # before it runs, as it may write shapes
-        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
-        out = with_meta_form(func)(*args, **kwargs)
+        is_new = bool(numbers) and op is not None and ruled is None
+        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if is_new else ()
+        out = self.alike.run(key, with_meta_form(func), args, kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         writes = bool(numbers and outs) and outs[0] is tensors[0] and writes_first(func)  # or it is the operand itself
         if numbers and outs and (writes or outs[0] is not tensors[0]):
-            rule, arguments = None, with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
-            if op is not None:
-                rule = op.rule(Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)))
-            if rule is None or len(rule.inputs) != len(numbers) or len(rule.outputs) != len(outs):
-                op, rule = None, whole_rule([self.values[n].shape for n in numbers], [tuple(x.shape) for x in outs])
-            self._record(func.overloadpacket.__name__, func, rule, op, arguments, tuple(numbers), outs)
+            if ruled is None:
+                arguments = with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
+                ruled = self._ruled(op, Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)), numbers)
+                if key is not None:
+                    self.rules[key] = ruled
+            self._record(func.overloadpacket.__name__, func, *ruled, tuple(numbers), outs)
             if writes:
                 self._note_write(outs[0])
         return out
+
+    def _ruled(
+        self, op: Operator | None, call: Call, numbers: Sequence[int]
+    ) -> tuple[Rule, Operator | None, tuple[Args, Kwargs]]:
+        """The rule of a call, the row that has it, if one fits, and the call's arguments."""
+        rule = None if op is None else op.rule(call)
+        if rule is None or len(rule.inputs) != len(numbers) or len(rule.outputs) != len(call.outs):
+            op, rule = None, whole_rule([self.values[n].shape for n in numbers], [tuple(x.shape) for x in call.outs])
+        return rule, op, (call.args, call.kwargs)
 
     def _abstract(self, x: Tensor) -> Tensor:
         """The tensor itself, or one without data of the same value."""

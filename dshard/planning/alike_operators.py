@@ -1,0 +1,131 @@
+"""Operators on tensors without data that are alike run once: their results have the same shapes each time.
+
+A pass that is traced runs the operators of blocks that repeat each other again and again. What torch finds out of one,
+in Python that takes longer than the rest of a trace, is a function of what its arguments are without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dshard.core.signature import Args, Function, Kwargs
+from dshard.torch_private import OpOverload
+
+Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""The shape, the strides and the dtype of a tensor without data."""
+_KINDS = (Tensor, nn.Parameter)
+_UNKNOWN: Any = object()
+
+
+class _Several(NamedTuple):
+    """The results of an operator that has several, in a list or a tuple; None are those that it does not give."""
+
+    kind: type
+    forms: tuple[Form | None, ...]
+
+
+class AlikeOperators:
+    """Runs operators; of those that are alike on tensors without data the first, and makes tensors like its results.
+
+    It answers operators whose results have memory of their own, and no others: no views, no writes.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[Hashable, Form | _Several | None] = {}
+        self.is_functional: dict[Function, bool] = {}
+
+    def key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:
+        """What two calls that are alike have in common; None of a view, a write, or a call of tensors with data."""
+        is_functional = self.is_functional.get(func)
+        if is_functional is None:
+            is_functional = self.is_functional[func] = _is_functional(func)
+        parts: list[Hashable] = [func, torch.get_default_dtype()]
+        if not (is_functional and _add(parts, args) and _add(parts, kwargs)):
+            return None
+        key = tuple(parts)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def run(self, key: Hashable | None, run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """The result of `run` on these arguments, whose call has this key."""
+        known = _UNKNOWN if key is None else self.results.get(key, _UNKNOWN)
+        if known is _UNKNOWN or known is None:
+            out = run(*args, **kwargs)
+            if known is _UNKNOWN and key is not None:
+                self.results[key] = _forms(out, args, kwargs)
+            return out
+        if isinstance(known, _Several):
+            return known.kind([None if form is None else _tensor(form) for form in known.forms])
+        return _tensor(known)
+
+
+def _is_functional(func: Function) -> bool:
+    """Whether an operator is one of torch's that writes to nothing, and whose results have memory of their own."""
+    if not isinstance(func, OpOverload):
+        return False
+    ends = (*func._schema.arguments, *func._schema.returns)
+    return all(each.alias_info is None for each in ends)
+
+
+def _add(parts: list[Hashable], x: Any) -> bool:
+    """Add what is known of an argument without data; whether there is nothing else."""
+    if isinstance(x, Tensor):
+        if type(x) not in _KINDS or not x.is_meta or x.layout != torch.strided or x.is_complex():
+            return False
+        parts.append((x.shape, x.stride(), x.dtype))
+    elif isinstance(x, list | tuple):
+        parts.append((type(x), len(x)))
+        return all(_add(parts, each) for each in x)
+    elif isinstance(x, dict):
+        parts.append((dict, *x))
+        return all(_add(parts, each) for each in x.values())
+    else:
+        parts.append((type(x), x))
+    return True
+
+
+def _forms(out: Any, args: Args, kwargs: Kwargs) -> Form | _Several | None:
+    """What results are without data; None if any shares memory, or is no tensor."""
+    known = {x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))}
+    if isinstance(out, Tensor):
+        return _form(out, known)
+    if type(out) not in (list, tuple):
+        return None
+    forms = tuple([None if each is None else _form(each, known) for each in out])
+    is_known = all(form is not None or each is None for form, each in zip(forms, out, strict=True))
+    return _Several(type(out), forms) if is_known else None
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    return [each for inner in x for each in _tensors(inner)] if isinstance(x, Sequence) and type(x) is not str else []
+
+
+def _form(x: Any, known: set[int]) -> Form | None:
+    """The form of a tensor that fills memory of its own, which is then known."""
+    if type(x) is not Tensor or not x.is_meta or x.layout != torch.strided or x.is_complex() or x.is_inference():
+        return None
+    memory = x.untyped_storage()
+    if memory._cdata in known or x.storage_offset() or memory.nbytes() != _nbytes(x):
+        return None
+    known.add(memory._cdata)
+    return x.shape, x.stride(), x.dtype
+
+
+def _nbytes(x: Tensor) -> int:
+    """The bytes that a tensor of this shape and these strides spans."""
+    span = 1 + sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)]) if x.numel() else 0
+    return span * x.itemsize
+
+
+def _tensor(form: Form) -> Tensor:
+    shape, stride, dtype = form
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
