@@ -332,8 +332,9 @@ def share_cores() -> None:
     """Give this process one torch thread and, where the system has it, the batch scheduling policy.
 
     Batch work has longer time slices. With shorter ones, which ranks wait for each other differs from run to run, and
-    seconds of a step by half.
+    seconds of a step by half. Another policy than the ordinary one was chosen by somebody, and stays.
     """
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
