@@ -40,8 +40,8 @@ class MovePrices:
     `joined` a tensor moves together with others, `joined` times as many bytes in all, and takes its share of that.
     """
 
-    def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int, joined: int = 1) -> None:
-        self.space, self.joined = space_of(mesh, topology, shape, itemsize * joined), joined
+    def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int, joined: float = 1.0) -> None:
+        self.space, self.joined = space_of(mesh, topology, shape, round(itemsize * joined)), joined
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
         self.seconds = torch.zeros(0, 0, dtype=torch.float64)

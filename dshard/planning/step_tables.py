@@ -187,8 +187,7 @@ class StepTables:
         self.work: dict[Hashable, _Work] = {}
         self.edges: dict[Hashable, _Edge] = {}
         self.parameters: dict[Hashable, _Use] = {}
-        owned = [value for value in graph.values if value.kind == "parameter"]
-        self.bucket = _bucket_bytes(sum([prod(v.shape) * v.dtype.itemsize for v in owned]), mesh, topology)
+        self.buckets = _buckets(graph, mesh, topology)
         self._add_domains(deadline)
         with no_functions():  # such as those that make tensors on another device
             self._add_calls()
@@ -255,9 +254,10 @@ class StepTables:
         return sum([local_bytes(value, layout) for value, layout in ends if value.number in self.kept.made])
 
     def _prices(self, value: Value) -> MovePrices:
-        itemsize, joined = value.itemsize, 1
+        itemsize, joined = value.itemsize, 1.0
         if value.kind == "parameter":  # whose moves are joined with those of others
-            joined = max(1, int(self.bucket) // max(1, prod(value.shape) * itemsize))
+            nbytes = max(1, prod(value.shape) * itemsize)
+            joined = max(itemsize, round(itemsize * self.buckets[value.needs_grad] / nbytes)) / itemsize
         key = (value.shape, itemsize, joined)
         if key not in self.prices:
             self.prices[key] = MovePrices(self.mesh, self.topology, value.shape, itemsize, joined)
@@ -514,6 +514,17 @@ def local_bytes(value: Value, layout: Layout) -> int:
 def _least_of(of: Tensor, size: int, alive: Tensor, excess: Tensor) -> Tensor:
     """For each layout the least excess of the candidates that have it, infinite without any."""
     return torch.full((size,), inf, dtype=torch.float64).scatter_reduce(0, of[alive], excess, "amin")
+
+
+def _buckets(graph: StepGraph, mesh: Mesh, topology: Topology) -> tuple[float, float]:
+    """The bytes of parameters that are gathered together, and of those that are trained, whose gradients are reduced.
+
+    Frozen weights are gathered with all others of their block, but reductions are of trained ones alone: those of a few
+    small adapters share few latencies, whatever is frozen beside them.
+    """
+    own = [(prod(value.shape) * value.itemsize, value.needs_grad) for value in graph.parameters()]
+    totals = sum([size for size, _ in own]), sum([size for size, is_trained in own if is_trained])
+    return _bucket_bytes(totals[0], mesh, topology), _bucket_bytes(totals[1], mesh, topology)
 
 
 def _bucket_bytes(total: int, mesh: Mesh, topology: Topology) -> float:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers.default_cases import one_way_each
 from helpers.planned_models import FAMILIES, as_meta, batch, language_model, mesh_of, planned_bytes, planned_copies
+from helpers.planned_models import Adapted as SmallAdapted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -255,6 +256,21 @@ def test_weights_are_planned_in_the_dtype_in_which_they_are_used() -> None:
     moved = chosen.parts.exposed + chosen.parts.beside
     assert moved == pytest.approx(cost.communication, rel=0.2)
     assert chosen.parts.work + moved == pytest.approx(cost.work + cost.communication, rel=0.1)
+
+
+@pytest.mark.parametrize("preset", ["dgx-h100", "dgx-a100", "cpu"])
+def test_adapters_share_the_latencies_of_their_own_reductions(preset: str) -> None:
+    """Frozen weights beside them, of thousands of times their bytes, are not reduced, and share nothing with them."""
+    with torch.device("meta"):
+        model = nn.Sequential(SmallAdapted(4096, 16384, 16), nn.GELU(), SmallAdapted(16384, 4096, 16)).bfloat16()
+        args = (torch.empty(4096, 4096, dtype=torch.bfloat16),)
+    mesh, topology = Mesh((8,), ("x",)), Topology.preset(preset)
+    graph = trace_step(model, args, {}).copies()
+    chosen = plan_step(StepTables(graph, mesh, topology))
+    with use_topology(topology):
+        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+
+    assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.25)
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
