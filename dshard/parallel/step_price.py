@@ -271,8 +271,23 @@ def _as_planned(
 
 
 def _backward(out: object) -> None:
-    ends = [t for t in tensors_in(list(out.values()) if isinstance(out, Mapping) else out) if t.requires_grad]
+    """Run the backward pass from all results that no other is made of: not from the logits of a loss."""
+    made = [t for t in tensors_in(list(out.values()) if isinstance(out, Mapping) else out) if t.requires_grad]
+    within = _nodes_before([t.grad_fn for t in made]) if len(made) > 1 else ()
+    ends = [t for t in made if t.grad_fn not in within]
     torch.autograd.backward(ends, [torch.empty_like(t) for t in ends])
+
+
+def _nodes_before(nodes: Sequence[Any]) -> set[Any]:
+    """The nodes of autograd to which these lead in a backward pass."""
+    reached, waiting = set[Any](), [*nodes]
+    while waiting:
+        node = waiting.pop()
+        for other, _ in () if node is None else node.next_functions:
+            if other is not None and other not in reached:
+                reached.add(other)
+                waiting.append(other)
+    return reached
 
 
 def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:

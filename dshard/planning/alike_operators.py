@@ -7,7 +7,7 @@ in Python that takes longer than the rest of a trace, is a function of what its 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.torch_private import OpOverload
 
+T = TypeVar("T")
 Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """The shape, the strides and the dtype of a tensor without data."""
 _KINDS = (Tensor, nn.Parameter)
@@ -28,14 +29,16 @@ class _Several(NamedTuple):
     forms: tuple[Form | None, ...]
 
 
-class AlikeOperators:
+class AlikeOperators(Generic[T]):
     """Runs operators; of those that are alike on tensors without data the first, and makes tensors like its results.
 
-    It answers operators whose results have memory of their own, and no others: no views, no writes.
+    It answers operators whose results have memory of their own, and no others: no views, no writes. `notes` is what the
+    caller found out of them, by their keys.
     """
 
     def __init__(self) -> None:
         self.results: dict[Hashable, Form | _Several | None] = {}
+        self.notes: dict[Hashable, T] = {}
         self.is_functional: dict[Function, bool] = {}
 
     def key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:

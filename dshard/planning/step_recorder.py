@@ -152,8 +152,7 @@ class GraphRecorder:
     """
 
     def __init__(self) -> None:
-        self.alike = AlikeOperators()
-        self.rules: dict[Hashable, tuple[Rule, Operator | None, tuple[Args, Kwargs]]] = {}  # of operators that are
+        self.alike: AlikeOperators[tuple[Rule, Operator | None, tuple[Args, Kwargs]]] = AlikeOperators()
         self.values: list[Value] = []
         self.tensors: list[Tensor] = []  # of each value
         self.kept: list[Tensor] = []  # others whose ids stay their own
@@ -227,7 +226,7 @@ class GraphRecorder:
                     return out
         numbers = [] if self.paused else [self.number(x) for x in tensors]
         key = self.alike.key(func, args, kwargs)
-        ruled = None if key is None else self.rules.get(key)
+        ruled = None if key is None else self.alike.notes.get(key)
         # before it runs, as it may write shapes
         is_new = bool(numbers) and op is not None and ruled is None
         specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if is_new else ()
@@ -239,7 +238,7 @@ class GraphRecorder:
                 arguments = with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
                 ruled = self._ruled(op, Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)), numbers)
                 if key is not None:
-                    self.rules[key] = ruled
+                    self.alike.notes[key] = ruled
             self._record(func.overloadpacket.__name__, func, *ruled, tuple(numbers), outs)
             if writes:
                 self._note_write(outs[0])

@@ -323,7 +323,10 @@ class StepTables:
             self.domain_of.append(len(self.domains))
             self.domains.append(own)
             stored, gradients = self._held(value, own)
-            self.work["stored", value.number] = _Work.of([0.0] * len(own), stored=stored, gradients=gradients)
+            sums = [gradient_sum_seconds(value, layout, self.topology) for layout in own]
+            self.work["stored", value.number] = _Work.of(
+                [0.0] * len(own), work=sums, stored=stored, gradients=gradients
+            )
             self.uses.append(NamedTable(("stored", value.number), (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]

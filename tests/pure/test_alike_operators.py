@@ -46,7 +46,7 @@ def forms(x: Any) -> Any:
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_alike_operators_give_what_torch_gives(default: torch.dtype) -> None:
-    alike, before = AlikeOperators(), torch.get_default_dtype()
+    alike, before = AlikeOperators[None](), torch.get_default_dtype()
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         return alike.run(alike.key(func, args, kwargs), func, args, kwargs)
@@ -63,7 +63,7 @@ def test_alike_operators_give_what_torch_gives(default: torch.dtype) -> None:
 
 
 def test_alike_operators_run_once_and_give_tensors_of_their_own() -> None:
-    alike, runs = AlikeOperators(), list[object]()
+    alike, runs = AlikeOperators[None](), list[object]()
     x, func = meta(3, 4), torch.ops.aten.exp.default
 
     def exp(*args: Any) -> Any:
@@ -77,7 +77,7 @@ def test_alike_operators_run_once_and_give_tensors_of_their_own() -> None:
 
 
 def test_operators_with_data_that_write_or_view_have_no_key() -> None:
-    alike, aten = AlikeOperators(), torch.ops.aten
+    alike, aten = AlikeOperators[None](), torch.ops.aten
     assert alike.key(aten.exp.default, (torch.ones(2),), {}) is None
     assert alike.key(aten.add.Tensor, (meta(2), torch.ones(())), {}) is None
     assert alike.key(aten.exp_.default, (meta(2),), {}) is None

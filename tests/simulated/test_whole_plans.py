@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard import Layout, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
-from dshard.layout import layout_of
+from dshard.layout import layout_of, replicated
 from dshard.parallel import Auto, Plan, Precision, plan_model
 from dshard.parallel.auto import names
 from dshard.parallel.factors import trace_factors
@@ -271,6 +271,44 @@ def test_adapters_share_the_latencies_of_their_own_reductions(preset: str) -> No
         cost = price(model, as_plan(graph, chosen, mesh), args, {})
 
     assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.25)
+
+
+def test_the_sum_of_the_gradients_of_a_tied_weight_is_work() -> None:
+    """Untied, the second weight has the same work but for that sum, which reads and writes all of the weight."""
+    mesh, topology = Mesh((4,), ("x",)), Topology.preset("dgx-h100")
+    work = dict[bool, tuple[float, float]]()
+    for tied in (False, True):
+        with torch.device("meta"):
+            model, tokens = Language(32000, 256, 4, tied), torch.empty(8, 64, dtype=torch.long)
+        graph = trace_step(model, (tokens, tokens), {}).copies()
+        whole_weights = {name: replicated(mesh) for name, _ in model.named_parameters()}
+        chosen = plan_step(StepTables(graph, mesh, topology).pinned(whole_weights), Weights(beside=0.0))
+        with use_topology(topology):
+            slots = StepPrices(model, (tokens, tokens), {}).slots(as_plan(graph, chosen, mesh))
+        work[tied] = chosen.parts.work, sum(slot.event.seconds for slot in slots if slot.event.name == "add")
+    planned, traced = (tied - untied for untied, tied in zip(work[False], work[True], strict=True))
+
+    assert planned == pytest.approx(traced)
+    assert planned > 0
+
+
+class Logged(Language):
+    """A language model that returns its logits, too."""
+
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.norm(self.embedding(tokens)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), target.flatten()), "logits": logits}
+
+
+def test_results_of_which_a_loss_is_made_have_no_gradient_of_their_own() -> None:
+    mesh, topology = Mesh((4,), ("x",)), Topology.preset("dgx-h100")
+    with torch.device("meta"):
+        model, tokens = Logged(32000, 256, 4), torch.empty(8, 64, dtype=torch.long)
+    plan = plan_by_name(roles_of(trace_factors(model, (tokens, tokens), {})), "data", mesh)[0]
+    with use_topology(topology):
+        with_logits = price(model, plan, (tokens, tokens), {})
+        model.register_forward_hook(lambda model, args, out: out["loss"])
+        assert with_logits.work == price(model, plan, (tokens, tokens), {}).work
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
