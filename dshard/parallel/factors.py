@@ -309,7 +309,7 @@ def _traced(step: RecordedStep) -> ModelTrace:
         {name: dims(nodes) for name, nodes in outputs.items()},
         [dims(nodes) for nodes in inputs],
         ran.first_inputs,
-        ran.order,
+        [*ran.visits],
         {name: (recorder.values[n].shape, recorder.values[n].dtype.itemsize) for name, n in ran.outputs.items()},
         recorder.heads,
         [(dim, node in factors.majors) for node, dim in enumerate(of)],

@@ -62,12 +62,12 @@ class _Place(NamedTuple):
 
 
 class ModulesRun(NamedTuple):
-    """The modules in the order in which they began, and the values of their first arguments and results.
+    """The visits of modules, in the order in which they began, and the values of their first arguments and results.
 
     `begun` are those that have begun since the last function was called.
     """
 
-    order: list[str]
+    visits: Counter[str]
     first_inputs: dict[str, int]
     outputs: dict[str, int]
     begun: list[str]
@@ -164,8 +164,7 @@ class GraphRecorder:
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)  # tensors by the memory that they share
         self.written: dict[int, int] = {}  # by a tensor's id the value that was written to its memory through another
         self.places = [_Place("", 0)]
-        self.visits: Counter[str] = Counter()
-        self.modules = ModulesRun([], {}, {}, [])
+        self.modules = ModulesRun(Counter(), {}, {}, [])
         self.heads: list[int] = []  # of each attention
         self.paused = False
 
@@ -345,10 +344,8 @@ class GraphRecorder:
     def _follow(self, name: str, module: nn.Module) -> None:
 
         def enter(module: nn.Module, args: Any) -> None:
-            if name not in self.visits:
-                self.modules.order.append(name)
-            self.places.append(_Place(name, self.visits[name]))
-            self.visits[name] += 1
+            self.places.append(_Place(name, self.modules.visits[name]))
+            self.modules.visits[name] += 1
             self.modules.begun.append(name)
             if args and isinstance(args[0], Tensor):
                 with no_functions():  # the model has not asked for its shape
