@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dshard import comm
 from dshard.autograd.crossing import ToLocal, in_layout, redistribute, redistribute_in_dtypes
-from dshard.autograd.leaf_gradients import keep_gradient_layout
+from dshard.autograd.leaf_gradients import keep_gradient_layout, keep_hooks
 from dshard.autograd.local_tensors import AnyPlacement, Emptied, compare_gradients, from_local
 from dshard.callers import asked_by
 from dshard.comm import DeviceMesh, stored_chunks, traced
@@ -63,9 +63,7 @@ class DTensor(Wrapper):
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `dshard.zeros`.
     """
 
-    __slotnames__: ClassVar[
-        list[str]
-    ] = []  # the slots of torch's class, which torch.utils.swap_tensors would swap, too
+    __slotnames__: ClassVar[list[str]] = ["_in_swap"]  # what torch.utils.swap_tensors swaps, beside `__dict__`
     grad: Any  # a DTensor, or None, where torch declares a Tensor
 
     @staticmethod
@@ -86,6 +84,17 @@ class DTensor(Wrapper):
     @classmethod
     def _wrap(cls, local: Tensor, spec: Spec) -> DTensor:
         return as_dtensor(wrap(local, spec))
+
+    @property
+    def _in_swap(self) -> DTensor:
+        """This tensor, for `torch.utils.swap_tensors` alone: copies and pickles look for slots, too."""
+        if not asked_by("torch.utils"):
+            raise AttributeError("_in_swap")
+        return self
+
+    @_in_swap.setter
+    def _in_swap(self, other: DTensor) -> None:
+        keep_hooks(self, other)
 
     # -- layout and mesh
 

@@ -77,12 +77,11 @@ def register_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def register_post_accumulate_grad_hook(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.register_post_accumulate_grad_hook`: called in passes that have a gradient of the leaf."""
     x, hook = (*args, *kwargs.values())
-    leaf = x._gradient_leaf
-    if leaf is None:
+    if x._gradient_leaf is None:
         return call_torch(func, args, kwargs)
 
-    def if_there(x: Tensor) -> Any:
-        return hook(x) if leaf.has_gradient else None
+    def if_there(x: Any) -> Any:
+        return hook(x) if x._gradient_leaf.has_gradient else None  # another one since `x` was converted
 
     return call_torch(func, (x, if_there), {})
 

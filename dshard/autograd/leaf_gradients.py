@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sys import getrefcount
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,26 @@ def keep_gradient_layout(x: Wrapper) -> None:
 
     with no_torch_function():
         x.register_hook(redistribute_gradient)  # type: ignore[no-untyped-call]
+
+
+def keep_hooks(x: Wrapper, new: Wrapper) -> None:
+    """Let the hooks of `x` be called when it has got the content of `new`, by `torch.utils.swap_tensors(x, new)`.
+
+    That is how `model.to(...)` converts parameters. Autograd's list of hooks goes with the content, and the dicts that
+    users add to stay with the object: torch calls neither those hooks, nor any that are registered later.
+    """
+    with no_torch_function():
+        hooks: Any = x._backward_hooks
+        of_new = new._backward_hooks
+        if hooks is not None and hooks is not of_new:  # the second call is (new, x), and has nothing to do
+            for number in [number for number, hook in hooks.items() if hook.__module__ == __name__]:
+                del hooks[number]
+            for number, hook in (of_new or {}).items():
+                hooks[number] = hook
+                hooks.move_to_end(number, last=False)  # the one that lays out the gradient
+            new._backward_hooks = hooks
+        if x._post_accumulate_grad_hooks is not None:
+            new._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
 
 
 class _JoinedRedistribute(Redistribute):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import dshard
-from dshard import DeviceMesh, DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard import DeviceMesh, DTensor, Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, parallelize
 from dshard.testing import RankPool, distribute, dtensors, layouts, simulated, whole
 
 GRID = Mesh((2, 2), ("dp", "tp"))
@@ -203,3 +204,47 @@ def lookup_errors(every: int) -> float:
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.thorough)])
 def test_derivatives_lookup_errors_are_those_of_one_device(ranks: RankPool, every: int) -> None:
     assert max(ranks.run(lookup_errors, every)) < 1e-12
+
+
+def hooks_after(convert: Callable[[nn.Module], object], freezes: bool) -> None:
+    """Hooks registered before and after a conversion are called, as on one device; what is removed is not."""
+    x, logs = torch.arange(32.0, dtype=torch.double).view(8, 4).sin(), list[list[Any]]()
+    for plan in (None, "data"):
+        torch.manual_seed(0)
+        model, log = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double(), list[Any]()
+        if plan is not None:
+            parallelize(model, dshard.init_device_mesh("cpu", (4,)), plan, x)
+        weight = model.get_parameter("0.weight")
+        weight.register_hook(lambda grad: 2 * grad)
+        handle = weight.register_hook(lambda grad: 5 * grad)
+        weight.register_post_accumulate_grad_hook(lambda p, log=log: log.append(p.grad.sum().item()))
+        if freezes:
+            model.requires_grad_(False)
+        convert(model)
+        model.requires_grad_(True)
+        weight.register_hook(lambda grad: 3 * grad)
+        for _ in range(2):
+            model(x).square().sum().backward()
+        handle.remove()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        if isinstance(weight.grad, DTensor):
+            assert weight.grad.layout == weight.layout  # a sum that is no longer partial
+        logs.append([*log, weight.grad.norm().item()])
+    assert len(logs[0]) == 5
+    assert logs[1] == pytest.approx(logs[0], rel=1e-6)
+
+
+def to_the_device(model: nn.Module) -> object:
+    return model.to("cpu")
+
+
+def to_single_and_back(model: nn.Module) -> object:
+    return model.float().double()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("convert", [to_the_device, to_single_and_back])
+def test_hooks_outlive_a_conversion(ranks: RankPool, convert: Callable[[nn.Module], object], freezes: bool) -> None:
+    ranks.run(hooks_after, convert, freezes)
