@@ -80,17 +80,23 @@ class GatherGroup:
         self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
 
     def stored(self) -> list[Wrapper]:
-        """The current stored parameters; those that their modules no longer have are left out from then on."""
+        """The current stored parameters: without those that their modules no longer have, and untied ones apart."""
         for places in self.places:
-            for owner, name in places:
-                if _parameter_of(owner, name) is None:  # such as one that was parametrized, or is `None` now
-                    self._forget()
+            tied = _parameter_of(*places[0])
+            for place in places:
+                x = _parameter_of(*place)
+                if x is None or x is not tied:  # such as one that was parametrized, is `None` now, or another one
+                    self._regroup()
         return [places[0][0]._parameters[places[0][1]] for places in self.places]  # type: ignore[misc]
 
-    def _forget(self) -> None:
-        kept = [[place for place in each if _parameter_of(*place) is not None] for each in self.places]
-        self.axes = [axes for axes, each in zip(self.axes, kept, strict=True) if each]
-        self.places = [each for each in kept if each]
+    def _regroup(self) -> None:
+        """Leave out places that have no parameter, and let those that share one stand together."""
+        members = dict[int, Member]()
+        for places, axes in zip(self.places, self.axes, strict=True):
+            for place in places:
+                if (x := _parameter_of(*place)) is not None:
+                    members.setdefault(id(x), ([], axes))[0].append(place)
+        self.places, self.axes = [places for places, _ in members.values()], [axes for _, axes in members.values()]
 
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """The redistribution that gathers each parameter, in the dtype in which it is used."""

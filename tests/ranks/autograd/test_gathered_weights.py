@@ -374,3 +374,52 @@ def changes_parameters_later() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_that_are_taken_out_of_modules_are_no_longer_gathered(ranks: RankPool) -> None:
     ranks.run(changes_parameters_later)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(ids)).relu())  # type: ignore[no-any-return]
+
+
+def larger(model: Tied) -> int:
+    model.embed = nn.Embedding(13, 8)
+    model.head.weight = model.embed.weight
+    return 13
+
+
+def untied(model: Tied) -> int:
+    model.head.weight = nn.Parameter(torch.linspace(-1, 1, 80).view(10, 8))
+    return 10
+
+
+def replaces_tied_weights() -> None:
+    found = []
+    for mesh in (None, init_device_mesh("cpu", (4,))):
+        for change in (larger, untied):
+            torch.manual_seed(0)
+            model, ids = Tied(), torch.arange(8).view(4, 2)
+            if mesh is not None:
+                parallelize(model, mesh, "fsdp", ids)
+            model(ids).square().sum().backward()
+            model.zero_grad()
+            size = change(model)
+            head = model.head.weight
+            out = model(ids + size - 8)
+            out.square().sum().backward()
+            assert model.head.weight is head
+            assert out.shape[-1] == size
+            found.append([out, *(p.grad for p in model.parameters())])
+    for mine, theirs in zip(found[2:], found[:2], strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x.full_tensor() if isinstance(x, DTensor) else x, y)
+
+
+@pytest.mark.ranks
+def test_a_tied_weight_may_be_replaced_at_one_of_its_places(ranks: RankPool) -> None:
+    """A larger vocabulary, or a head that is no longer the table: the hooks put no former weight in its place."""
+    ranks.run(replaces_tied_weights)
