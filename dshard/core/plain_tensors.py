@@ -317,7 +317,7 @@ def _is_own(x: Tensor) -> bool:
         return False
     if are_simulated([x]) or x.layout is not torch.strided:
         return True
-    return x.numel() <= _PARTS.get(x.untyped_storage(), 0)  # more is a tensor of which from_local took a part
+    return x.numel() <= _PARTS.get(x.untyped_storage(), -1)  # more is a tensor of which from_local took a part
 
 
 _OWN_DIMS = {

@@ -85,3 +85,16 @@ def test_an_input_without_a_batch_dim_is_whole(rows: Tensor, strategy: str) -> N
 
         torch.testing.assert_close(whole(model(rows)), expected)
         assert taken[0].placements[0] == (Replicate() if rows.dim() == 1 else Shard(0))
+
+
+def test_the_loss_of_a_batch_without_rows_is_that_of_one_device() -> None:
+    """As of the last microbatch, or of rows that a mask selects: plain targets without elements are no rank's part."""
+    model, alone = net(), net()
+    expected = F.cross_entropy(alone(X[:0]), Y[:0], reduction="sum")
+    with simulated(MESHES["data"]):
+        parallelize(model, MESHES["data"], "data", X)
+        found = F.cross_entropy(model(X[:0]), Y[:0], reduction="sum")
+        found.backward()
+
+        assert found.item() == expected.item() == 0.0
+        assert all(not whole(p.grad).any() for p in model.parameters())
