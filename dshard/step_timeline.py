@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.chrome import Bar, to_chrome
+from dshard.comm import MOVES, has_only_shape, listen
 from dshard.comm import CommEvent as Sent
-from dshard.comm import has_only_shape, listen
 from dshard.core.context import planning_context
 from dshard.core.local_work import LocalCall, host_seconds
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
@@ -110,6 +110,8 @@ def _slice(slot: PlacedEvent, rank: int) -> Bar:
     return Bar(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)
 
 
+_COPY = "copy"
+"""The name of copies in memory of redistributions, of which there is one event for each step."""
 _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of bytes alive, and how many equal counts in a row end the wait."""
 
@@ -174,7 +176,7 @@ class StepTimeline:
         if not (self.real or self.for_shapes) and any(x.dim() and not has_only_shape(x) for x in outputs):
             self.real = True
             self.memory.clear()
-            self.events = [event for event in self.events if event.queue != "compute"]
+            self.events = [event for event in self.events if event.queue != "compute" or event.name == _COPY]
         if self.real and all(map(has_only_shape, outputs)):
             return out
         self.memory.existed(before)
@@ -184,7 +186,7 @@ class StepTimeline:
             self.levels.append((str(func), self.memory.alive()))
         fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]
         call = LocalCall(func, args, kwargs, out, operands, fresh)
-        if call.works:
+        if call.works and not MOVES.value():
             flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
             seconds = call.seconds(flops, topology)
             self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
@@ -199,7 +201,7 @@ class StepTimeline:
     def _copied(self, nbytes: int) -> None:
         """Record the copies in memory of a step of a redistribution, priced as the planner does."""
         topology = self.topology or planning_context().topology_of(Mesh((1,)))
-        self.events.append(Event("copy", "step", "compute", copy_seconds(nbytes, topology)))
+        self.events.append(Event(_COPY, "step", "compute", copy_seconds(nbytes, topology)))
 
     def _sent(self, event: Sent) -> None:
         self.sends = True

@@ -47,7 +47,7 @@ from dshard.comm.backends import EMULATED, HALF, NCCL_CONTRACT, check_reduced, k
 from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.drive import Program, Request, begin, program_of, redistributed, request_alone, same_memory
-from dshard.comm.events import CommEvent, listen, measuring
+from dshard.comm.events import MOVES, CommEvent, listen, measuring
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.graph_split import split_graph
 from dshard.comm.joined import Lane, joined, joined_received, lane_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -57,7 +57,7 @@ def listen(listener: Listener, *, measure: bool = False, copies: Callable[[int],
 
     With `measure` the ranks of each collective first wait for each other, and then for its end, so that the event has
     its seconds: collectives no longer overlap, and all ranks must measure. `copies` is called with the bytes that each
-    step of a redistribution copies, where there is no data, so that no operator does it.
+    step of a redistribution copies, as it is planned; operators that run meanwhile are within `MOVES`.
 
     >>> events = []
     >>> with listen(events.append):
@@ -113,8 +113,13 @@ def tell(event: CommEvent) -> None:
         listener(event)
 
 
-def tell_copy(nbytes: int) -> None:
-    """Tell the listeners of this thread of a copy in memory that stands for those of a redistribution's step."""
-    for _, _, copies in _LISTENERS.value():
-        if copies is not None:
+def tell_copies(find: Callable[[], Iterable[int]]) -> None:
+    """Tell listeners of this thread of copies in memory, of the bytes that `find` finds; it is called if one hears."""
+    told = [each.copies for each in _LISTENERS.value() if each.copies is not None]
+    for nbytes in find() if told else ():
+        for copies in told:
             copies(nbytes)
+
+
+MOVES: Scoped[None, bool] = Scoped("moves", bool)
+"""Whether local operators are those of a redistribution, of which listeners are told what it copies."""

@@ -7,7 +7,7 @@ the buffer received; gathered ones are copied out of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.pieces import JoinedPieces, JoinedViews
 from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, moved_in
-from dshard.comm.world import Moving, Planned
+from dshard.comm.world import COPY, Moving, Planned
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp, chunk
@@ -51,12 +51,20 @@ def joined(plans: Sequence[Plan], dtype: torch.dtype) -> Moving:
     """Plans of one lane as one collective, ready to run on a local tensor of each, all cast to `dtype`."""
 
     def planned(itemsize: int) -> list[Planned]:
-        return [(kind, axes, elements * itemsize) for kind, axes, elements in joined_received(tuple(plans))]
+        copies = [(COPY, (), elements * itemsize) for elements in _packed(plans)]
+        sent = joined_received(tuple(plans))
+        return [*copies, *[(kind, axes, elements * itemsize) for kind, axes, elements in sent]]
 
     def text() -> str:
         return f"{len(plans)} joined: " + "; ".join(map(rank_checks.plan_text, plans))
 
     return Moving(plans[0].src.mesh, partial(_steps, plans), planned, text=text, dtype=dtype)
+
+
+def _packed(plans: Sequence[Plan]) -> Iterator[int]:
+    """The elements that each step copies: each tensor once, into a buffer that is sent, or out of one received."""
+    for members in zip(*[plan.shaped_stages() for plan in plans], strict=True):
+        yield sum([max(own.local_numel(shape), after(step, own).local_numel(shape)) for step, own, shape in members])
 
 
 def _steps(plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:

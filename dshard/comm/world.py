@@ -20,7 +20,7 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, reduce
 from dshard.comm.collectives import Begin, Wait
 from dshard.comm.drive import Make, Program, Request, Results, redistributed
-from dshard.comm.events import LISTENERS, emit, tell_copy
+from dshard.comm.events import LISTENERS, MOVES, emit, tell_copies
 from dshard.comm.program_steps import Steps, Transfer
 from dshard.comm.rank_tensors import are_simulated, is_any_meta, plain, stack, unstack
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
@@ -117,6 +117,9 @@ class Moving:
         if first.requires_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 return self(x)
+        if LISTENERS:
+            self.tell_copies(self.dtype or first.dtype)
+            return within_move(self._world(first).redistribute, self, x, self.dtype or first.dtype)
         if type(first) is Tensor and not first.is_meta and self.text is None:  # in few calls, for it is most frequent
             world, steps = self.processes, self.known.get(self.dtype or first.dtype)
             if world is not None and steps is not None:
@@ -147,6 +150,11 @@ class Moving:
             return in_flight
         done = self(x)
         return Once(lambda: done)
+
+    def tell_copies(self, dtype: torch.dtype) -> None:
+        """Tell listeners what each step copies in memory, in place of the operators that do it."""
+        if not is_outside(self.mesh):
+            tell_copies(lambda: [nbytes for kind, _, nbytes in self.planned(dtype.itemsize) if kind == COPY])
 
     def _world(self, first: Tensor) -> World:
         if type(first) is not Tensor or first.is_meta:
@@ -179,6 +187,9 @@ class OnProcesses:
         if owns and moving.dtype is not None and not RECORDERS:  # a recording would not know whose memory that is
             space = self.in_place
         program, launch = redistributed(steps, x, space), self.launch
+        if LISTENERS:
+            moving.tell_copies(moving.dtype or (x[0] if isinstance(x, list) else x).dtype)
+            return Once(partial(within_move, advance_alone, program, launch, [within_move(_begun, program, launch)]))
         return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
@@ -271,10 +282,12 @@ class OfShapes:
     def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
         if moving.dtype is None:
             return None
+        if LISTENERS:
+            moving.tell_copies(dtype)
         self._tell(moving, dtype)
         steps = moving.steps(own_coordinate(moving.mesh), dtype, planned_backend(moving.mesh))
-        program = redistributed(steps, x, OnProcesses.owned)  # whose buffers are there until the end
-        return Once(partial(advance_alone, program, received_at_once, [received_at_once(next(program))]))
+        program, launch = redistributed(steps, x, OnProcesses.owned), received_at_once  # with buffers until the end
+        return Once(partial(within_move, advance_alone, program, launch, [within_move(_begun, program, launch)]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
         def tell_and_receive(request: Request) -> Wait:
@@ -291,9 +304,7 @@ class OfShapes:
     def _tell(self, moving: Moving, dtype: torch.dtype) -> None:
         if LISTENERS and not is_outside(moving.mesh):
             for kind, axes, nbytes in moving.planned(dtype.itemsize):
-                if kind == COPY:
-                    tell_copy(nbytes)
-                else:
+                if kind != COPY:
                     emit(kind, moving.mesh, axes, nbytes)
 
 
@@ -309,6 +320,17 @@ def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
     if is_any_meta(tensors):
         return SHAPES
     return InGraph(mesh) if any(map(traced, tensors)) else OnProcesses(mesh)
+
+
+def within_move(run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, whose operators are those of a redistribution."""
+    with MOVES.entered(None):
+        return run(*args)
+
+
+def _begun(program: Program[Any], launch: Callable[[Request], Wait]) -> Wait:
+    """The wait for the first collective of a program, which begins."""
+    return launch(next(program))
 
 
 def advance(program: Program[T], launch: Callable[[Request], Wait]) -> T:
