@@ -68,7 +68,9 @@ def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any]
     row = FUNCTIONS.get(func)
     if row is not None and row.rewrites:
         return partial(row.handler, func, args, kwargs)
-    if func in (Tensor.cpu, Tensor.to) and _has_no_data(args[0]):
+    if func is Tensor.cpu and _has_no_data(args[0]):
+        return lambda: args[0]
+    if func is Tensor.to and _has_no_data(args[0]) and _names_device(*args[1:], *kwargs.values()):
         return lambda: _without_devices(args, kwargs)
     if func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args):
         return lambda: func(args[0], without_masks(*args[:2]), *args[2:])
@@ -77,12 +79,17 @@ def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any]
     return None
 
 
+def _names_device(*args: object) -> bool:
+    """Whether arguments of `Tensor.to` say where to, perhaps by another tensor."""
+    return any(isinstance(x, Tensor | torch.device | str | int) and not isinstance(x, bool) for x in args)
+
+
 def _without_devices(args: Args, kwargs: Kwargs) -> Any:
     """`x.to(...)` without the device, as `x` has no data to copy."""
     x, *rest = args
     rest = [arg for arg in rest if isinstance(arg, torch.dtype | Tensor)]
     dtype = kwargs.get("dtype", next((arg if isinstance(arg, torch.dtype) else arg.dtype for arg in rest), None))
-    return x if dtype in (None, x.dtype) else x.type(dtype)
+    return x if dtype is None else x.to(dtype)  # the name by which ranks call it
 
 
 def _has_mask(args: Args) -> bool:
