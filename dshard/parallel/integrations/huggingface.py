@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +231,7 @@ def _adopt_one(model: Any, library: Any, boundary: Boundary) -> None:
     before(model, shard_static_caches, with_kwargs=True)
     if "_dshard_boundary" not in model.__dict__:  # it is called by itself, too, as by `generate` of peft
         set_boundary(model, boundary)
-        take_inputs(model, boundary.plan)
+        take_inputs(model, replace(boundary.plan, calls=()))  # the outer module has their names
         end_boundary(model, boundary)
     shared, plan = _ranks_per_batch(boundary), boundary.plan
     if runtime_of(plan.mesh) is not None:
