@@ -96,13 +96,17 @@ class _Made(NamedTuple):
     depth: int
 
 
+_Key: TypeAlias = tuple[int, ...]
+"""A node in numbers alone, which are quick to hash: its dims, and of each term the node and the dims."""
+
+
 class _Cut(NamedTuple):
     """How a variable would be eliminated: the nodes, what is left of each, and the entries of their tables.
 
     Variables with equal nodes are of one `kind`.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[_Key, ...]
     rests: tuple[tuple[int, ...], ...]
     size: int
     depth: int
@@ -119,8 +123,9 @@ class _Orderer:
     def __init__(self, sizes: Sequence[int], factors: Sequence[NamedTable], limit: int) -> None:
         self.sizes, self.limit = tuple(sizes), limit
         self.names: dict[Hashable, int] = {}
-        self.numbers: dict[Node, int] = {}
-        self.kinds: dict[tuple[Node, ...], int] = {}
+        self.nodes: dict[_Key, Node] = {}
+        self.numbers: dict[_Key, int] = {}
+        self.kinds: dict[tuple[_Key, ...], int] = {}
         self.of: list[dict[_Made, int]] = [{} for _ in sizes]
         for table, variables in factors:
             self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
@@ -149,7 +154,8 @@ class _Orderer:
                 eliminations.append(_Elimination(variable, tuple(zip(made, cut.rests, strict=True))))
                 near |= self._eliminate(variable, cut, made)
             self._look(near)
-        return EliminationOrder(tuple(self.names), tuple(self.numbers), tuple(eliminations), roots, is_exact)
+        nodes = tuple([self.nodes[key] for key in self.numbers])
+        return EliminationOrder(tuple(self.names), nodes, tuple(eliminations), roots, is_exact)
 
     def _add(self, factor: _Made) -> None:
         for variable in factor.variables:
@@ -192,15 +198,25 @@ class _Orderer:
         return (len(cut.nodes) > 1, cut.size / len(variables), cut.depth, first, kind)
 
     def _cut(self, variable: int) -> _Cut:
-        nodes, rests, size = list[Node](), list[tuple[int, ...]](), 0
+        nodes, rests, size = list[_Key](), list[tuple[int, ...]](), 0
         for group in self._groups(variable):
-            ordered = sorted(group, key=lambda factor: (factor.node, factor.variables.index(variable)))
-            rest = tuple(dict.fromkeys([other for f in ordered for other in f.variables if other != variable]))
-            dims = {other: dim for dim, other in enumerate((*rest, variable))}
-            terms = [Term(f.node, tuple([dims[o] for o in f.variables])) for f in ordered]
-            nodes.append(Node(tuple(terms), len(dims)))
-            rests.append(rest)
-            size += prod([self.sizes[other] for other in dims])
+            group.sort(key=lambda factor: (factor.node, factor.variables.index(variable)))
+            dims = dict[int, int]()
+            for factor in group:
+                for other in factor.variables:
+                    if other != variable and other not in dims:
+                        dims[other] = len(dims)
+            rests.append(tuple(dims))
+            dims[variable] = len(dims)
+            key = [len(dims)]
+            for factor in group:
+                key.append(factor.node)
+                key += [dims[other] for other in factor.variables]
+            nodes.append(node := tuple(key))
+            if node not in self.nodes:
+                terms = [Term(factor.node, tuple([dims[other] for other in factor.variables])) for factor in group]
+                self.nodes[node] = Node(tuple(terms), len(dims))
+            size += self._entries(dims)
         depth, own = max([factor.depth for factor in self.of[variable]], default=0), tuple(nodes)
         return _Cut(own, tuple(rests), size, depth, self.kinds.setdefault(own, len(self.kinds)))
 

@@ -26,7 +26,7 @@ EVEN = Weights()
 """All seconds count, and no bytes."""
 CLOSE = 1e-9
 """Bounds that differ by this part of themselves are equal."""
-SMALLEST, LARGEST = 300_000, 8 * LIMIT
+SMALLEST, LARGEST = 1_200_000, 8 * LIMIT
 """The most entries of a table at first, and where smaller ones tell no more."""
 GROWTH = 4
 """By this factor tables may be larger where a pass brought the bounds less than half as near to each other."""
@@ -98,13 +98,14 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[Deadline, int],
     bound, least, gap, best = 0.0, inf, inf, tuple[int, ...]()
     parts, prices, count = Parts(), 0, 0
     order: EliminationOrder | None = None
+    ordered: tuple[list[int], int] = [], 0
     while True:
         try:
             until = deadline if best else ENDLESS
             until.check()
             sizes = [len(alive[domain]) for domain in tables.domain_of]
-            if order is None or not order.is_exact:
-                order = elimination_order(sizes, tables.uses, limit)
+            if order is None or not (order.is_exact or ordered == (sizes, limit)):
+                order, ordered = elimination_order(sizes, tables.uses, limit), (sizes, limit)
             solution = solve(order, tables.tables(weights, alive), until)
             bound, count = max(bound, solution.bound), count + 1
             choice = tuple([int(alive[d][i]) for d, i in zip(tables.domain_of, solution.choice, strict=True)])
