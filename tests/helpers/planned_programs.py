@@ -295,7 +295,7 @@ PARTS: dict[str, Callable[[dict[str, int]], nn.Module]] = {
     "capped": partial(Routed, capacity=3),
     "known": partial(Routed, known=True),
     "mixtral": partial(of_transformers, "eager"),
-    "mixtral grouped": partial(of_transformers, "grouped_mm"),
+    "mixtral batched": partial(of_transformers, "batched_mm"),
     "cached": Cached,
     "convolved": Convolved,
     "listed": Listed,
@@ -620,7 +620,7 @@ def random_plan(program: Program, model: nn.Module, example: Any) -> Plan:
     args = example if program.loss == "inside" else example[:1]
     topology = TOPOLOGIES[random.choice([*TOPOLOGIES])]
     if program.prices in ("auto", "edited"):
-        words = ["batch", "sequence", "features", "parameters"]
+        words = ["batch", "sequence", "features", *["parameters"] * (program.prices == "auto")]
         forbid = {a: random.sample(words, 2) for a in mesh.names} if random.random() < 0.7 else {}
         with dshard.use_topology(topology):
             plan = dshard.plan_model(model, mesh, Auto(seconds=0.2, forbid=forbid), *args, precision=program.precision)
@@ -811,11 +811,12 @@ def generated(seed: int) -> Program:
     count = random.choice([1, 1, 1, 2, 2, 3])
     parts = [random.choice([*PARTS] if random.random() < 0.6 else LINES) for _ in range(count)]
     ways = [random.choice(STEADY if random.random() < 0.6 else CHANGING) for _ in range(count)]
+    refused = ["twice"] * ("selective" in ways) + ["generated"] * (not PARTS.keys() >= {*parts})
     steps = [
         Step(
             i,
             random.choice([4, 4, 4, 2, 3, 1, 8]),
-            random.choice([way for way in LOOPS if way != "generated" or PARTS.keys() >= {*parts}]),
+            random.choice([way for way in LOOPS if way not in refused]),
             random.random() < 0.85,
             random.random() < 0.4,
         )
