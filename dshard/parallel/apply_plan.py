@@ -106,7 +106,7 @@ def _recomputation_hooks(
     groups: Mapping[str, GatherGroup],
     followed: FollowedModules | None,
 ) -> list[Any]:
-    """Register hooks within which modules are recomputed in a backward pass, outside of the forward pass of `model`.
+    """Register hooks within which `model`, or modules of it, are recomputed in a backward pass.
 
     A recomputed module is within the same `blocks` as before, entered by the outermost module that is called. If that
     is within the module of a group of weights, whose own hooks did not run, it has the weights of the group.
@@ -142,8 +142,7 @@ def _recomputation_hooks(
 
         once = after(module, leave, always=True)
 
-    inside = [(name, module) for name, module in model.named_modules() if module is not model]
-    hooked = [(name, module) for name, module in inside if module in within or any(module.children())]
+    hooked = [(name, each) for name, each in model.named_modules() if each in within or any(each.children())]
     return [before(module, partial(enter, name)) for name, module in hooked]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from dshard import Mesh, Shard, clear_caches, distribute_tensor, parallelize, trace
-from dshard.parallel import Precision
+from dshard.parallel import Precision, plan_model
 from dshard.testing import simulated, whole
 
 
@@ -170,3 +176,32 @@ def test_a_selective_checkpoint_keeps_no_tensor_by_which_shapes_are_inferred() -
         out.sum().backward()
 
         torch.testing.assert_close([whole(x.grad), whole(w.grad)], [each.grad for each in own])
+
+
+class Recomputed(nn.Module):
+    """A block, and a layer that no module within the model calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))  # type: ignore[no-any-return]
+
+
+def test_a_model_that_is_recomputed_goes_on_with_its_plan_behind_a_block() -> None:
+    """The layer behind the block is laid out by cost, and not as the one in the block."""
+    x, alone, mesh = torch.randn(8, 8, dtype=torch.float64), Recomputed().double(), Mesh((2,), ("x",))
+    alone(x).sin().sum().backward()
+    plan = plan_model(alone, mesh, "auto", x)
+    plan = replace(plan, calls=(replace(plan.calls[0].by_cost(), rows=("n",)), plan.calls[1].by_cost()))
+    with simulated(mesh), set_checkpoint_early_stop(False):
+        model, laid = parallelize(Recomputed().double(), mesh, plan), list[Any]()
+        model.head.register_forward_hook(lambda module, args, out: laid.append(out.placements))
+        checkpoint(model, x.clone().requires_grad_(), use_reentrant=False).sin().sum().backward()
+
+        assert len(laid) == 2
+        assert laid[0] == laid[1] != (Shard(1),)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
