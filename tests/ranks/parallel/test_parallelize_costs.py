@@ -476,7 +476,7 @@ def test_planned_memory_is_what_a_step_without_data_holds(strategy: str, block: 
     assert stepped.peak == planned.peak
     assert planned.transient > 0
     assert stepped.seconds == pytest.approx(cost.seconds), "joined collectives beside the same work"
-    assert cost.hidden > 0 or strategy not in ("data", "fsdp")
+    assert cost.hidden > 0 or strategy != "fsdp"  # all gradients of "data" are one bucket, which nothing runs beside
 
 
 def test_what_a_collective_hides_is_at_most_the_work_beside_it() -> None:
