@@ -104,9 +104,11 @@ BatchT = TypeVar("BatchT")
 class Boundary:
     """The conversion of one model's inputs and outputs; an attribute of the model, shared with its copies."""
 
-    def __init__(self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False, sample: int = 0
+    ) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
-        differ = compare_programs(plan, modes.per_data_rank, seed_alike)
+        differ = compare_programs(plan, modes.per_data_rank, seed_alike, sample)
         draws = Draws(differ, modes.per_data_rank, plan.mesh)
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0

@@ -38,6 +38,7 @@ from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
+from dshard.parallel.same_program import sample_of
 from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.parallel.trace_step import RecordedStep, record_step, stand_in_for
@@ -122,10 +123,10 @@ def parallelize(
     plain where a library gets a `ModelOutput` of Hugging Face. A model with a parameter called `inputs` or `outputs` is
     given a tensor for it by that name as before.
 
-    Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters; a
-    digest of the program is all that is sent. Ranks that take the same rows must draw the same numbers, too: a forward
-    pass that draws from a generator whose state differs is refused. `seed_alike=True` seeds Python's and numpy's alike.
-    Parameters without data get their local tensor alone.
+    Plain tensors that the model makes on its way count as replicated. Every rank must have the same parameters, or a
+    warning says so; a digest of the program, and of their first values, is all that is sent. Ranks that take the same
+    rows must draw the same numbers, too: a forward pass that draws from a generator whose state differs is refused.
+    `seed_alike=True` seeds Python's and numpy's alike. Parameters without data get their local tensor alone.
 
     `precision`, a `dshard.parallel.Precision` or torch's `MixedPrecisionPolicy`, has weights used, and gradients
     reduced, in other dtypes than those in which parameters are stored. `group` are modules that each have
@@ -141,7 +142,8 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     chosen = chosen_plan(model, mesh, plan, plan_options(model, precision, group), args, kwargs)
-    _lay_out(model, Boundary(chosen, input_modes(inputs, model, args, kwargs), outputs, seed_alike))
+    modes, sample = input_modes(inputs, model, args, kwargs), sample_of(model.parameters())
+    _lay_out(model, Boundary(chosen, modes, outputs, seed_alike, sample))
     return model
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import string_at
 from functools import partial
 from typing import TypeAlias
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dshard.comm import gather_rows, leave_word, own_coordinate, simulated_ranks, warn_user
 from dshard.core.comparisons import EVERY, comparisons_on
@@ -85,15 +85,27 @@ def differing(of_rank: RowsOfRanks, first: int, plan: Plan, per_data_rank: bool)
     return out
 
 
-def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool) -> dict[str, str]:
+_SAMPLE = 64
+"""The values of a parameter that are compared; all would take several passes over the memory of a model."""
+
+
+def sample_of(parameters: Iterable[Tensor]) -> int:
+    """A digest of the first values of plain parameters: models that were seeded apart have others."""
+    own = [x.detach() for x in parameters if type(x) is nn.Parameter and not x.is_meta and x.numel()]
+    rows = [x.as_strided((min(_SAMPLE, x.shape[-1] if x.dim() else 1),), x.stride()[-1:] or (1,)) for x in own]
+    return crc32(str([row.contiguous().view(torch.uint8).tolist() for row in rows]).encode())
+
+
+def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:
     """Compare the programs of the ranks, by one message, and return the generators that differ, each with its ranks.
 
-    With `seed_alike` Python's generator and numpy's are seeded by the state of the first rank's.
+    `sample` is that of the model's parameters. With `seed_alike` Python's generator and numpy's are seeded by the state
+    of the first rank's.
     """
     tensors = (*plan.inputs.items(), *plan.parameters.items(), *plan.outputs.items())
     texts = (plan.strategy, plan.mesh, *sorted(map(str, tensors)))
     versions = f"torch {torch.__version__}, dshard {__version__}, Python {sys.version.partition(' ')[0]}"
-    own = [crc32(str(texts).encode()), crc32(versions.encode()), hash("dshard"), *states()]
+    own = [crc32(str(texts).encode()), crc32(versions.encode()), hash("dshard"), sample, *states()]
     of_rank = gather_rows(own, plan.mesh, is_check=True)
     if len({row[0] for row in of_rank.values()}) > 1:
         raise LayoutError(
@@ -108,10 +120,16 @@ def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool) -> dict[
             "they send may be mispaired: start them with PYTHONHASHSEED=0 in the environment",
             plan.mesh,
         )
-    differ = differing(of_rank, 3, plan, per_data_rank)
+    if len({row[3] for row in of_rank.values()}) > 1:
+        warn_user(
+            f"{ranks_by_value(of_rank, [3], plan.mesh)} give parallelize other parameters, and each keeps its own: "
+            "call torch.manual_seed with one seed on all ranks before the model is made, or load one state into it",
+            plan.mesh,
+        )
+    differ = differing(of_rank, 4, plan, per_data_rank)
     if seed_alike and simulated_ranks() is None:
         own_group = [g for g in ranks_alike(of_rank, plan, per_data_rank) if own_coordinate(plan.mesh) in g]
-        seed = next(iter(own_group[0].values()))[4]
+        seed = next(iter(own_group[0].values()))[5]
         random.seed(seed)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(seed)

@@ -155,6 +155,26 @@ def copied_draw(draws: str) -> bool:
     return out
 
 
+def models_seeded_apart(seeds_apart: bool) -> list[str]:
+    """The warnings of a model whose parameters each rank draws by a seed of its own, or by one."""
+    torch.manual_seed(torch.distributed.get_rank() // 2 if seeds_apart else 0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, mesh_of((4,)), "data", batch())
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.ranks
+def test_ranks_that_made_other_parameters_are_told(ranks: RankPool) -> None:
+    (message,), *others = ranks.run(models_seeded_apart, True)
+
+    assert message.startswith("ranks [0, 1] and ranks [2, 3] give parallelize other parameters")
+    assert "call torch.manual_seed with one seed on all ranks" in message
+    assert others == [[]] * 3
+    assert ranks.run(models_seeded_apart, False) == [[]] * 4
+
+
 @pytest.mark.ranks
 def test_each_data_rank_may_draw_its_own(ranks: RankPool) -> None:
     assert ranks.run(draw_by_data_rank) == [[]] * 4
