@@ -41,8 +41,23 @@ class AlikeOperators(Generic[T]):
         self.notes: dict[Hashable, T] = {}
         self.is_functional: dict[Function, bool] = {}
 
-    def key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:
-        """What two calls that are alike have in common; None of a view, a write, or a call of tensors with data."""
+    def run(self, func: Function, run: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Hashable | None, Any]:
+        """What calls that are alike have in common, and the result of `func`, of which `run` is the fastest form.
+
+        None for a view, a write, or a call of tensors with data.
+        """
+        key = self._key(func, args, kwargs)
+        known = _UNKNOWN if key is None else self.results.get(key, _UNKNOWN)
+        if known is _UNKNOWN or known is None:
+            out = run(*args, **kwargs)
+            if known is _UNKNOWN and key is not None:
+                self.results[key] = _forms(out, args, kwargs)
+            return key, out
+        if isinstance(known, _Several):
+            return key, known.kind([None if form is None else _tensor(form) for form in known.forms])
+        return key, _tensor(known)
+
+    def _key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:
         is_functional = self.is_functional.get(func)
         if is_functional is None:
             is_functional = self.is_functional[func] = _is_functional(func)
@@ -55,18 +70,6 @@ class AlikeOperators(Generic[T]):
         except TypeError:
             return None
         return key
-
-    def run(self, key: Hashable | None, run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """The result of `run` on these arguments, whose call has this key."""
-        known = _UNKNOWN if key is None else self.results.get(key, _UNKNOWN)
-        if known is _UNKNOWN or known is None:
-            out = run(*args, **kwargs)
-            if known is _UNKNOWN and key is not None:
-                self.results[key] = _forms(out, args, kwargs)
-            return out
-        if isinstance(known, _Several):
-            return known.kind([None if form is None else _tensor(form) for form in known.forms])
-        return _tensor(known)
 
 
 def _is_functional(func: Function) -> bool:

@@ -213,7 +213,7 @@ class GraphRecorder:
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and record it."""
         op, tensors = find(func), tensors_in((args, kwargs))
-        if are_mixed(tensors):
+        if len(tensors) > 1 and are_mixed(tensors):
             args, kwargs = replace_tensors((args, kwargs), self._abstract)  # constants of the model, too
             tensors = tensors_in((args, kwargs))
         if op is None and tensors:
@@ -224,16 +224,20 @@ class GraphRecorder:
                 if out is not NotImplemented:
                     return out
         numbers = [] if self.paused else [self.number(x) for x in tensors]
-        key = self.alike.key(func, args, kwargs)
+        is_ruled, writes = bool(numbers) and op is not None, func._schema.is_mutable
+        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if is_ruled and writes else ()  # its shapes
+        key, run = None, with_meta_form(func)
+        if self.alike.is_functional.get(func, True):
+            key, out = self.alike.run(func, run, args, kwargs)
+        else:
+            out = run(*args, **kwargs)
         ruled = None if key is None else self.alike.notes.get(key)
-        # before it runs, as it may write shapes
-        is_new = bool(numbers) and op is not None and ruled is None
-        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if is_new else ()
-        out = self.alike.run(key, with_meta_form(func), args, kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         writes = bool(numbers and outs) and outs[0] is tensors[0] and writes_first(func)  # or it is the operand itself
         if numbers and outs and (writes or outs[0] is not tensors[0]):
             if ruled is None:
+                if is_ruled and not specs:
+                    specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device)
                 arguments = with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
                 ruled = self._ruled(op, Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)), numbers)
                 if key is not None:
