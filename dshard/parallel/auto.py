@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
@@ -52,8 +51,6 @@ PASSES = 4
 """Eliminations for the lower bound of a strategy by name."""
 NAMED = 8
 """The most strategies by name that are traced beside plans that choose all layouts together."""
-ALIKE = 2
-"""How many strategies that store parameters alike are tried before others."""
 MOST = 32
 """The most plans of a search that are noted."""
 AXES = 3
@@ -180,14 +177,34 @@ class PlanSearch:
             own = planned(WAITED._replace(memory=middle, saved=saved))
             low, high = (low, middle) if fits(own) else (middle, high)
 
-    def add_named(self, named: Sequence[tuple[float, Plan]], most: float) -> None:
-        """Price strategies by name, each with what it takes at least, that may be the cheapest: `most` or the first."""
-        for tried, (least, plan) in enumerate(named):
+    def add_named(self, named: Sequence[tuple[float, Plan]], mesh: Mesh, most: float) -> None:
+        """Price strategies by name, each with what it takes at least, that may be the cheapest: `most` or the first.
+
+        What a strategy stores says little of what it sends, so those of all axes of `mesh` alike are the first; then
+        those come that mix the cheapest of these.
+        """
+        waiting = [*named]
+        for tried in count():
             best = self.best()
             if self.is_over() or (best is not None and tried >= most):
                 break
-            if best is None or least <= MARGIN * best.plan.cost.seconds:
-                self.price(plan)
+            if best is not None:
+                waiting = [each for each in waiting if each[0] <= MARGIN * best.plan.cost.seconds]
+            if not waiting:
+                break
+            of_alike = self._of_alike()
+            ranks = [_promise(*each, mesh, of_alike) for each in waiting]
+            self.price(waiting.pop(ranks.index(min(ranks)))[1])
+
+    def _of_alike(self) -> dict[str, float]:
+        """The seconds of strategies that are on all axes of their mesh, by the name of one."""
+        found = dict[str, float]()
+        for plan, _, _ in self.priced:
+            own = {*plan.strategy.split(" x ")}
+            if len(own) == 1:
+                name = own.pop()
+                found[name] = min(plan.cost.seconds, found.get(name, inf))
+        return found
 
     def most(self, weights: Weights) -> float:
         """What a plan on a finer mesh must take less than, to count; no limit where memory has one."""
@@ -313,7 +330,7 @@ def cheapest(
             "does not: leave them out, or place parameters by name"
         )
     search = PlanSearch(auto, options, price, graph)
-    named = list[tuple[int, float, Plan]]()
+    named = list[tuple[float, Plan]]()
     worth = {mesh}
     for unfolded in unfoldings(mesh):
         if search.is_over():
@@ -330,19 +347,25 @@ def cheapest(
             search.add_planned(tables)
         if tables is None or any(each.tables is tables for each in search.priced):
             worth.add(unfolded)
-        alike = Counter[str]()  # plans that store parameters alike, whose least is the same
         for plan in uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ():
-            stored_as = str(sorted(plan.parameters.items()))
             is_tried = tables is not None and not limited and not search.is_over()
             best = search.best()
             most = inf if best is None else MARGIN * best.plan.cost.seconds
             least = least_of(tables, plan, most, search.deadline).bound if is_tried and tables is not None else 0.0
-            named.append((alike[stored_as] // ALIKE, least, plan))
-            alike[stored_as] += 1
-    by_least = [(least, plan) for _, least, plan in sorted(named, key=lambda each: each[:2])]
+            named.append((least, plan))
+    named.sort(key=lambda each: each[0])
     if not limited:
-        search.add_named(by_least, inf if graph is None else NAMED)
-    return search.result(names, by_least)
+        search.add_named(named, mesh, inf if graph is None else NAMED)
+    return search.result(names, named)
+
+
+def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
+    """The place of a strategy by name among those to try: a mixture takes about the mean of what it mixes."""
+    parts = plan.strategy.split(" x ")
+    if plan.mesh == mesh and len(parts) == mesh.ndim and len({*parts}) == 1:
+        return 0, least
+    known = [of_alike[part] for part in parts if part in of_alike]
+    return (1, sum(known) / len(known)) if known else (2, least)
 
 
 def _tables(
