@@ -91,9 +91,12 @@ _SAMPLE = 64
 
 def sample_of(parameters: Iterable[Tensor]) -> int:
     """A digest of the first values of plain parameters: models that were seeded apart have others."""
-    own = [x.detach() for x in parameters if type(x) is nn.Parameter and not x.is_meta and x.numel()]
-    rows = [x.as_strided((min(_SAMPLE, x.shape[-1] if x.dim() else 1),), x.stride()[-1:] or (1,)) for x in own]
-    return crc32(str([row.contiguous().view(torch.uint8).tolist() for row in rows]).encode())
+    rows = dict[torch.device, list[Tensor]]()
+    for x in parameters:
+        if type(x) is nn.Parameter and x.layout == torch.strided and not x.is_meta and x.numel():
+            row = x.detach().as_strided((min(_SAMPLE, x.shape[-1] if x.dim() else 1),), x.stride()[-1:] or (1,))
+            rows.setdefault(x.device, []).append(row.contiguous().view(torch.uint8))
+    return crc32(bytes([byte for own in rows.values() for byte in torch.cat(own).tolist()]))  # one copy from a device
 
 
 def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:
