@@ -151,9 +151,13 @@ class Moving:
         done = self(x)
         return Once(lambda: done)
 
+    def is_heard(self) -> bool:
+        """Whether there are listeners, and this rank is in the mesh."""
+        return bool(LISTENERS) and not is_outside(self.mesh)
+
     def tell_copies(self, dtype: torch.dtype) -> None:
         """Tell listeners what each step copies in memory, in place of the operators that do it."""
-        if not is_outside(self.mesh):
+        if self.is_heard():
             tell_copies(lambda: [nbytes for kind, _, nbytes in self.planned(dtype.itemsize) if kind == COPY])
 
     def _world(self, first: Tensor) -> World:
@@ -302,7 +306,7 @@ class OfShapes:
             return advance(make((0,) * mesh.ndim, space, tensors), tell_and_receive)
 
     def _tell(self, moving: Moving, dtype: torch.dtype) -> None:
-        if LISTENERS and not is_outside(moving.mesh):
+        if moving.is_heard():
             for kind, axes, nbytes in moving.planned(dtype.itemsize):
                 if kind != COPY:
                     emit(kind, moving.mesh, axes, nbytes)

@@ -31,12 +31,13 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     """
     replicated = (Replicate(),) * plan.mesh.ndim
     fresh: dict[str, DTensor] = {}
+    compare = comparing()
 
     def distributed(name: str, p: Any) -> Tensor:
         if isinstance(p, DTensor):
             return p
         placements = plan.parameters.get(name, replicated)
-        out: DTensor = _distribute(p, plan, placements, fresh, name)
+        out: DTensor = _distribute(p, plan, placements, fresh, name, compare)
         replace_parameter(name, p, out)
         return out
 
@@ -44,7 +45,7 @@ def distribute_parameters(model: nn.Module, plan: Plan) -> None:
     for path, module in model.named_modules():
         for own, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):
-                out = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."))
+                out = _distribute(buffer, plan, replicated, fresh, f"{path}.{own}".lstrip("."), compare)
                 module._buffers[own] = _in_memory_of(buffer, out)
     if fresh:
         _initialize(model, fresh, plan.mesh)
@@ -70,8 +71,10 @@ def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor
                 module._parameters[own] = replaced[id(p)]
 
 
-def _distribute(x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str) -> Any:
-    if comparing():
+def _distribute(
+    x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str, compare: bool
+) -> Any:
+    if compare:
         compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)
     if not x.is_meta or (runtime_of(plan.mesh) is None and simulated_ranks() is None):
         return distribute_tensor(x, plan.mesh, placements, src_data_rank=None)

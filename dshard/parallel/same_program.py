@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import gather_rows, leave_word, own_coordinate, simulated_ranks, warn_user
+from dshard.comm import gather_rows, has_only_shape, leave_word, own_coordinate, simulated_ranks, warn_user
 from dshard.core.comparisons import EVERY, comparisons_on
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
@@ -93,10 +93,11 @@ def sample_of(parameters: Iterable[Tensor]) -> int:
     """A digest of the first values of plain parameters: models that were seeded apart have others."""
     rows = dict[torch.device, list[Tensor]]()
     for x in parameters:
-        if type(x) is nn.Parameter and x.layout == torch.strided and not x.is_meta and x.numel():
+        if type(x) is nn.Parameter and x.layout == torch.strided and x.numel():
             row = x.detach().as_strided((min(_SAMPLE, x.shape[-1] if x.dim() else 1),), x.stride()[-1:] or (1,))
             rows.setdefault(x.device, []).append(row.contiguous().view(torch.uint8))
-    return crc32(bytes([byte for own in rows.values() for byte in torch.cat(own).tolist()]))  # one copy from a device
+    samples = [torch.cat(own) for own in rows.values() if not has_only_shape(own[0])]
+    return crc32(bytes([byte for own in samples for byte in own.tolist()]))  # one copy from a device
 
 
 def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """The shape, the strides and the dtype of a tensor without data."""
 _KINDS = (Tensor, nn.Parameter)
+_DEVICE = torch.device("meta")
+"""Where tensors without data are."""
 _UNKNOWN: Any = object()
 
 
@@ -83,7 +85,7 @@ def _is_functional(func: Function) -> bool:
 def _add(parts: list[Hashable], x: Any) -> bool:
     """Add what is known of an argument without data; whether there is nothing else."""
     if isinstance(x, Tensor):
-        if type(x) not in _KINDS or not x.is_meta or x.layout != torch.strided or x.is_complex():
+        if type(x) not in _KINDS or x.device != _DEVICE or x.layout != torch.strided or x.is_complex():
             return False
         parts.append((x.shape, x.stride(), x.dtype))
     elif isinstance(x, list | tuple):
@@ -117,7 +119,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _form(x: Any, known: set[int]) -> Form | None:
     """The form of a tensor that fills memory of its own, which is then known."""
-    if type(x) is not Tensor or not x.is_meta or x.layout != torch.strided or x.is_complex() or x.is_inference():
+    if type(x) is not Tensor or x.device != _DEVICE or x.layout != torch.strided or x.is_complex() or x.is_inference():
         return None
     memory = x.untyped_storage()
     if memory._cdata in known or x.storage_offset() or memory.nbytes() != _nbytes(x):
@@ -134,4 +136,4 @@ def _nbytes(x: Tensor) -> int:
 
 def _tensor(form: Form) -> Tensor:
     shape, stride, dtype = form
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, stride, dtype=dtype, device=_DEVICE)
