@@ -224,8 +224,8 @@ class GraphRecorder:
                 if out is not NotImplemented:
                     return out
         numbers = [] if self.paused else [self.number(x) for x in tensors]
-        is_ruled, writes = bool(numbers) and op is not None, func._schema.is_mutable
-        specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device) if is_ruled and writes else ()  # its shapes
+        # before it runs, as it may write shapes
+        specs = _specs(op, numbers, tensors) if func._schema.is_mutable else ()
         key, run = None, with_meta_form(func)
         if self.alike.is_functional.get(func, True):
             key, out = self.alike.run(func, run, args, kwargs)
@@ -236,8 +236,7 @@ class GraphRecorder:
         writes = bool(numbers and outs) and outs[0] is tensors[0] and writes_first(func)  # or it is the operand itself
         if numbers and outs and (writes or outs[0] is not tensors[0]):
             if ruled is None:
-                if is_ruled and not specs:
-                    specs = specs_of([ONE] * len(numbers), tensors, tensors[0].device)
+                specs = specs or _specs(op, numbers, tensors)
                 arguments = with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
                 ruled = self._ruled(op, Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)), numbers)
                 if key is not None:
@@ -433,6 +432,11 @@ class GraphRecorder:
                 for n in call.operands:
                     needs[n] = needs[n] or leads[n]
         return needs
+
+
+def _specs(op: Operator | None, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Spec]:
+    """The specs of whole operands, of which the rule of an operator is asked; none without a row or operands."""
+    return specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
 
 
 def _memory_of(x: Tensor) -> int:
