@@ -57,24 +57,13 @@ __all__ = [
     "whole_numbers",
 ]
 
-_GENERATORS = {
-    "Redistribution",
-    "dtensors",
-    "layouts",
-    "meshes",
-    "placements",
-    "redistributions",
-    "shapes",
-    "whole_numbers",
-}
-
 
 def __getattr__(name: str) -> object:
     """Import the generators on demand, as only they need hypothesis."""
-    if name not in _GENERATORS:
+    if name not in __all__:  # what is imported above is found without this
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dshard.testing.generators"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_GENERATORS})
+    return sorted({*globals(), *__all__})
