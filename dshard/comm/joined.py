@@ -25,7 +25,8 @@ from dshard.comm.world import COPY, Moving, Planned
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp, chunk
-from dshard.redistribute import AllGather, AllReduce, Plan, ReduceScatter, Step, after, all_reduce_sizes
+from dshard.redistribute import AllGather, AllReduce, Plan, ReduceScatter, Step
+from dshard.redistribute.step import after, all_reduce_sizes
 
 
 class Lane(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.comm.workspace import Session
 from dshard.layout import Region, Shape
-from dshard.redistribute import numel
+from dshard.redistribute.step import numel
 from dshard.torch_private import chunk_cat, storage_references
 
 _DTYPE = attrgetter("dtype")

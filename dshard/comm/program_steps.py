@@ -24,20 +24,16 @@ from dshard.redistribute import (
     AllToAll,
     Exchange,
     MakePartial,
-    Messages,
     Panel,
     Plan,
     ReduceExchange,
     ReduceScatter,
     Slice,
     Step,
-    after,
-    inside,
-    messages,
-    sizes_received,
-    unflattened_shape,
 )
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.price import load_of
+from dshard.redistribute.step import Messages, after, inside, messages, sizes_received
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from dshard.comm.pieces import span_of, view_of
 from dshard.comm.transport import movable
 from dshard.layout import Region, Shape, overlap
-from dshard.redistribute import inside, numel
+from dshard.redistribute.step import inside, numel
 from dshard.reshard import Chain, ReshardPlan, reduced_axes, region_of
 
 

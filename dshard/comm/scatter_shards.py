@@ -16,7 +16,7 @@ from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
 from dshard.mesh import Coordinate, Mesh
-from dshard.redistribute import unflattened_shape
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.torch_private import TracingContext
 
 

@@ -11,27 +11,18 @@ panel.py           steps panel by panel
 blocks.py          dims that are sharded in blocks: those of the unflattened tensor
 """
 
-from dshard.redistribute.blocks import unflattened_shape
-from dshard.redistribute.panel import Panel, Ranges, cuts, owned, slices, summa_panels
-from dshard.redistribute.plan import Plan, plan, plan_price
+from dshard.redistribute.panel import Panel
+from dshard.redistribute.plan import Plan, plan
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,
     AllToAll,
     Exchange,
     MakePartial,
-    Messages,
     ReduceExchange,
     ReduceScatter,
     Slice,
     Step,
-    after,
-    all_reduce_sizes,
-    describe,
-    inside,
-    messages,
-    numel,
-    sizes_received,
 )
 
 __all__ = [
@@ -40,26 +31,11 @@ __all__ = [
     "AllToAll",
     "Exchange",
     "MakePartial",
-    "Messages",
     "Panel",
     "Plan",
-    "Ranges",
     "ReduceExchange",
     "ReduceScatter",
     "Slice",
     "Step",
-    "after",
-    "all_reduce_sizes",
-    "cuts",
-    "describe",
-    "inside",
-    "messages",
-    "numel",
-    "owned",
     "plan",
-    "plan_price",
-    "sizes_received",
-    "slices",
-    "summa_panels",
-    "unflattened_shape",
 ]

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 from dshard.layout import Layout, Region, Shape, overlap
 from dshard.placements import Partial, chunk_of
-from dshard.redistribute import numel
+from dshard.redistribute.step import numel
 from dshard.reshard.host_network import HostNetwork
 
 Holders: TypeAlias = tuple[tuple[int, ...], ...]

@@ -13,7 +13,8 @@ from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import Plan, numel, plan
+from dshard.redistribute import Plan, plan
+from dshard.redistribute.step import numel
 from dshard.reshard.chains import FORMS, Chain, Draft, Form, Task, drafts, forms_of, reduced_axes, tasks
 from dshard.reshard.host_network import HostNetwork, Resource, host_network_of
 from dshard.reshard.order import Choice, Use, balanced, chains_seconds, in_order, scheduled, uses_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dshard.layout import Layout
-from dshard.redistribute import Plan, Ranges, cuts, slices, summa_panels
+from dshard.redistribute import Plan
+from dshard.redistribute.panel import Ranges, cuts, slices, summa_panels
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule, Term

@@ -11,9 +11,8 @@ from dshard.cost import together_seconds, work_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate, Shard, nested_chunk
-from dshard.redistribute import plan_price
 from dshard.redistribute.layout_state import State
-from dshard.redistribute.plan import PricedPlan, plan_price_within
+from dshard.redistribute.plan import PricedPlan, plan_price, plan_price_within
 from dshard.redistribute.space import Space, space_of
 from dshard.rules.attention_blocks import (
     ADDED,

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from dshard.layout import Layout, parse_layout
 from dshard.mesh import Mesh
 from dshard.placements import REDUCE_OPS
-from dshard.redistribute import after, plan, plan_price
+from dshard.redistribute import plan
 from dshard.redistribute.axis_roles import roles
-from dshard.redistribute.plan import _search
+from dshard.redistribute.plan import _search, plan_price
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import space_of
+from dshard.redistribute.step import after
 from dshard.testing import layouts
 from dshard.topology import BYTES, FLAT_CPU, Measured, Topology
 

@@ -25,12 +25,10 @@ from dshard.redistribute import (
     ReduceExchange,
     ReduceScatter,
     Step,
-    after,
-    messages,
     plan,
-    sizes_received,
 )
 from dshard.redistribute.price import load_of, step_seconds
+from dshard.redistribute.step import after, messages, sizes_received
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology
 

@@ -7,7 +7,7 @@ from helpers.plan_closure import closure
 
 from dshard.layout import Shape
 from dshard.mesh import Mesh
-from dshard.redistribute import plan_price
+from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import Space
 from dshard.topology import BYTES, FLAT_CPU, Layer, Topology
 

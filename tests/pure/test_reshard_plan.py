@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard, Topology, TopologyError
 from dshard.layout import overlap
-from dshard.redistribute import numel
+from dshard.redistribute.step import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
 from dshard.reshard.chains import FORMS, drafts, forms_of, reduced_axes, region_of
 from dshard.reshard.host_network import host_network_of

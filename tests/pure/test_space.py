@@ -11,11 +11,12 @@ from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
-from dshard.redistribute import Step, after, plan
+from dshard.redistribute import Step, plan
 from dshard.redistribute.layout_state import LayoutEdge, State
 from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
+from dshard.redistribute.step import after
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import choose, strategies

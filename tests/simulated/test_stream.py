@@ -17,7 +17,8 @@ from dshard.layout import Layout
 from dshard.ops.matmul.panel_executor import PanelExecutor
 from dshard.ops.matmul.ring import RingExecutor
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.redistribute import AllReduce, cuts, slices, summa_panels
+from dshard.redistribute import AllReduce
+from dshard.redistribute.panel import cuts, slices, summa_panels
 from dshard.rules.matmul_loops import schedules
 from dshard.testing import distribute, simulated, whole
 from dshard.topology import BYTES

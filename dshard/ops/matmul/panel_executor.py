@@ -28,7 +28,8 @@ from dshard.comm import (
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.matmul.local import accumulating, local_product, outlined
 from dshard.placements import Partial
-from dshard.redistribute import Panel, Plan, Ranges
+from dshard.redistribute import Panel, Plan
+from dshard.redistribute.panel import Ranges
 from dshard.rules.expand import Operand, sizes_of
 from dshard.rules.panel_cut import factor_of, panels_of
 from dshard.rules.panel_stream import Stream

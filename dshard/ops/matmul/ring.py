@@ -33,7 +33,8 @@ from dshard.mesh import Coordinate
 from dshard.ops.matmul.panel_executor import Compiled, PanelExecutor, PlannedMatmul, panel_of, place
 from dshard.ops.matmul.symmetric import SymmetricExecutor, changed_axis, check_symmetric, fused_matmul
 from dshard.placements import Shard
-from dshard.redistribute import Panel, Plan, Ranges, owned
+from dshard.redistribute import Panel, Plan
+from dshard.redistribute.panel import Ranges, owned
 from dshard.rules.matmul_strategies import factors_of
 from dshard.rules.panel_cut import have_blocks
 from dshard.rules.panel_stream import Stream

@@ -21,7 +21,8 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import CommEvent, DeviceMesh, bind, collectives, init_device_mesh, listen, run, runtime_of
 from dshard.core.context import planning_context
 from dshard.placements import REDUCE_OPS
-from dshard.redistribute import Plan, after, plan
+from dshard.redistribute import Plan, plan
+from dshard.redistribute.step import after
 from dshard.testing import (
     RankPool,
     Redistribution,

@@ -20,8 +20,9 @@ from dshard.core.context import planning_context
 from dshard.core.wrapper import wrap
 from dshard.layout import Shape, parse_layout
 from dshard.placements import REDUCE_OPS
-from dshard.redistribute import Plan, after, plan, sizes_received
+from dshard.redistribute import Plan, plan
 from dshard.redistribute.price import load_of
+from dshard.redistribute.step import after, sizes_received
 from dshard.testing import (
     RankPool,
     Redistribution,
