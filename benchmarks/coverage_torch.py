@@ -25,7 +25,7 @@ from torch import Tensor
 from dshard import DeviceMesh, Layout, Mesh, Partial, Shard, init_device_mesh
 from dshard.errors import RankError
 from dshard.testing import RankPool
-from dshard.testing.terms import local_tensor_of
+from dshard.testing.simulated_ranks import local_tensor_of
 
 START_LIMIT = 120.0
 

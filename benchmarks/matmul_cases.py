@@ -14,7 +14,7 @@ import dshard
 from dshard import DTensor, Partial, Placement, Replicate, Schedule, Shard, matmul
 from dshard.comm import DeviceMesh
 from dshard.core.observe import Decision, observing
-from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.matmul_loops import STRATEGIES
 from dshard.rules.strategy import Strategy
 
 LETTERS: dict[str, Placement] = {"R": Replicate(), "P": Partial(), "S0": Shard(0), "S1": Shard(1)}

@@ -42,8 +42,7 @@ from dshard.notebook import RENDERERS as _RENDERERS
 from dshard.placements import Placement
 from dshard.placements import types as _placements
 from dshard.routing import Routing
-from dshard.rules.matmul_loops import Schedule
-from dshard.rules.matmul_strategies import strategies
+from dshard.rules.matmul_loops import Schedule, strategies
 from dshard.rules.panel_stream import Stream
 from dshard.topology import Topology
 from dshard.topology.network import MEASURERS as _MEASURERS

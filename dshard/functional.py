@@ -20,7 +20,7 @@ from dshard.ops.attention.flex import flex_attention as flex_attention  # public
 from dshard.ops.experts.experts_call import Beyond, run_experts
 from dshard.ops.experts.local_experts import Body, mlp
 from dshard.ops.fused_loss import fused_call
-from dshard.ops.fused_loss.chunk_arithmetic import Reduction
+from dshard.ops.fused_loss.chunked_loss import Reduction
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.options import MatmulOptions, Saved, check_saved, check_strategy, current_options, stream_of
 from dshard.placements import Placement

@@ -32,7 +32,7 @@ from dshard.redistribute import (
     Step,
 )
 from dshard.redistribute.blocks import unflattened_shape
-from dshard.redistribute.price import load_of
+from dshard.redistribute.layout_state import load_of
 from dshard.redistribute.step import Messages, after, inside, messages, sizes_received
 
 

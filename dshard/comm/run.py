@@ -17,7 +17,7 @@ from dshard.comm.transport import reduce_number, report
 from dshard.comm.world import COPY, Moving, OnProcesses, Planned, world_of
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import AllReduce, Plan
-from dshard.redistribute.price import load_of
+from dshard.redistribute.layout_state import load_of
 
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
 _FEW_RANKS = 64  # the most that send numbers in pairs

@@ -27,8 +27,7 @@ from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import Plan, plan
 from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
-from dshard.rules.matmul_loops import STORAGES, Schedule, schedules, stored_layout
-from dshard.rules.matmul_strategies import ORDERED, STRATEGIES
+from dshard.rules.matmul_loops import ORDERED, STORAGES, STRATEGIES, Schedule, schedules, stored_layout
 from dshard.rules.strategy import Question
 from dshard.rules.strategy_choice import choose
 from dshard.topology import Topology

@@ -18,8 +18,7 @@ from dshard.pipeline.actions import (
 )
 from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
 from dshard.pipeline.pipeline import Pipeline
-from dshard.pipeline.program import Program
-from dshard.pipeline.schedule import SCHEDULES, computes, lead_of
+from dshard.pipeline.program import SCHEDULES, Program, computes, lead_of
 from dshard.pipeline.simulator import Choice, choose, play, rank_schedules, simulate
 from dshard.pipeline.stage import Part, Stage, split
 from dshard.pipeline.timeline import Crossing, Span, Timeline

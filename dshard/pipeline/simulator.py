@@ -26,8 +26,7 @@ from dshard.pipeline.actions import (
     Send,
 )
 from dshard.pipeline.costs import Costs
-from dshard.pipeline.program import Program
-from dshard.pipeline.schedule import SCHEDULES
+from dshard.pipeline.program import SCHEDULES, Program
 from dshard.pipeline.timeline import Crossing, Span, Timeline
 from dshard.validate import as_number, as_tuple, check_type
 

@@ -1,8 +1,7 @@
 """Redistribution from one layout to another: steps as values, their price, and the cheapest sequence of them.
 
 step.py            the steps as values, and the regions that each rank sends and receives
-layout_state.py    layouts as numbers, and the load of each step on its busiest rank
-price.py           seconds of a step
+layout_state.py    layouts as numbers, and the load of each step on its busiest rank, with its seconds
 axis_roles.py      mesh axes that are interchangeable
 lower_bound.py     the least seconds of any plan between two layouts
 space.py           the layouts of a tensor as a graph, whose edges are steps

@@ -7,7 +7,7 @@ from itertools import combinations
 from dshard.caches import cached
 from dshard.cost import Terms, terms_of
 from dshard.mesh import Mesh
-from dshard.redistribute.price import RUNS
+from dshard.redistribute.layout_state import RUNS
 from dshard.topology import Collective, Topology
 
 COLLECTIVES = tuple(collective for collective in dict.fromkeys(RUNS.values()) if collective is not None)

@@ -15,8 +15,7 @@ from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
 from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
-from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State
-from dshard.redistribute.price import load_of, step_seconds
+from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
 from dshard.redistribute.step import Exchange, Step, after, describe, sizes_received
 from dshard.topology import Topology

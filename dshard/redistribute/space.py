@@ -27,6 +27,7 @@ from dshard.redistribute.layout_state import (
     blocked_state,
     changed_axes,
     exchange_load,
+    load_seconds,
     nests,
     reduce_exchange_load,
     reduce_scatter_load,
@@ -34,7 +35,6 @@ from dshard.redistribute.layout_state import (
     slice_load,
 )
 from dshard.redistribute.lower_bound import LowerBound
-from dshard.redistribute.price import load_seconds
 from dshard.redistribute.step import (
     AllGather,
     AllReduce,

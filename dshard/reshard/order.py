@@ -17,8 +17,7 @@ from math import inf, isqrt
 from random import Random
 from typing import TypeAlias
 
-from dshard.reshard.chains import Chain, Draft
-from dshard.reshard.host_network import HostNetwork, Resource
+from dshard.reshard.chains import Chain, Draft, HostNetwork, Resource
 
 MOST_CHUNKS = 64
 LEAST_BYTES = 1 << 17

@@ -15,8 +15,20 @@ from dshard.notebook import Tabled
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.redistribute import Plan, plan
 from dshard.redistribute.step import numel
-from dshard.reshard.chains import FORMS, Chain, Draft, Form, Task, drafts, forms_of, reduced_axes, tasks
-from dshard.reshard.host_network import HostNetwork, Resource, host_network_of
+from dshard.reshard.chains import (
+    FORMS,
+    Chain,
+    Draft,
+    Form,
+    HostNetwork,
+    Resource,
+    Task,
+    drafts,
+    forms_of,
+    host_network_of,
+    reduced_axes,
+    tasks,
+)
 from dshard.reshard.order import Choice, Use, balanced, chains_seconds, in_order, scheduled, uses_of
 from dshard.tables import human_bytes
 from dshard.topology import Topology

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dshard.layout import Layout
 from dshard.redistribute import Plan
 from dshard.redistribute.panel import Ranges, cuts, slices, summa_panels
-from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.matmul_loops import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule, Term
 

@@ -25,7 +25,7 @@ from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.expand import Operand, expansions
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
-from dshard.testing.terms import Parts, join_local_tensors, local_tensor_of
+from dshard.testing.simulated_ranks import Parts, join_local_tensors, local_tensor_of
 from dshard.torch_private import OpOverload
 
 Choice: TypeAlias = tuple[Layout, ...]

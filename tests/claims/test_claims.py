@@ -18,8 +18,7 @@ from dshard.layout import parse_layout
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.redistribute import plan
 from dshard.rules.expand import Operand
-from dshard.rules.matmul_loops import schedules
-from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.matmul_loops import STRATEGIES, schedules
 from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import strategies
 from dshard.testing import distribute, parts, simulated, whole

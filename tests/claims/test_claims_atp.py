@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dshard import Layout, Mesh, Schedule, matmul, trace, use_topology
 from dshard.layout import parse_layout
-from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.matmul_loops import STRATEGIES
 from dshard.testing import distribute, simulated, whole
 from dshard.topology import BYTES
 from dshard.trace import Trace

@@ -18,8 +18,7 @@ from dshard.placements import Placement
 from dshard.redistribute import plan
 from dshard.rules.communication_bounds import matmul_lower_bound
 from dshard.rules.expand import Operand
-from dshard.rules.matmul_loops import schedules
-from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.matmul_loops import STRATEGIES, schedules
 from dshard.rules.strategy import Constraints, Question, Strategy
 from dshard.rules.strategy_choice import choose
 from dshard.topology import BYTES, Topology

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dshard import Mesh, Schedule
-from dshard.rules.matmul_strategies import STRATEGIES
+from dshard.rules.matmul_loops import STRATEGIES
 
 Volume = Callable[[tuple[int, ...], float, float, float], float]
 """Of the mesh shape and the elements of X, W and Y."""

@@ -12,7 +12,7 @@ from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import MakePartial
-from dshard.redistribute.price import step_seconds
+from dshard.redistribute.layout_state import step_seconds
 from dshard.redistribute.step import after
 from dshard.topology import Topology
 from helpers.layout_steps import steps_from, steps_straight

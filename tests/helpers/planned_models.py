@@ -18,7 +18,7 @@ from dshard.planning.local_seconds import executed
 from dshard.planning.plan_step import StepPlan
 from dshard.planning.step_graph import StepGraph, Value
 from dshard.redistribute import Plan, plan
-from dshard.redistribute.price import load_of
+from dshard.redistribute.layout_state import load_of
 from dshard.topology import Topology
 
 

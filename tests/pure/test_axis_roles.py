@@ -11,8 +11,8 @@ from dshard.mesh import Mesh
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import plan
 from dshard.redistribute.axis_roles import roles
+from dshard.redistribute.layout_state import step_seconds
 from dshard.redistribute.plan import _search, plan_price
-from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import space_of
 from dshard.redistribute.step import after
 from dshard.testing import layouts

@@ -20,9 +20,8 @@ from dshard.cost import collective_seconds
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.tools.calibrate import COLLECTIVES, Fit, fit, rounds, typical
-from dshard.tools.calibrate.device import _window
 from dshard.tools.calibrate.measure import parts_of
-from dshard.tools.calibrate.rounds import best_line
+from dshard.tools.calibrate.rounds import _window, best_line
 from dshard.topology import FLAT_CPU, Collective, Link, Measured
 from dshard.topology.sharing import cut_bandwidth, groups_of, shared_link
 

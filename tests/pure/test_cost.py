@@ -26,7 +26,7 @@ from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Partial
 from dshard.redistribute import AllGather, AllReduce, Exchange, ReduceScatter, plan
-from dshard.redistribute.price import load_of, step_seconds
+from dshard.redistribute.layout_state import load_of, step_seconds
 from dshard.redistribute.step import messages, numel, sizes_received
 from dshard.testing import Redistribution, redistributions
 from dshard.topology import BYTES, COLLECTIVES, FLAT_CPU, FLAT_CUDA, Collective, Layer, Link, Measured, Topology

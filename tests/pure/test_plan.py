@@ -27,7 +27,7 @@ from dshard.redistribute import (
     Step,
     plan,
 )
-from dshard.redistribute.price import load_of, step_seconds
+from dshard.redistribute.layout_state import load_of, step_seconds
 from dshard.redistribute.step import after, messages, sizes_received
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology

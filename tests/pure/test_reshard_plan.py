@@ -16,8 +16,7 @@ from dshard import Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Sha
 from dshard.layout import overlap
 from dshard.redistribute.step import numel
 from dshard.reshard import ReshardPlan, plan_reshard, tasks
-from dshard.reshard.chains import FORMS, drafts, forms_of, reduced_axes, region_of
-from dshard.reshard.host_network import host_network_of
+from dshard.reshard.chains import FORMS, drafts, forms_of, host_network_of, reduced_axes, region_of
 from dshard.reshard.order import Use, best, chains_seconds, greedy, in_depth, in_order, scheduled
 from dshard.reshard.reshard_plan import BASELINES, _plan, baseline_seconds, lower_bound, needy_hosts
 

@@ -12,9 +12,8 @@ from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
 from dshard.redistribute import Step, plan
-from dshard.redistribute.layout_state import LayoutEdge, State
+from dshard.redistribute.layout_state import LayoutEdge, State, step_seconds
 from dshard.redistribute.plan import plan_price_within
-from dshard.redistribute.price import step_seconds
 from dshard.redistribute.space import Space
 from dshard.redistribute.step import after
 from dshard.rules.expand import Operand

@@ -14,8 +14,7 @@ from dshard.core.comparisons import nothing_compared
 from dshard.simulate import Event, Recorded, record
 from dshard.step_timeline import makespan, place_events
 from dshard.testing import rank_pool
-from dshard.tools.demo.layouts import find
-from dshard.tools.demo.train import example, loss_of
+from dshard.tools.demo.train import example, find, loss_of
 from dshard.tools.demo.vit import build
 from dshard.topology import Topology
 

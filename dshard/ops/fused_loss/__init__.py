@@ -1,7 +1,8 @@
 """Cross entropy of a linear layer, by chunks of rows, whose logits are never there as a whole.
 
-`chunk_arithmetic` is what a rank computes of one chunk, `chunked_loss` the program of a rank, with its collectives,
-`fused_choice` the candidates and their local work, `fused_executable` what runs them, `fused_call` the entry.
+`chunked_loss` is what a rank computes of one chunk, and the program of a rank, with its
+collectives, `fused_choice` the candidates and their local work, `fused_executable` what runs them, `fused_call` the
+entry.
 
 Design: docs/design/0028-fused-losses.md
 """

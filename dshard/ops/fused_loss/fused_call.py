@@ -26,8 +26,7 @@ from dshard.core.transforms import is_differentiating_forward
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.ops.composite import run_executable
-from dshard.ops.fused_loss.chunk_arithmetic import LossOptions, Reduction
-from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, rows_of_chunk
+from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, LossOptions, Reduction, rows_of_chunk
 from dshard.ops.fused_loss.fused_choice import CLASSES, FEATURES, FusedCandidates, FusedChoice, fused_loss_rule
 from dshard.ops.fused_loss.fused_executable import FusedLoss, LocalFusedLoss, run_recorded_loss
 from dshard.ops.lookup import refuse

@@ -24,8 +24,7 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.cost import PlannedCollective
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
-from dshard.ops.fused_loss.chunk_arithmetic import LossOptions
-from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, Joining, rows_of_chunk
+from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, Joining, LossOptions, rows_of_chunk
 from dshard.placements import ReduceOp, Replicate, Shard
 from dshard.rules.expand import Expansion, expansions
 from dshard.rules.rule import Rule

@@ -18,8 +18,7 @@ from dshard.rules.attention_loops import AttentionLoop, RequestedLoops, check_at
 from dshard.rules.expand import Allowed, Row
 from dshard.rules.expert_loops import ExpertLoop, check_experts
 from dshard.rules.expert_loops import RequestedLoops as RequestedExpertLoops
-from dshard.rules.matmul_loops import Schedule
-from dshard.rules.matmul_strategies import allowed_rows, strategy_named
+from dshard.rules.matmul_loops import Schedule, allowed_rows, strategy_named
 from dshard.rules.panel_stream import AutoPanels, Stream
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints

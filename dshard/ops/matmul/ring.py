@@ -35,7 +35,7 @@ from dshard.ops.matmul.symmetric import SymmetricExecutor, changed_axis, check_s
 from dshard.placements import Shard
 from dshard.redistribute import Panel, Plan
 from dshard.redistribute.panel import Ranges, owned
-from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.matmul_loops import factors_of
 from dshard.rules.panel_cut import have_blocks
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule

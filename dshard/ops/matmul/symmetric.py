@@ -34,7 +34,7 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.ops.matmul.panel_executor import PanelExecutor, PlannedMatmul
 from dshard.placements import Partial, Replicate, Shard
 from dshard.redistribute import Plan
-from dshard.rules.matmul_strategies import factors_of
+from dshard.rules.matmul_loops import factors_of
 from dshard.rules.panel_stream import Stream
 from dshard.rules.rule import Rule, Term
 from dshard.topology import Topology

@@ -13,8 +13,18 @@ from dshard.comm import DeviceMesh, bind, init_device_mesh, runtime_of, same_top
 from dshard.cost import collective_seconds
 from dshard.errors import MeshError, TopologyError
 from dshard.mesh import Mesh
-from dshard.tools.calibrate.device import measure_device
-from dshard.tools.calibrate.rounds import COLLECTIVES, SIZES, Case, Clock, Progress, fit, run_rounds, spread, typical
+from dshard.tools.calibrate.rounds import (
+    COLLECTIVES,
+    SIZES,
+    Case,
+    Clock,
+    Progress,
+    fit,
+    measure_device,
+    run_rounds,
+    spread,
+    typical,
+)
 from dshard.topology import Backend, Collective, Measured, Topology, default_topology
 from dshard.topology.sharing import cut_bandwidth, groups_of
 

@@ -17,8 +17,7 @@ from dshard.tools.cli.arguments import Help, add_group
 from dshard.tools.cli.completion import add_completion
 from dshard.tools.cli.pipeline_commands import add_simulate_pipeline
 from dshard.tools.cli.plan_commands import add_explain, add_plan, add_simulate_step
-from dshard.tools.cli.rank_commands import add_demo, add_selftest
-from dshard.tools.cli.topology_commands import add_topology
+from dshard.tools.cli.rank_commands import add_demo, add_selftest, add_topology
 from dshard.version import __version__
 
 

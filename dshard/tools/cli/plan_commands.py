@@ -54,7 +54,7 @@ from dshard.tools.cli.arguments import (
     print_result,
     topology_data,
 )
-from dshard.tools.report.plan_tables import SHOWN, plans_data, plans_table
+from dshard.tools.report import SHOWN, plans_data, plans_table
 from dshard.topology import Topology
 from dshard.topology.presets import EFFICIENCY
 from dshard.validate import article, as_tuple

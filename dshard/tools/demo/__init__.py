@@ -2,11 +2,10 @@
 
     rows = run(Settings(ranks=4), report=print)
 
-The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`layouts.py`).
+The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize` (`train.py`).
 """
 
-from dshard.tools.demo.layouts import find, names
-from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, draw, predict, rank, run
+from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, draw, find, names, predict, rank, run
 
 __all__ = [
     "BATCH",

@@ -20,10 +20,11 @@ from dshard.explain import Explanation, Report
 from dshard.explain.report_values import NOTHING, figures
 from dshard.parallel import Plan as ModelPlan
 from dshard.parallel import PlanTable
+from dshard.parallel.plan_table import HEADINGS as PLANS_HEADINGS
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.pipeline import Choice, Timeline
 from dshard.redistribute import Plan, plan
-from dshard.redistribute.price import step_seconds
+from dshard.redistribute.layout_state import step_seconds
 from dshard.reshard import ReshardPlan
 from dshard.reshard.reshard_plan import chain_rows, summary_lines
 from dshard.step_timeline import PlacedEvent
@@ -36,16 +37,13 @@ from dshard.tools.report.console import error as error
 from dshard.tools.report.console import note as note
 from dshard.tools.report.console import show as show
 from dshard.tools.report.console import text as text
-from dshard.tools.report.plan_tables import plans_table
 from dshard.tools.report.progress import checkpoint_progress as checkpoint_progress
 from dshard.tools.report.progress import demo_progress as demo_progress
 from dshard.tools.report.progress import measure_progress as measure_progress
 from dshard.tools.report.progress import search_progress as search_progress
 from dshard.tools.report.progress import waiting as waiting
-from dshard.tools.report.selftest_tables import selftest_failures as selftest_failures
-from dshard.tools.report.selftest_tables import selftest_table as selftest_table
 from dshard.tools.report.timelines import simulation_table, step_timeline, timeline_table
-from dshard.tools.selftest import SelfTest
+from dshard.tools.selftest import Result, SelfTest
 from dshard.topology import BYTES, Topology
 from dshard.trace import HEADINGS, Trace
 from dshard.traced_experts import HEADINGS as EXPERT_HEADINGS
@@ -309,3 +307,72 @@ def measured_table(topology: Topology) -> Group:
         table(("collective", "axes", ">latency us", ">MB/s", ">up to", ">spread"), rows),
         Text(f"{device.name}: {', '.join(parts)}"),
     )
+
+
+SHOWN = 12
+"""Plans that a table has, unless a number is given."""
+_NUMBERS = frozenset({"seconds", "MFU", "memory", "network s", "hidden s", "received"})
+
+
+def plans_table(plans: PlanTable, why: str = "as given", top: int = SHOWN, efficiency: str = "") -> Group:
+    """The fastest plans that fit, `top` of them, and the smallest of the others."""
+    topology, memory = plans.topology, plans.memory
+    limit = "no memory limit is known: give --memory" if memory is None else f"{human_bytes(memory)} of each device"
+    heads = [f">{head}" if head in _NUMBERS else head for head in PLANS_HEADINGS]
+    notes = ["- does not fit"] if not all(plans.fits(each.plan) for each in plans.plans[:top]) else []
+    if plans.skipped:
+        notes.append(f"{count(plans.skipped, 'plan')} left out: weights and moments alone do not fit")
+    if plans.left:
+        notes.append(f"{count(plans.left, 'plan')} not priced in the time: give --seconds")
+    searched = [(each.plan, each.plan.search) for each in plans.plans if each.plan.search is not None]
+    notes += [f"planned: {search.notes(plan)[0]}" for plan, search in searched]
+    notes += [f"{efficiency}; MFU: the share of that peak"] if efficiency else []
+    lines = [title(plans.summary), title(f"{count(len(plans.plans), 'plan')}, {limit}, on {topology.name} ({why})")]
+    first = plans.plans[0].plan.cost.loops()
+    experts = [Text(f"experts of the first by {loops}: {modules}") for loops, modules in first.items()]
+    return Group(*lines, table(heads, plans.rows()[:top]), *experts, Text("; ".join(notes), style="dim"))
+
+
+def plans_data(plans: PlanTable, top: int = SHOWN) -> dict[str, Any]:
+    """The same as JSON values."""
+    rows = []
+    for each in plans.plans[:top]:
+        cost, memory = each.plan.cost, each.plan.cost.memory
+        held = {name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "activations")}
+        rows.append(
+            each.data()
+            | {"seconds": cost.seconds, "mfu": plans.mfu(each.plan), "fits": plans.fits(each.plan)}
+            | {"memory": held | {"transient": memory.transient, "total": memory.total}}
+            | {"network": cost.communication, "hidden": cost.hidden, "received": cost.nbytes, "work": cost.work}
+            | {"experts": dict(cost.experts), "certificate": each.plan.certificate}
+        )
+    numbers = {"memory": plans.memory, "flops": plans.flops, "skipped": plans.skipped, "not_priced": plans.left}
+    return {"model": plans.summary, **numbers, "plans": rows}
+
+
+_LINES = 60  # of an error in a report
+
+
+def selftest_table(selftest: SelfTest) -> Table:
+    """One line for each check on each backend."""
+    rows = [
+        (each.backend, each.check, "passed" if each.passed else "FAILED", f"{each.seconds:.1f}", _first_line(each))
+        for each in selftest.results
+    ]
+    drawn = table(("backend", "check", "", ">time/s", "compared"), rows)
+    drawn.title = "dshard selftest: " + ", ".join(f"{name} {value}" for name, value in selftest.machine.items())
+    drawn.caption = f"{len(rows) - len(selftest.failed)} of {len(rows)} passed."
+    return drawn
+
+
+def selftest_failures(selftest: SelfTest) -> str:
+    """Format the failed checks as text to send to the maintainers."""
+    lines = [f"{count(len(selftest.failed), 'check')} failed; please open an issue with what follows"]
+    lines += [f"{name}: {value}" for name, value in selftest.machine.items()]
+    for each in selftest.failed:
+        lines += ["", f"--- {each.backend}, {each.check}", *each.detail.splitlines()[:_LINES]]
+    return "\n".join(lines)
+
+
+def _first_line(result: Result) -> str:
+    return result.detail.partition("\n")[0][:200]

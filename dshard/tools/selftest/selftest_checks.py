@@ -28,7 +28,7 @@ from dshard.ops.random import manual_seed
 from dshard.parallel import parallelize
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.replay import replay
-from dshard.rules.matmul_strategies import strategies
+from dshard.rules.matmul_loops import strategies
 from dshard.rules.panel_stream import Stream
 from dshard.tables import human_bytes
 from dshard.testing.host_sync import no_host_sync

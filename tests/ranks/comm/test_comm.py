@@ -15,7 +15,7 @@ from dshard.comm.collective import reduce as reduce_terms
 from dshard.comm.process_groups import Group
 from dshard.placements import REDUCE_OPS, ReduceOp
 from dshard.testing import RankPool, distribute, simulated, whole, whole_numbers
-from dshard.testing.terms import reduce
+from dshard.testing.simulated_ranks import reduce
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,

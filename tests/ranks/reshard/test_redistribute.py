@@ -21,7 +21,7 @@ from dshard.core.wrapper import wrap
 from dshard.layout import Shape, parse_layout
 from dshard.placements import REDUCE_OPS
 from dshard.redistribute import Plan, plan
-from dshard.redistribute.price import load_of
+from dshard.redistribute.layout_state import load_of
 from dshard.redistribute.step import after, sizes_received
 from dshard.testing import (
     RankPool,

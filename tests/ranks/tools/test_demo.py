@@ -17,8 +17,19 @@ from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 from dshard.tools.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
 from dshard.tools.demo import train as train_module
-from dshard.tools.demo.layouts import SINGLE, UnknownStrategy, find
-from dshard.tools.demo.train import Digits, MissingExtra, batches, example, load, run, train, train_all
+from dshard.tools.demo.train import (
+    SINGLE,
+    Digits,
+    MissingExtra,
+    UnknownStrategy,
+    batches,
+    example,
+    find,
+    load,
+    run,
+    train,
+    train_all,
+)
 from dshard.tools.demo.vit import build
 
 WAIT = 120.0  # seconds for ranks to start on a busy machine
