@@ -29,6 +29,17 @@ def test_out_keeps_its_layout(placement: Placement) -> None:
         assert whole(out).equal(X * 3)
 
 
+@pytest.mark.parametrize("function", [torch.matmul, torch.mm])
+def test_operands_of_a_product_have_their_places_by_name(function: Any) -> None:
+    with simulated(MESH):
+        x, y = placed(X, Shard(0)), placed(X.t().contiguous() + 1, Shard(1))
+        second = "other" if function is torch.matmul else "mat2"
+
+        for out in (None, placed(torch.zeros(2, 2), Replicate())):
+            named = {second: y, "input": x} | ({} if out is None else {"out": out})
+            assert whole(function(**named)).equal(X @ (X.t() + 1))
+
+
 def test_out_of_products_and_reductions() -> None:
     with simulated(MESH):
         x, square, row = placed(X, Shard(1)), placed(torch.zeros(2, 2), Shard(0)), placed(torch.zeros(3), Shard(0))

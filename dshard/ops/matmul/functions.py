@@ -266,10 +266,15 @@ LINEAR = MatmulFunction("linear", F.linear, linear_rule)
 
 def matmul(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
     """`torch.matmul`, `@`."""
-    a, b, *out = (*args, *kwargs.values())
+    a, b, *out = _in_order(args, kwargs) if kwargs else args
     if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
         return call_torch(func, args, kwargs)
     return matmul_of(MM if func in (torch.mm, Tensor.mm) else MATMUL, (a, b), options)
+
+
+def _in_order(args: Args, kwargs: Kwargs) -> Args:
+    """The operands of `matmul` or `mm`, of which the first is called `input`; whatever else is given follows."""
+    return (*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: name != "input")))
 
 
 def rmatmul(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -323,7 +328,7 @@ def linear_form(args: Args, kwargs: Kwargs) -> OperatorForm:
 
 def matmul_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
     """`torch.matmul`, `mm` and `bmm` as one operator."""
-    tensors = (*args, *kwargs.values())
+    tensors = _in_order(args, kwargs)
     if len(tensors) != 2 or not all(isinstance(x, Tensor) and x.dim() for x in tensors):
         return None
     return _form(MATMUL, tensors)
