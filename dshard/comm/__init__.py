@@ -70,6 +70,7 @@ from dshard.comm.rank_tensors import (
     has_data,
     has_only_shape,
     is_absent,
+    is_alike_on_simulated,
     is_any_meta,
     is_own,
     mapped,

@@ -52,6 +52,15 @@ def _is_stack(x: object) -> bool:
     return type(x) is LocalTensor
 
 
+def is_alike_on_simulated(x: Tensor) -> bool:
+    """Whether simulated ranks have equal values in `x`; of a tensor of this process alone there is nothing to ask."""
+    if not _is_stack(x):
+        return True
+    with plain():
+        first, *others = unstack(x).values()
+        return all(torch.equal(first, other) for other in others)
+
+
 def of_rank(rank: int, x: Any) -> Any:
     """The local tensor of a simulated rank; `x` itself where ranks are not simulated, or it is no tensor."""
     return unstack(x)[rank] if _is_stack(x) else x

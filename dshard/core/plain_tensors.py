@@ -35,6 +35,7 @@ from dshard.comm import (
     compare_calls,
     comparing,
     gather_rows,
+    is_alike_on_simulated,
     is_any_meta,
     is_own,
     of_first_rank,
@@ -315,9 +316,12 @@ def _is_own(x: Tensor) -> bool:
     """Whether a plain tensor may be this rank's own, or cannot be laid out, as sparse ones."""
     if isinstance(x, Wrapper):
         return False
-    if are_simulated([x]) or x.layout is not torch.strided:
-        return True
-    return x.numel() <= _PARTS.get(x.untyped_storage(), -1)  # more is a tensor of which from_local took a part
+    return x.layout is not torch.strided or _is_part(x) or not is_alike_on_simulated(x)
+
+
+def _is_part(x: Tensor) -> bool:
+    """Whether `to_local` gave a plain tensor; one of more entries is that of which `from_local` took a part."""
+    return x.numel() <= _PARTS.get(x.untyped_storage(), -1)
 
 
 _OWN_DIMS = {
@@ -372,7 +376,8 @@ def replicated_tensor(x: Tensor, mesh: Mesh, meta: bool = False) -> Any:
         spec = contiguous_spec(layout, shape, x.dtype, torch.device("meta") if meta else x.device)
         return wrap_counting(x, on_all_ranks(x.to("meta") if meta else x, mesh), spec)
     from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
-    local = x if simulated_ranks() is None and not meta else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
+    is_local = (simulated_ranks() is None or are_simulated([x])) and not meta
+    local = x if is_local else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
     return from_local(local, mesh, layout.placements, shape=shape)
 
 
@@ -495,8 +500,15 @@ def _mixed(func: Function, plain: Tensor, meshes: Sequence[Mesh] = ()) -> MixedE
             ", where models on one mesh are given whole batches and rows of each data rank (inputs=), so it may be "
             f"either: take dshard.distribute_batch(model, batch), or give them alike; {by_hand}"
         )
+    elif plain.layout is not torch.strided:
+        why = f": it is {str(plain.layout).removeprefix('torch.')}, and distributed ones are strided: take x.to_dense()"
+    elif _is_part(plain):
+        why = f": it is what to_local gave, one rank's part; {by_hand}"
     else:
-        why = f": it is what to_local gave, one rank's part, or it is not strided; {by_hand}"
+        why = (
+            ": the simulated ranks have other values of it, and a model with whole batches takes what is alike on all: "
+            f"make it before the block, or alike on all ranks; {by_hand}"
+        )
     return MixedError(what + why)
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import Mesh, Replicate, Shard, parallelize
+from dshard import Mesh, MixedError, Replicate, Shard, parallelize
+from dshard.comm.rank_tensors import of_first_rank, per_rank
 from dshard.testing import simulated, whole
 
 ROWS, CLASSES = 7, 5
@@ -98,3 +99,36 @@ def test_the_loss_of_a_batch_without_rows_is_that_of_one_device() -> None:
 
         assert found.item() == expected.item() == 0.0
         assert all(not whole(p.grad).any() for p in model.parameters())
+
+
+def of_what_a_program_makes(model: nn.Module) -> tuple[Tensor, ...]:
+    """A loss of targets, weights and rows that a program makes itself, and the gradients of all."""
+    x = torch.linspace(-1, 1, ROWS * 6, dtype=torch.float64).view(ROWS, 6).requires_grad_()
+    y, weights = torch.arange(ROWS) % CLASSES, torch.linspace(0, 1, ROWS, dtype=torch.float64).requires_grad_()
+    out = model(x)
+    loss = (F.cross_entropy(out, y, reduction="none") * weights).sum() + (out.argmax(-1) == y).double().mean()
+    return loss, *torch.autograd.grad(loss, [x, weights, model.get_parameter("2.weight")])
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_tensors_made_beside_simulated_ranks_are_those_of_all(strategy: str) -> None:
+    """A program is one program, whether it makes its targets before the block or in it."""
+    expected, model = of_what_a_program_makes(net()), net()
+    with simulated(MESHES[strategy]):
+        parallelize(model, MESHES[strategy], strategy, X)
+        for found, alone in zip(of_what_a_program_makes(model), expected, strict=True):
+            of_all = whole(found) if isinstance(found, dshard.DTensor) else of_first_rank(found)
+            torch.testing.assert_close(of_all, alone, rtol=0, atol=1e-12)
+
+
+def test_what_simulated_ranks_do_not_share_is_refused_with_the_way_out() -> None:
+    mesh, model = MESHES["data"], net()
+    with simulated(mesh):
+        out = parallelize(model, mesh, "data", X)(X)
+        for operand, text in {
+            per_rank(mesh, lambda rank: torch.full((ROWS,), rank % CLASSES)): "ranks have other values of it, .*alike",
+            out.argmax(-1).to_local(): "it is what to_local gave, one rank's part; wrap it with",
+            Y.to_sparse(): r"it is sparse_coo, and distributed ones are strided: take x.to_dense\(\)",
+        }.items():
+            with pytest.raises(MixedError, match=text):
+                F.cross_entropy(out, operand)
