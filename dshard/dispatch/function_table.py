@@ -39,7 +39,7 @@ from dshard.ops.attention.attention_call import attention, attention_form
 from dshard.ops.attention.flex import flex_attention_operator
 from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
-from dshard.ops.embedding import embedding, embedding_form
+from dshard.ops.embedding import embedding, embedding_bag, embedding_bag_form, embedding_form
 from dshard.ops.fused_loss.fused_call import (
     linear_cross_entropy,
     linear_cross_entropy_form,
@@ -376,12 +376,13 @@ FUNCTIONS: dict[object, FunctionRow] = {
     torch.ops.higher_order.flex_attention: FunctionRow(flex_attention_operator),
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
     F.embedding: FunctionRow(embedding, form=embedding_form),
+    F.embedding_bag: FunctionRow(embedding_bag, form=embedding_bag_form),
     F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
     **_of_names(
         FunctionRow(torch_linear_cross_entropy, form=torch_linear_cross_entropy_form), ("linear_cross_entropy",), F
     ),
     linear_cross_entropy: FunctionRow(own_linear_cross_entropy, "with plain", form=linear_cross_entropy_form),
-    F.ctc_loss: FunctionRow(ctc_loss, "with plain", rewrites=True),
+    F.ctc_loss: FunctionRow(ctc_loss),
     F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm), form=rms_norm_form),
     F.batch_norm: FunctionRow(batch_norm),
     F.dropout: FunctionRow(dropout),

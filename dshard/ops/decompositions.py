@@ -129,6 +129,13 @@ def group_norm_backward(
     return of_x if has_elements or not mask[0] else torch.zeros_like(x), *others
 
 
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The gradients of direction and length of a weight, `v * g / norms`, whose norms are of all dims but `dim`."""
+    wide, dims = widened(v), [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (widened(grad) * wide).sum(dims, keepdim=True) / norms
+    return ((widened(grad) - wide * along / norms) * (g / norms)).to(v.dtype), along.to(g.dtype)
+
+
 # -- attention, where torch's functions call its kernel for CPUs below `__torch_function__`
 
 
@@ -247,6 +254,7 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.logsumexp.default: logsumexp,
     aten.multilabel_margin_loss_forward.default: multilabel_margin,
     aten.native_group_norm_backward.default: group_norm_backward,
+    aten._weight_norm_interface_backward.default: weight_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_attention_backward,
 }

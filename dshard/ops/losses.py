@@ -11,22 +11,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn._reduction import get_enum
 
-from dshard.comm import HALF, numbers_of, on_each, sum_dtype
+from dshard.comm import HALF, has_only_shape, numbers_of, of_first_rank, on_each, sum_dtype
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, OperatorForm, RankCall
 from dshard.core.checks import check_nll_loss
 from dshard.core.joined_moves import reduced_together
+from dshard.core.operands import common_mesh
+from dshard.core.plain_tensors import replicated_tensor
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
+from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
+from dshard.errors import ShapeError
 from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
+from dshard.ops.composite import run_composite
 from dshard.ops.custom import accept_call
 from dshard.ops.lookup import refuse
 from dshard.ops.small_reductions import SMALL_REDUCTIONS, all_sharded, reduce_statistics, stays_sharded
@@ -155,18 +161,50 @@ LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "
 """The parameters of `torch.nn.functional.cross_entropy`, in order; `nll_loss` has all but the last."""
 
 
+CTC = "[t] n [c], n [s], n, n -> n"
+"""The rule of the losses of rows: log probabilities, targets, lengths of both -> a loss each."""
+
+
 def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
-    """`F.ctc_loss` with lengths as numbers, which the shape of what its backward form reads depends on."""
+    """`torch.nn.functional.ctc_loss`: each rank aligns the rows that it has, whose lengths it reads."""
     bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
-    given, reduction = bound.arguments, bound.arguments["reduction"]
-    for name in ("input_lengths", "target_lengths"):
-        given[name] = numbers_of(given[name]) if isinstance(given[name], Tensor) else given[name]
-    losses: Tensor = torch.ctc_loss(*(given | {"reduction": NONE}).values())
-    if reduction == "mean":
-        lengths = given["target_lengths"]
-        return (losses / losses.new_tensor(lengths).clamp_min(1).view(losses.shape)).mean()
-    return losses.sum() if reduction == "sum" else losses
+    x, targets, *lengths, blank, reduction, zero_infinity = bound.arguments.values()
+    kind, mesh = get_enum(reduction), common_mesh("ctc_loss", list(tensors_in((x, targets, lengths))))
+    rows = x.unsqueeze(1) if x.dim() == 2 else x
+    given = (t if isinstance(t, Tensor) else torch.tensor(t, device=rows.device) for t in (targets, *lengths))
+    targets, *lengths = (t if isinstance(t, Wrapper) else replicated_tensor(t, mesh) for t in given)
+    lengths = [t.reshape(-1) for t in lengths]
+    if targets.dim() == 1:
+        targets = _targets_of_rows(targets, lengths[1])
+    tensors, key = (rows, targets, *lengths), ("ctc_loss", blank, zero_infinity)
+    shapes = [tuple(t.shape) for t in tensors]
+    losses = run_composite(lambda: parse_rule(CTC, shapes), partial(_ctc_losses, blank, zero_infinity), tensors, key)
+    if kind == MEAN:
+        return (losses / lengths[1].clamp_min(1)).mean()  # type: ignore[no-any-return]
+    return losses.sum() if kind == SUM else losses.reshape(x.shape[1:-1])  # type: ignore[no-any-return]
+
+
+def _targets_of_rows(targets: Tensor, lengths: Any) -> Tensor:
+    """A row of targets for each length, of targets one after the other; what is beyond a length is not read."""
+    numbers = [1] if has_only_shape(lengths) else numbers_of(of_first_rank(lengths.full_tensor()))
+    if not has_only_shape(lengths) and sum(numbers) != targets.numel():
+        raise ShapeError(
+            f"ctc_loss: {targets.numel()} targets one after the other, but their lengths add up to {sum(numbers)}: "
+            "give as many, or a row of targets for each input"
+        )
+    first = lengths.cumsum(0) - lengths
+    at = first.unsqueeze(1) + torch.arange(max(numbers, default=0), device=targets.device)
+    return targets[at.clamp_max(targets.numel() - 1)]
+
+
+def _ctc_losses(
+    blank: int, zero_infinity: bool, x: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor
+) -> Tensor:
+    if has_only_shape(x) or not x.shape[1]:
+        return x.sum((0, 2))
+    losses, _ = torch._ctc_loss(x, targets, input_lengths, target_lengths, blank, zero_infinity)
+    return losses.where(losses != inf, 0.0) if zero_infinity else losses
 
 
 def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Tensor | None:

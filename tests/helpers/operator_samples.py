@@ -6,6 +6,7 @@ A backward operator is covered by the sample of its forward one: see `dshard.tes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -44,6 +45,7 @@ def distinct(*shape: int) -> Tensor:
 x, y, row, column = reals(5, 3), reals(5, 3), reals(3), reals(5, 1)
 cube = reals(5, 2, 3)
 mask = truths(5, 3)
+frames, sizes = reals(7, 5, 4).log_softmax(-1), torch.tensor([2, 0, 3, 1, 3])
 
 COPIES: dict[str, Sample] = {
     "clone": (aten.clone.default, (x,)),
@@ -274,6 +276,16 @@ NETWORKS: dict[str, Sample] = {
     "layer_norm two": (F.layer_norm, (cube, (2, 3))),
     "embedding": (F.embedding, (ids(7, 5, 2), reals(7, 3))),
     "embedding padded": (F.embedding, (ids(7, 5, 2), reals(7, 3), 1)),
+    "embedding_bag": (F.embedding_bag, (ids(7, 5, 2), reals(7, 3))),
+    "embedding_bag largest": (F.embedding_bag, (ids(7, 5, 2), reals(7, 3), {"mode": "max", "padding_idx": 1})),
+    "embedding_bag padded": (F.embedding_bag, (ids(7, 5, 3), reals(7, 3), {"padding_idx": -2})),
+    "embedding_bag of offsets": (F.embedding_bag, (ids(7, 9), reals(7, 3), torch.tensor([0, 4, 4, 7]))),
+    "embedding_bag weighted": (
+        partial(F.embedding_bag, mode="sum", include_last_offset=True),
+        (ids(7, 9), reals(7, 3), torch.tensor([0, 2, 9]), {"per_sample_weights": reals(9)}),
+    ),
+    "weight_norm": (torch._weight_norm, (reals(5, 3, 2), chances(5, 1, 1))),
+    "weight_norm of columns": (torch._weight_norm, (x, row.view(1, 3), 1)),
     "dropout_backward": (aten.native_dropout_backward.default, (x, mask, 2.0)),
     "cross_entropy": (F.cross_entropy, (x, ids(3, 5))),
     "cross_entropy sum": (F.cross_entropy, (x, ids(3, 5), {"reduction": "sum"})),
@@ -284,6 +296,10 @@ NETWORKS: dict[str, Sample] = {
     "cross_entropy chances": (F.cross_entropy, (x, chances(5, 3))),
     "nll": (F.nll_loss, (x, ids(3, 5), {"reduction": "sum"})),
     "nll2d": (F.nll_loss, (reals(5, 3, 2, 2), ids(3, 5, 2, 2), {"reduction": "sum"})),
+    "ctc": (F.ctc_loss, (frames, 1 + ids(3, 5, 3), sizes + 4, sizes, {"zero_infinity": True})),
+    "ctc none": (F.ctc_loss, (frames, 1 + ids(3, 5, 3), sizes + 4, sizes, {"reduction": "none"})),
+    "ctc of joined targets": (F.ctc_loss, (frames, 1 + ids(3, int(sizes.sum())), sizes + 4, sizes, 0, "sum")),
+    "ctc of one": (F.ctc_loss, (frames[:, 0], 1 + ids(3, 2), sizes[0] + 5, sizes[0])),
     "mse": (F.mse_loss, (x, y)),
     "mse sum": (F.mse_loss, (x, y, {"reduction": "sum"})),
     "huber": (F.huber_loss, (x, y)),

@@ -132,3 +132,30 @@ def test_what_simulated_ranks_do_not_share_is_refused_with_the_way_out() -> None
         }.items():
             with pytest.raises(MixedError, match=text):
                 F.cross_entropy(out, operand)
+
+
+@pytest.mark.filterwarnings("error:.*has no rule")
+@pytest.mark.parametrize("are_joined", [False, True])
+def test_rows_of_a_loss_over_alignments_stay_where_they_are(are_joined: bool) -> None:
+    mesh, sizes, targets = MESHES["data"], torch.arange(ROWS) % 4, 1 + torch.arange(ROWS * 3).view(ROWS, 3) % 4
+    y = torch.cat([row[:n] for row, n in zip(targets, sizes, strict=True)]) if are_joined else targets
+    frames = torch.randn(9, ROWS, CLASSES, dtype=torch.float64).log_softmax(-1)
+    with simulated(mesh), dshard.implicit_replication(), dshard.trace() as sent:
+        x = dshard.distribute_tensor(frames, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+        loss = F.ctc_loss(x, y, sizes + 5, sizes, zero_infinity=True)
+        loss.backward()
+    assert sum(event.nbytes for event in sent.events) <= 3 * 8, "one number, which is the loss"
+    torch.testing.assert_close(loss.item(), F.ctc_loss(frames, y, sizes + 5, sizes, zero_infinity=True).item())
+
+
+@pytest.mark.filterwarnings("error:.*has no rule")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_bags_of_a_sharded_table_gather_no_table(placement: Shard) -> None:
+    mesh, table, indices = MESHES["data"], torch.randn(400, 8), torch.arange(60).view(12, 5) * 7 % 400
+    with simulated(mesh), dshard.implicit_replication(), dshard.trace() as sent:
+        laid = dshard.distribute_tensor(table, mesh, [placement], src_data_rank=None).requires_grad_()
+        bags = F.embedding_bag(indices, laid, mode="mean")
+        bags.redistribute(placements=[Shard(1)]).square().sum().backward()
+        assert laid.grad.placements == (placement,)
+    torch.testing.assert_close(whole(bags), F.embedding_bag(indices, table, mode="mean"))
+    assert sum(event.nbytes for event in sent.events) < table.numel()
