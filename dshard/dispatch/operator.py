@@ -330,7 +330,8 @@ def replicate(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Executable:
     """The executable of an operator without a rule: replicated operands, the full result on every rank.
 
-    Warns once for each operator, on one rank. The executable of a random operator serves one call.
+    Warns once for each operator, on one rank, unless the shape of its result depends on values, so that no rule has it.
+    The executable of a random operator serves one call.
     """
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
@@ -338,7 +339,7 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
         if func is torch.ops.c10d.allreduce_.default:
             refuse_collective("all_reduce", ranks_of_group(args), spec_like(tensors[0], mesh).layout)
         refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
-    if func not in _WARNED and not random:
+    if func not in _WARNED and not random and torch.Tag.dynamic_output_shape not in func.tags:
         warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)
         _WARNED.add(func)
     layout = replicated(mesh)

@@ -289,8 +289,8 @@ def warned(action: Literal["always", "error"]) -> tuple[bool, list[bool], list[s
         warnings.simplefilter(action)
         try:
             here = int(user_line().rpartition(":")[2]) + 1
-            torch.nonzero(x)
-            torch.nonzero(x)
+            torch.histogram(x, 2)
+            torch.histogram(x, 2)
         except UserWarning:
             raised = True
     return raised, [(w.filename, w.lineno) == (__file__, here) for w in told], [e.collective for e in found.events]

@@ -208,7 +208,7 @@ def selected() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.filterwarnings("error:.*has no rule")
 def test_shapes_that_depend_on_values(ranks: RankPool) -> None:
     ranks.run(selected)
 
@@ -223,7 +223,7 @@ def test_shapes_that_depend_on_values_are_planned_by_an_example_with_data() -> N
         plan_model(model, mesh, "megatron", x, mask.to("meta"), counts)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.filterwarnings("error:.*has no rule")
 def test_masks_among_other_indices() -> None:
     mesh, x = Mesh((2, 2), ("a", "b")), torch.arange(120.0).view(2, 3, 4, 5)
     mask, rows = torch.arange(12).view(3, 4) % 5 == 1, torch.tensor([1, 0, 1])
