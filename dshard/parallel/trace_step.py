@@ -22,6 +22,7 @@ from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues
 from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.reachable_state import ReachableState
+from dshard.planning.collector import uncollected
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_recorder import GraphRecorder
 from dshard.torch_private import disable_modes
@@ -37,6 +38,7 @@ class RecordedStep(NamedTuple):
 
     @plain()
     @disable_modes()
+    @uncollected()
     def graph(self) -> StepGraph:
         """The graph of the step, in shapes of the global tensors.
 
@@ -56,6 +58,7 @@ def _kept(graph: StepGraph, blocks: Sequence[str]) -> frozenset[str]:
 
 @plain()
 @disable_modes()
+@uncollected()
 def record_step(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], reached: ReachableState | None = None
 ) -> RecordedStep:

@@ -76,13 +76,52 @@ class Solution:
     """The outcome of an elimination.
 
     `bound` is at most the least sum; `choice` a value for each variable, which gives the least sum if the order is
-    exact. `excess[v][i]` bounds from below by how much any choice in which a variable that is alike v has the value i
-    exceeds `bound`.
+    exact. `sums` are the tables of the nodes, `least` those without their variable.
     """
 
     bound: float
     choice: tuple[int, ...]
-    excess: Mapping[int, Tensor]
+    order: EliminationOrder
+    sums: Sequence[Tensor]
+    least: Sequence[Tensor]
+
+    def excess(self, deadline: Deadline = ENDLESS) -> dict[int, Tensor]:
+        """By how much the values of variables exceed the bound: min-marginals.
+
+        `excess[v][i]` bounds from below by how much any choice in which a variable that is alike v has the value i
+        does. Nodes are gone through from the last to the first, each with the excess of what is outside it; of a node
+        that serves several variables, the least.
+
+        Raises:
+            TimeIsOver: the deadline came first.
+        """
+        order, sums, least = self.order, self.sums, self.least
+        outside: list[Tensor | None] = [None] * len(sums)
+        for root in order.roots:
+            outside[root] = -least[root]
+        own: list[Tensor] = [torch.empty(0)] * len(sums)
+        for number in range(len(sums) - 1, -1, -1):
+            deadline.check()
+            beyond = outside[number]
+            assert beyond is not None
+            total = sums[number] + beyond.unsqueeze(-1)
+            own[number] = total.amin(tuple(range(total.dim() - 1))) if total.dim() > 1 else total
+            for child, dims in order.nodes[number].terms:
+                if child < 0:
+                    continue
+                others = tuple([dim for dim in range(total.dim()) if dim not in dims])
+                seen = total.amin(others) if others else total
+                kept = sorted(dims)
+                seen = seen.permute([kept.index(dim) for dim in dims]) - least[child]
+                seen = torch.where(seen.isnan(), inf, seen)
+                before = outside[child]
+                outside[child] = seen if before is None else torch.minimum(before, seen)
+        excess: dict[int, Tensor] = {}
+        for variable, made in order.eliminations:
+            for node, _ in made:  # of several, each bounds from below
+                known = excess.get(variable)
+                excess[variable] = own[node] if known is None else torch.maximum(known, own[node])
+        return excess
 
 
 def elimination_order(sizes: Sequence[int], factors: Sequence[NamedTable], limit: int = LIMIT) -> EliminationOrder:
@@ -90,7 +129,10 @@ def elimination_order(sizes: Sequence[int], factors: Sequence[NamedTable], limit
     return _Orderer(sizes, factors, limit).run()
 
 
-class _Made(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A factor: the table of a node over these variables, after so many eliminations. Itself is quick to hash."""
+
     node: int
     variables: tuple[int, ...]
     depth: int
@@ -126,7 +168,7 @@ class _Orderer:
         self.nodes: dict[_Key, Node] = {}
         self.numbers: dict[_Key, int] = {}
         self.kinds: dict[tuple[_Key, ...], int] = {}
-        self.of: list[dict[_Made, int]] = [{} for _ in sizes]
+        self.of: list[dict[_Made, None]] = [{} for _ in sizes]
         for table, variables in factors:
             self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
         self.cuts: list[_Cut | None] = [None] * len(sizes)
@@ -159,8 +201,7 @@ class _Orderer:
 
     def _add(self, factor: _Made) -> None:
         for variable in factor.variables:
-            own = self.of[variable]
-            own[factor] = own.get(factor, 0) + 1
+            self.of[variable][factor] = None
 
     def _eliminate(self, variable: int, cut: _Cut, made: Sequence[int]) -> dict[int, None]:
         """Put the nodes in place of a variable's factors; its neighbours, which are to be looked at."""
@@ -198,35 +239,40 @@ class _Orderer:
         return (len(cut.nodes) > 1, cut.size / len(variables), cut.depth, first, kind)
 
     def _cut(self, variable: int) -> _Cut:
-        nodes, rests, size = list[_Key](), list[tuple[int, ...]](), 0
-        for group in self._groups(variable):
-            group.sort(key=lambda factor: (factor.node, factor.variables.index(variable)))
-            dims = dict[int, int]()
-            for factor in group:
-                for other in factor.variables:
-                    if other != variable and other not in dims:
-                        dims[other] = len(dims)
-            rests.append(tuple(dims))
-            dims[variable] = len(dims)
-            key = [len(dims)]
-            for factor in group:
-                key.append(factor.node)
-                key += [dims[other] for other in factor.variables]
-            nodes.append(node := tuple(key))
-            if node not in self.nodes:
-                terms = [Term(factor.node, tuple([dims[other] for other in factor.variables])) for factor in group]
-                self.nodes[node] = Node(tuple(terms), len(dims))
-            size += self._entries(dims)
-        depth, own = max([factor.depth for factor in self.of[variable]], default=0), tuple(nodes)
-        return _Cut(own, tuple(rests), size, depth, self.kinds.setdefault(own, len(self.kinds)))
-
-    def _groups(self, variable: int) -> list[list[_Made]]:
-        """The factors of a variable in groups whose tables are within the limit; one that is larger is alone."""
-        factors = [factor for factor, times in self.of[variable].items() for _ in range(times)]
+        factors = list(self.of[variable])
         if not factors:
-            return []
-        if self._entries({other for factor in factors for other in factor.variables}) <= self.limit:
-            return [factors]
+            return _Cut((), (), 0, 0, self.kinds.setdefault((), len(self.kinds)))
+        node, rest, size = self._node(variable, factors)
+        nodes, rests = (node,), (rest,)
+        if size > self.limit:
+            nodes, rests, sizes = zip(*[self._node(variable, own) for own in self._groups(factors)], strict=True)
+            size = sum(sizes)
+        depth = max([factor.depth for factor in factors])
+        return _Cut(nodes, rests, size, depth, self.kinds.setdefault(nodes, len(self.kinds)))
+
+    def _node(self, variable: int, factors: list[_Made]) -> tuple[_Key, tuple[int, ...], int]:
+        """The node that adds these factors, the variables that are left there, and the entries of its table."""
+        if len(factors) > 1:
+            factors.sort(key=lambda factor: (factor.node, factor.variables.index(variable)))
+        dims, size = dict[int, int](), self.sizes[variable]
+        for factor in factors:
+            for other in factor.variables:
+                if other != variable and other not in dims:
+                    dims[other] = len(dims)
+                    size *= self.sizes[other]
+        rest = tuple(dims)
+        dims[variable] = len(dims)
+        key = [len(dims)]
+        for factor in factors:
+            key += (factor.node, *[dims[other] for other in factor.variables])
+        node = tuple(key)
+        if node not in self.nodes:
+            terms = [Term(factor.node, tuple([dims[other] for other in factor.variables])) for factor in factors]
+            self.nodes[node] = Node(tuple(terms), len(dims))
+        return node, rest, size
+
+    def _groups(self, factors: Sequence[_Made]) -> list[list[_Made]]:
+        """The factors of a variable in groups whose tables are within the limit; one that is larger is alone."""
         groups: list[tuple[list[_Made], set[int]]] = []
         for factor in sorted(factors, key=lambda f: -self._entries(f.variables)):
             for group, variables in groups:
@@ -242,7 +288,7 @@ class _Orderer:
         return prod([self.sizes[each] for each in variables])
 
 
-def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: Deadline = ENDLESS) -> Solution:
+def solve(order: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: Deadline = ENDLESS) -> Solution:
     """Eliminate all variables; `tables` has those of the order by name.
 
     An infinite entry forbids a combination.
@@ -250,13 +296,13 @@ def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: D
     Raises:
         TimeIsOver: the deadline came first.
     """
-    given = [tables[name] for name in plan.tables]
+    given = [tables[name] for name in order.tables]
     sums, least = list[Tensor](), list[Tensor]()
 
     def table(number: int) -> Tensor:
         return given[-1 - number] if number < 0 else least[number]
 
-    for node in plan.nodes:
+    for node in order.nodes:
         deadline.check()
         terms = [_aligned(table(term.node), term.dims, node.ndim) for term in node.terms]
         total = terms[0]
@@ -264,8 +310,8 @@ def solve(plan: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: D
             total = total + term
         sums.append(total)
         least.append(total.amin(-1))
-    bound = sum([float(least[root]) * times for root, times in plan.roots.items()])
-    return Solution(bound, _choice(plan, table), _excess(plan, sums, least, deadline))
+    bound = sum([float(least[root]) * times for root, times in order.roots.items()])
+    return Solution(bound, _choice(order, table), order, sums, least)
 
 
 def _aligned(table: Tensor, dims: Sequence[int], ndim: int) -> Tensor:
@@ -292,37 +338,3 @@ def _choice(plan: EliminationOrder, table: Callable[[int], Tensor]) -> tuple[int
             known[at] = int(costs.argmin())
         choice[variable] = known[at]
     return tuple(choice)
-
-
-def _excess(plan: EliminationOrder, sums: list[Tensor], least: list[Tensor], deadline: Deadline) -> dict[int, Tensor]:
-    """For the first variable of each node, by how much its values exceed the bound (min-marginals).
-
-    Nodes are gone through from the last to the first, each with the excess of what is outside it; of a node that serves
-    several variables, the least.
-    """
-    outside: list[Tensor | None] = [None] * len(sums)
-    for root in plan.roots:
-        outside[root] = -least[root]
-    own: list[Tensor] = [torch.empty(0)] * len(sums)
-    for number in range(len(sums) - 1, -1, -1):
-        deadline.check()
-        beyond = outside[number]
-        assert beyond is not None
-        total = sums[number] + beyond.unsqueeze(-1)
-        own[number] = total.amin(tuple(range(total.dim() - 1))) if total.dim() > 1 else total
-        for child, dims in plan.nodes[number].terms:
-            if child < 0:
-                continue
-            others = tuple([dim for dim in range(total.dim()) if dim not in dims])
-            seen = total.amin(others) if others else total
-            kept = sorted(dims)
-            seen = seen.permute([kept.index(dim) for dim in dims]) - least[child]
-            seen = torch.where(seen.isnan(), inf, seen)
-            before = outside[child]
-            outside[child] = seen if before is None else torch.minimum(before, seen)
-    excess: dict[int, Tensor] = {}
-    for variable, made in plan.eliminations:
-        for node, _ in made:  # of several, each bounds from below
-            known = excess.get(variable)
-            excess[variable] = own[node] if known is None else torch.maximum(known, own[node])
-    return excess

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dshard.layout import Layout
 from dshard.planning.call_candidates import CallCandidate
+from dshard.planning.collector import uncollected
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
 from dshard.planning.step_tables import Parts, StepTables, Weights
@@ -88,7 +89,7 @@ def plan_step(
     There is always a first pass, with small tables; the others are given up when the deadline comes.
     Plans whose sum is above `most` are not looked for: if there is no other, it is any, and the bound is `most`.
     """
-    with no_functions():  # such as those that make tensors on another device
+    with uncollected(), no_functions():  # such as those that make tensors on another device
         return _planned(tables, weights, (deadline, passes), most)
 
 
@@ -116,6 +117,7 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[Deadline, int],
             if bound > most or least - bound <= CLOSE * least or count >= passes:
                 break
             dropped = _drop(tables, alive, solution, min(least, most), deadline)
+            del solution  # with its tables, before the next one has its own
         except TimeIsOver:
             break
         if not new and not dropped and (order.is_exact or limit >= LARGEST):
@@ -132,7 +134,7 @@ def _planned(tables: StepTables, weights: Weights, limits: tuple[Deadline, int],
 def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: float, deadline: Deadline) -> int:
     """Drop candidates that no choice with at most this sum has, price what the others may need; how many are gone."""
     excess: dict[int, Tensor] = {}
-    for variable, own in solution.excess.items():
+    for variable, own in solution.excess(deadline).items():
         domain = tables.domain_of[variable]
         excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
     tables.price_likely(alive, excess, least * (1 + CLOSE) - solution.bound, deadline)

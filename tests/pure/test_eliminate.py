@@ -59,7 +59,7 @@ def test_no_choice_has_a_smaller_sum(problem: Problem, limit: int) -> None:
         assert solution.bound == pytest.approx(least, abs=1e-12)
         assert total(factors, tables, solution.choice) == pytest.approx(least, abs=1e-12)
     assert order.is_exact or limit == 3
-    for variable, excess in solution.excess.items():
+    for variable, excess in solution.excess().items():
         for value in range(sizes[variable]):
             with_value = min(each for each, choice in zip(sums, choices, strict=True) if choice[variable] == value)
             assert solution.bound + float(excess[value]) <= with_value + 1e-12
@@ -84,7 +84,7 @@ def test_excess_tells_which_values_no_cheapest_choice_has() -> None:
     factors = [NamedTable("a", (0,)), NamedTable("ab", (0, 1))]
     solution = solve(elimination_order([2, 2], factors), tables)
     assert (solution.bound, solution.choice) == (0.0, (0, 0))
-    assert {v: excess.tolist() for v, excess in solution.excess.items()} == {0: [0.0, 1.0], 1: [0.0, 1.0]}
+    assert {v: excess.tolist() for v, excess in solution.excess().items()} == {0: [0.0, 1.0], 1: [0.0, 1.0]}
 
 
 def test_the_effort_grows_with_the_number_of_blocks_that_share_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
