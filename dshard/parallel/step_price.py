@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dshard.autograd.joined_gradients import GRADIENTS
 from dshard.comm import plain, planning
+from dshard.core.alike_operators import AlikeOperators
 from dshard.core.context import planning_context
-from dshard.core.observe import Decision, observing
+from dshard.core.observe import Decision, OperatorMode, observing
 from dshard.core.spec import Spec
 from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.distribute import distribute_tensor
@@ -66,6 +67,7 @@ class _Case:
     model: nn.Module
     example: Any
     reached: ReachableState
+    alike: AlikeOperators[Any]
     short: ShortModel | None = None
     answers: Sequence[object] | None = None
 
@@ -78,11 +80,11 @@ class _Case:
 
     def _run(self, plan: Plan) -> _Run:
         try:
-            return _run(self.model, plan, self.example, self.reached, self.answers)
+            return _run(self, plan)
         except HostReadMissing:
             args, kwargs = self.example
             self.answers = record_step(self.model, args, kwargs, self.reached).answers
-            return _run(self.model, plan, self.example, self.reached, self.answers)
+            return _run(self, plan)
 
 
 class StepPrices:
@@ -105,7 +107,8 @@ class StepPrices:
         self.reached = reached or ReachableState(model, args, kwargs)
         self.model_trace, self.blocks = model_trace, BlockLists(model)
         self.calls: Sequence[SignedCall] | None = None
-        self.whole = _Case(model, self.example, self.reached)
+        self.alike: AlikeOperators[Any] = AlikeOperators()
+        self.whole = _Case(model, self.example, self.reached, self.alike)
         self.cases: dict[tuple[tuple[Repeat, ...], tuple[int, ...]], _Case | None] = {}
 
     @plain()
@@ -193,7 +196,7 @@ class StepPrices:
                 except Exception:  # whatever a model raises that counts on the entries left out
                     calls, answers = [], None
             is_part = bool(calls) and short.is_part(calls, self._calls())
-            self.cases[key] = _Case(self.model, self.example, reached, short, answers) if is_part else None
+            self.cases[key] = _Case(self.model, self.example, reached, self.alike, short, answers) if is_part else None
         return self.cases[key]
 
 
@@ -210,15 +213,16 @@ def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[
     return StepPrices(model, args, kwargs)(plan)
 
 
-def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, answers: Sequence[object] | None) -> _Run:
-    """Run a step in which the forward pass reads `answers` as host values."""
+def _run(case: _Case, plan: Plan) -> _Run:
+    """Run a step in which the forward pass reads the answers of the case as host values."""
+    model, reached, answers = case.model, case.reached, case.answers
     state = _state(model, plan, plan.mesh)
     stand_ins = {id(x): stand_in_for(x) for x in reached.tensors}
     stand_ins |= {id(x): state[name] for name, x in (*model.named_parameters(), *model.named_buffers())}
-    args, kwargs = map_tensors(example, without_data)
+    args, kwargs = map_tensors(case.example, without_data)
     known = [*(own._local_tensor for own in state.values()), *nested_tensors((args, kwargs))]
     topology = planning_context().topology_of(plan.mesh)
-    timeline = StepTimeline(topology, known, for_shapes=True)
+    timeline = StepTimeline(topology, known, for_shapes=True, alike=case.alike)
 
     def step() -> Iterator[None]:
         """A step, that stops between its passes."""
@@ -228,7 +232,8 @@ def _run(model: nn.Module, plan: Plan, example: Any, reached: ReachableState, an
         _backward(out)
 
     runs, loops = partial(_as_planned, model, plan, reached, stand_ins), list[str]()
-    with planning(topology.backend), runs(), trace() as sent, observing(_loops_noted(loops)):
+    noted, answered = observing(_loops_noted(loops)), OperatorMode(case.alike.result)
+    with planning(topology.backend), runs(), trace() as sent, noted, answered:
         for _ in step():
             in_forward = len(sent.events)
     for own in state.values():

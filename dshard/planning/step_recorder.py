@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.comm import are_mixed, has_only_shape
+from dshard.core.alike_operators import AlikeOperators
 from dshard.core.call import Call, LocalOp, Operator, OperatorForm, views_first, writes_first
 from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
@@ -29,7 +30,6 @@ from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
-from dshard.planning.alike_operators import AlikeOperators
 from dshard.planning.step_graph import (
     DraftCall,
     FunctionCall,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dshard.core.alike_operators import AlikeOperators
 from dshard.core.observe import OperatorMode
-from dshard.planning.alike_operators import AlikeOperators
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, order: tuple[int, ...] | None = None) -> Tensor:

@@ -12,8 +12,11 @@ from helpers.expert_models import expert_model
 from helpers.planned_models import batch, language_model, mesh_of
 
 from dshard import Topology, use_topology
+from dshard.core.alike_operators import AlikeOperators
+from dshard.parallel.model_plan import plan_by_name
 from dshard.parallel.plan_table import PlanTable, RankedPlan, ranked
 from dshard.parallel.plan_values import Cost, Memory, Plan
+from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import StepPrices
 from dshard.parallel.trace_step import trace_step
 from dshard.parallel.whole_plan import PLANNED, as_plan
@@ -48,6 +51,21 @@ def test_bytes_of_a_plan_are_those_of_its_traced_step(case: tuple[str, tuple[int
             assert parts.gradients == held.gradients
             assert parts.saved == pytest.approx(held.activations, rel=0.05)
             assert parts.memory == pytest.approx(held.total - held.transient, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["gpt", "mixtral"])
+def test_a_price_is_that_of_a_step_whose_operators_all_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = model_and_batch(family)
+
+    def costs() -> list[Cost]:
+        prices, mesh = StepPrices(model, args, kwargs), mesh_of((2, 2))
+        roles = roles_of(prices._trace())
+        return [prices(plan_by_name(roles, name, mesh)[0]) for name in ("data x megatron", "fsdp x fsdp")]
+
+    with use_topology(TOPOLOGY):
+        answered = costs()
+        monkeypatch.setattr(AlikeOperators, "result", lambda own, func, args, kwargs: func(*args, **kwargs))
+        assert answered == costs()
 
 
 def test_experts_are_planned_in_the_ragged_form_too() -> None:

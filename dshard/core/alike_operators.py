@@ -1,7 +1,8 @@
 """Operators on tensors without data that are alike run once: their results have the same shapes each time.
 
-A pass that is traced runs the operators of blocks that repeat each other again and again. What torch finds out of one,
-in Python that takes longer than the rest of a trace, is a function of what its arguments are without data.
+A pass that is traced runs the operators of blocks that repeat each other again and again, and plans that are priced
+those of the same blocks. What torch finds out of one, in Python that takes longer than the rest of a trace, is a
+function of what its arguments are without data.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class AlikeOperators(Generic[T]):
         if isinstance(known, _Several):
             return key, known.kind([None if form is None else _tensor(form) for form in known.forms])
         return key, _tensor(known)
+
+    def result(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """The result of `func`."""
+        return self.run(func, func, args, kwargs)[1]
 
     def _key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:
         is_functional = self.is_functional.get(func)
