@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
+from operator import mul
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -163,25 +164,35 @@ class Rows:
             starts = [sum(self.by_data_rank[:i]) for i in range(len(self.by_data_rank))]
             last = max(self.total - 1, 0)
             x = self._chosen(x, [min(start + j, last) for start in starts for j in range(most)])
-        local = x.redistribute(placements=batch).to_local()[: self.own]
-        return self._weighed(local)
+        return self._with_weighed_gradient(x.redistribute(placements=batch).to_local())[: self.own]
 
     def unweighted(self, x: Tensor) -> Tensor:
         """Rows of this rank from code on plain rows, where gradients are not weighted, as those after `part` are."""
-        return self._weighed(x, inverse=True)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return _WeighGradient.apply(x, 1 / (self._weight or 1.0))  # type: ignore[no-any-return, no-untyped-call]
 
     def whole(self, x: DTensor) -> Tensor:
         """The global `x`, plain, which has no rows; gradients are weighted by the data ranks' shares of the rows."""
         mesh, batch = self.plan.mesh, rows_alone(self.plan.inputs[""])
         terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
-        return self._weighed(x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms))
+        local = x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms)
+        return self._with_weighed_gradient(local)
 
-    def _weighed(self, local: Tensor, inverse: bool = False) -> Tensor:
-        """`local`, whose gradient is multiplied by this rank's share of the rows, as losses are means over rows."""
-        if not (torch.is_grad_enabled() and local.requires_grad):
-            return local
-        weight = self.own / max(self.total, 1)
-        return _WeighGradient.apply(local, 1 / (weight or 1.0) if inverse else weight)  # type: ignore[no-any-return, no-untyped-call]
+    @property
+    def _weight(self) -> float:
+        """The share of the rows that this rank has."""
+        return self.own / max(self.total, 1)
+
+    def _with_weighed_gradient(self, local: Tensor) -> Tensor:
+        """`local`, whose gradient is multiplied by this rank's share of the rows, as losses are means over rows.
+
+        By a hook: the program may write to what it gets, as `loss /= 2`, and autograd refuses that of a view that a
+        function of our own returns. It is the gradient of the values as they are here, whatever is written later.
+        """
+        if torch.is_grad_enabled() and local.requires_grad:
+            local.register_hook(partial(mul, self._weight))
+        return local
 
     def _chosen(self, x: DTensor, places: list[int]) -> DTensor:
         with implicit_replication():
