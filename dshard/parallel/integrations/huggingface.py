@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.numbered_hooks import before
+from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws
 from dshard.placements import Partial, Replicate
 from dshard.tensor import DTensor
@@ -50,6 +52,17 @@ else:
 class Adopted(_Model):
     """The mixin of a class that no module has by its name: a copy is made of it, and a pickle refused."""
 
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """The forward pass; a number of targets, by which a loss is divided, is that of the rows that this rank gives.
+
+        The Trainer gives each rank that of all ranks, and multiplies the loss by the number of ranks, over which others
+        take the mean of gradients: so numbers that are added up give the loss of the global batch both times.
+        """
+        targets = kwargs.get("num_items_in_batch")
+        if targets is not None and not isinstance(targets, DTensor) and boundary_of(self).inputs.per_data_rank:
+            kwargs["num_items_in_batch"] = _added_up(targets, boundary_of(self).plan)
+        return super().__call__(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The parts that `copy` puts together again; pickle begins with the boundary, which refuses."""
         state = super().__reduce_ex__(protocol)[2]
@@ -63,7 +76,12 @@ def _blank(boundary: Boundary, cls: type[nn.Module]) -> nn.Module:
 class ParallelizedModel(Adopted):
     """The mixin of a parallelized model's class, before the model's own class of transformers."""
 
-    accepts_loss_kwargs = False  # a loss is the mean over the rows of all data ranks; the Trainer scales nothing
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the model divides its loss by a number of targets that the Trainer counts, as its own class does."""
+        own = getattr(super(), "accepts_loss_kwargs", None)
+        kinds = {each.kind for each in signature(type(self).forward).parameters.values()}
+        return Parameter.VAR_KEYWORD in kinds if own is None else bool(own)
 
     def generate(self, *args: object, **kwargs: object) -> Any:
         """`generate` of transformers; all ranks call it, and each gets the tokens for its inputs, as plain tensors.
@@ -179,6 +197,13 @@ def global_batches(boundary: Boundary) -> Iterator[None]:
         yield
     finally:
         boundary.inputs, boundary.outputs = before
+
+
+def _added_up(number: Any, plan: Plan) -> DTensor:
+    """A number that each data rank has, added up when it is used."""
+    axes = data_axes(plan)
+    terms = [Partial() if name in axes else Replicate() for name in plan.mesh.names]
+    return DTensor.from_local(torch.as_tensor(number), plan.mesh, terms)
 
 
 def _own_part(x: Tensor, rows: Rows, first: int) -> Tensor:

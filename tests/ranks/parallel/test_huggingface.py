@@ -282,9 +282,10 @@ def test_the_trainer_tunes_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None
 
 
 def rows(n: int) -> list[dict[str, Tensor]]:
+    """Rows of tokens, with labels for other numbers of them: a loss counts labels, not rows or ranks."""
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, 32, (n, 6), generator=generator)
-    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+    tokens, places = torch.randint(3, 32, (n, 6), generator=generator), torch.arange(6)
+    return [{"input_ids": row, "labels": row.where(places < 2 + i % 5, -100)} for i, row in enumerate(tokens)]
 
 
 def trained(model: Any, folder: str, batch: int, **options: Any) -> list[float]:
@@ -335,7 +336,8 @@ def trains_under_the_trainer(folder: str, expected: list[list[float]], options: 
 def test_the_trainer_trains_as_on_one_device_or_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}, compiled]
+    of_ranks = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}
+    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}, of_ranks, compiled]
     expected = [trained(language_model("llama"), str(tmp_path), 4, **asked) for asked in options]
     ranks.run(trains_under_the_trainer, str(tmp_path), expected, options, timeout=300)
 
