@@ -138,9 +138,11 @@ def dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def tensor_split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor_split`; indices in a distributed tensor are gathered, as torch reads them from memory."""
-    x, sections, dim = bind_arguments(("input", "tensor_indices_or_sections", "dim"), args, kwargs)
+    name = "tensor_indices_or_sections"  # numbers are called otherwise
+    sections = args[1] if len(args) > 1 else kwargs.get(name)
     if not isinstance(sections, Tensor) or sections.dtype != torch.int64:
         return call_torch(func, args, kwargs)
+    x, _, dim = bind_arguments(("input", name, "dim"), args, kwargs)
     whole = of_first_rank(sections.full_tensor()) if isinstance(sections, Wrapper) else sections
     return call_torch(torch.tensor_split, (x, numbers_of(whole), 0 if dim is None else dim), {})
 
