@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 from dshard import (
@@ -149,9 +150,13 @@ def test_what_cannot_be_planned_is_refused() -> None:
             plan(x, torch.ones(8, 8))
 
 
-@pytest.mark.parametrize(("mesh", "at"), [(GRID, (S(0), S(1))), (LINE, (S(0),)), (LINE, (S(1),)), (GRID, (S(0), R))])
-@pytest.mark.parametrize("shape", [(256, 256), (256, 192), (130, 257), (64, 512)])
-def test_muon_gathers_a_matrix_once(shape: tuple[int, int], mesh: Mesh, at: tuple[Placement, ...]) -> None:
+SHAPES = [(256, 256), (256, 192), (130, 257), (64, 512)]
+LAID = [(GRID, (S(0), S(1))), (LINE, (S(0),)), (LINE, (S(1),)), (GRID, (S(0), R))]
+
+
+@pytest.mark.parametrize(("shape", "way"), one_way_each(SHAPES, LAID))
+def test_muon_gathers_a_matrix_once(shape: tuple[int, int], way: tuple[Mesh, tuple[Placement, ...]]) -> None:
+    mesh, at = way
     torch.manual_seed(0)
     alone = nn.Parameter(torch.randn(shape))
     steps, grads = torch.optim.Muon([alone], lr=0.1), torch.randn(3, *shape)

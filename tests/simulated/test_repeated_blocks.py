@@ -18,6 +18,9 @@ from dshard.parallel.repeated_blocks import BlockLists, repeats_in
 from dshard.parallel.step_price import _Case
 
 WIDTH = 64
+FEWEST = 5
+"""The fewest repeats that count as such."""
+BLOCKS = FEWEST + 1
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,7 @@ class Counting(Deep):
     """Knows how many blocks it has."""
 
     def run(self, x: Tensor) -> Tensor:
-        for i in range(12):
+        for i in range(BLOCKS):
             x = self.blocks[i](x)
         return x
 
@@ -89,18 +92,18 @@ def costs(model: nn.Module, mesh: Mesh, strategy: str, monkeypatch: pytest.Monke
 
 
 def alike() -> list[nn.Module]:
-    """Twelve equal blocks."""
-    return [Attention() for _ in range(12)]
+    """Equal blocks."""
+    return [Attention() for _ in range(BLOCKS)]
 
 
 def in_pairs() -> list[nn.Module]:
-    """A block of its own, then six times two that differ."""
-    return [Attention(WIDTH), *(Attention((2 + i % 2) * WIDTH) for i in range(12))]
+    """A block of its own, then several times two that differ."""
+    return [Attention(WIDTH), *(Attention((2 + i % 2) * WIDTH) for i in range(2 * FEWEST))]
 
 
 def every_other_again() -> list[nn.Module]:
-    """Twelve blocks that are made alike, of which every other is computed again in the backward pass."""
-    return [Attention(again=bool(i % 2)) for i in range(12)]
+    """Blocks that are made alike, of which every other is computed again in the backward pass."""
+    return [Attention(again=bool(i % 2)) for i in range(2 * FEWEST)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_a_model_that_needs_all_of_its_blocks_runs_them(kind: type[Deep], monkey
 
     cost, whole, ran = costs(model, Mesh((8,), ("x",)), "fsdp", monkeypatch)
 
-    assert ran == [12]
+    assert ran == [BLOCKS]
     assert cost == whole
 
 
@@ -156,7 +159,7 @@ def test_blocks_that_share_weights_do_not_repeat(monkeypatch: pytest.MonkeyPatch
 
     cost, whole, ran = costs(model, Mesh((8,), ("x",)), "fsdp", monkeypatch)
 
-    assert ran == [12]
+    assert ran == [BLOCKS]
     assert cost == whole
 
 

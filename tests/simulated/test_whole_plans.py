@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -136,9 +137,9 @@ def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights
 AIMS = {"bytes": (BYTES, 1e-3), "time": (Topology.preset("dgx-h100"), 0.0), "memory": (Topology.preset("cpu"), 1e-6)}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
-@pytest.mark.parametrize(("case", "aim"), one_way_each(CASES, [*AIMS]))
-def test_planned_models_compute_what_one_device_does(mesh: Mesh, case: str, aim: str) -> None:
+@pytest.mark.parametrize(("case", "way"), one_way_each(CASES, [*product(AIMS, MESHES)]))
+def test_planned_models_compute_what_one_device_does(case: str, way: tuple[str, Mesh]) -> None:
+    aim, mesh = way
     topology, byte = AIMS[aim]
     model, args = CASES[case]()
     alone = copy.deepcopy(model)
@@ -345,8 +346,7 @@ def test_no_name_is_cheaper_by_the_prices_of_the_planner(mesh: Mesh) -> None:
     assert mesh.ndim > 1 or sums["megatron"] == pytest.approx(free.weights.of(free.parts), rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "shape"), one_way_each(FAMILIES, [(2, 4), (8,)]))
 @pytest.mark.parametrize("preset", ["cpu", pytest.param("dgx-h100", marks=pytest.mark.thorough)])
 def test_a_step_receives_the_bytes_that_were_planned(preset: str, family: str, shape: tuple[int, ...]) -> None:
     """On slow links bytes that are held have a price, so that weights are sharded, and gathered for use."""

@@ -84,7 +84,7 @@ def sends_as_planned(pool: RankPool, family: str, shape: tuple[int, ...], price:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", one_in(7, [*product(FAMILIES, [(4,), (2, 2)], PRICES)][1:]), ids=str)
+@pytest.mark.parametrize("case", one_in(9, [*product(FAMILIES, [(4,), (2, 2)], PRICES)][1:]), ids=str)
 def test_planned_models_send_what_was_planned(ranks: RankPool, case: tuple[str, tuple[int, ...], str]) -> None:
     sends_as_planned(ranks, *case)
 
@@ -146,7 +146,7 @@ def found() -> tuple[int, Plan, str]:
     try:
         model = parallelize(language_model("gpt"), mesh, Auto(seconds=0.1), *batch(4))
         with pytest.raises(StrategyError) as error:
-            parallelize(language_model("gpt"), mesh, Auto(memory=1), *batch(4))
+            parallelize(language_model("gpt"), mesh, Auto(memory=1, seconds=0.1), *batch(4))
     finally:
         model_plan.cheapest = cheapest
     return len(searches), own_boundary(model).plan, str(error.value)
