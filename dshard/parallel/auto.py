@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dshard.comm import plain
 from dshard.core.context import planning_context
 from dshard.errors import StrategyError
-from dshard.layout import layout_of
+from dshard.layout import Layout, layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.plan_blocks import folded
 from dshard.parallel.plan_limits import check_pins, checked_words, limits_of, on_finer, refined_axes
@@ -347,12 +347,16 @@ def cheapest(
             search.add_planned(tables)
         if tables is None or any(each.tables is tables for each in search.priced):
             worth.add(unfolded)
+        bounds = dict[tuple[Layout, ...], float]()  # of names that store parameters alike
         for plan in uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ():
-            is_tried = tables is not None and not limited and not search.is_over()
-            best = search.best()
-            most = inf if best is None else MARGIN * best.plan.cost.seconds
-            least = least_of(tables, plan, most, search.deadline).bound if is_tried and tables is not None else 0.0
-            named.append((least, plan))
+            if tables is None or limited or search.is_over():
+                named.append((0.0, plan))
+                continue
+            best, laid = search.best(), tuple(stored(tables, plan).values())
+            if laid not in bounds:
+                most = inf if best is None else MARGIN * best.plan.cost.seconds
+                bounds[laid] = least_of(tables, plan, most, search.deadline).bound
+            named.append((bounds[laid], plan))
     named.sort(key=lambda each: each[0])
     if not limited:
         search.add_named(named, mesh, inf if graph is None else NAMED)
