@@ -6,14 +6,18 @@
 The network is measured first, on the line of all ranks and on each folding of it, and all plans are made on what was
 found. With --netlab (a program that runs ranks on emulated hosts with slow links, as root) the ranks are on two hosts.
 --sweep runs several models and sizes, each beside the names that are predicted to be cheapest. Steps of all plans are
-interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its
-median, and the regret that of auto over the least of all, itself among them: a plan that is one of the names runs once.
+interleaved, round by round, so that a busy machine slows all alike; the figure of a plan is its median. The fastest
+name is found in every other round, and compared with auto, round by round, in those between: of several plans that are
+as fast, one is ahead by chance. The regret is how many times the step of that name auto takes, at least 1; a plan that
+is one of the names runs once. Ranks have the ordinary scheduling policy: batch ranks wait for each message until
+whatever else runs on the machine has had its slice of time. What other programs took of the cores meanwhile is told.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +26,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,13 +37,12 @@ from torch import Tensor, nn
 import dshard
 from dshard import Mesh, Topology, parallelize, plan_model, use_topology
 from dshard.calibrate import measure
-from dshard.launch.processes import share_cores
 from dshard.parallel import Auto, Plan
 from dshard.parallel.auto import names, unfoldings
 from dshard.tables import text_table
 from dshard.testing import RankPool
 
-ROUNDS, WARM, HEADS = 15, 2, 4
+ROUNDS, WARM, HEADS = 40, 2, 4
 SECONDS = 120
 """Of the processor, for the search: enough for it to end by itself, also where the ranks share two cores."""
 
@@ -80,6 +83,8 @@ def model(hidden: int, kind: str = "transformer") -> nn.Module:
     return nn.Sequential(nn.Linear(32, hidden), Layer(hidden), Layer(hidden), *head)
 
 
+LONGEST = 2400
+"""Seconds that a run may take."""
 BESIDE = 6
 """The names that are predicted to be cheapest, and are measured, in a sweep."""
 SWEEP = (
@@ -113,12 +118,19 @@ def topology_of(meshes: dict[Mesh, dshard.DeviceMesh], seconds: float) -> Topolo
 
 def as_rank(settings: Sequence[tuple[str, int, int]], calibrate: float) -> list[dict[str, Any]]:
     """Seconds of a step under each plan, measured and predicted, and what auto took, in each setting."""
-    share_cores()
+    take_turns()
     line = Mesh((dist.get_world_size(),), ("x",))
     meshes = {m: dshard.init_device_mesh("cpu", m.shape, mesh_dim_names=m.names) for m in unfoldings(line)}
     beside = 99 if len(settings) == 1 else BESIDE
     with use_topology(topology_of(meshes, calibrate)):
         return [in_setting(line, meshes, each, beside) for each in settings]
+
+
+def take_turns() -> None:
+    """Give this process one torch thread and the ordinary scheduling policy."""
+    torch.set_num_threads(1)
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def in_setting(
@@ -129,25 +141,42 @@ def in_setting(
     found = [plans(line.size, hidden, batch, kind, beside)] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(found)  # made once
     (found,) = found
-    seconds = measured(found, meshes, setting)
-    auto = found["auto"]
+    took = measured(found, meshes, setting)
+    auto, (fastest, times) = found["auto"], compared(took.seconds)
     return {
         "setting": f"{kind}, {hidden}, batch {batch}",
-        "seconds": seconds,
+        "seconds": {name: statistics.median(seconds) for name, seconds in took.seconds.items()},
+        "quartiles": {name: statistics.quantiles(seconds)[::2] for name, seconds in took.seconds.items()},
         "predicted": {name: plan.cost.seconds for name, plan in found.items() if plan.cost},
         "auto": f"{auto.strategy} on ({auto.mesh})",
-        "regret": seconds["auto"] / min(seconds.values()),
+        "fastest": fastest,
+        "times": times,
+        "regret": max(1.0, 1 / times),
+        "others": took.others,
     }
 
 
-def measured(
-    found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int]
-) -> dict[str, float]:
-    """Median seconds of a step under each plan, of the slowest rank."""
+def compared(seconds: dict[str, list[float]]) -> tuple[str, float]:
+    """The fastest name of every other round, and how many times auto's step it takes in those between, their median."""
+    fastest = min(seconds.keys() - {"auto"}, key=lambda name: statistics.median(seconds[name][::2]))
+    pairs = zip(seconds[fastest][1::2], seconds["auto"][1::2], strict=True)
+    return fastest, statistics.median([best / auto for best, auto in pairs])
+
+
+class Took(NamedTuple):
+    """Seconds of the slowest rank in each round under each plan, and the cores that other programs took meanwhile."""
+
+    seconds: dict[str, list[float]]
+    others: float | None
+
+
+def measured(found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int]) -> Took:
+    """Time steps under each plan, one of each in a round."""
     kind, hidden, batch = setting
     x = torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
     laid = {name: parallelize(model(hidden, kind), meshes[plan.mesh], plan) for name, plan in found.items()}
     times: dict[str, list[float]] = {name: [] for name in laid}
+    started, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
     for _ in range(ROUNDS + WARM):
         for name, laid_model in laid.items():
             dist.barrier()
@@ -155,16 +184,31 @@ def measured(
             laid_model(x).square().mean().backward()
             dist.barrier()
             times[name].append(time.perf_counter() - begin)
-    took = torch.tensor([statistics.median(seconds[WARM:]) for seconds in times.values()], dtype=torch.float64)
+    ours = torch.tensor(time.process_time() - own, dtype=torch.float64)
+    dist.all_reduce(ours)
+    now, took_all = busy_seconds(), time.perf_counter() - started
+    others = None if busy is None or now is None else max(0.0, now - busy - ours.item()) / took_all
+    took = torch.tensor([seconds[WARM:] for seconds in times.values()], dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return dict(zip(times, took.tolist(), strict=True))
+    return Took(dict(zip(times, took.tolist(), strict=True)), others)
+
+
+def busy_seconds() -> float | None:
+    """Seconds that programs have had on all cores, without those of interrupts; None where the system does not say."""
+    try:
+        user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    except OSError:
+        return None
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def on_hosts(netlab: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same on two emulated hosts."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        options = f"run --hosts 2 --ranks {args.ranks // 2} --rate {args.rate} --show rank0 --timeout 900"
+        options = (
+            f"run --sched other --hosts 2 --ranks {args.ranks // 2} --rate {args.rate} --show rank0 --timeout {LONGEST}"
+        )
         own = [f"--hidden={args.hidden}", f"--batch={args.batch}", f"--calibrate={args.calibrate}"]
         own += ["--sweep"] * args.sweep
         command = [
@@ -200,7 +244,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sweep", action="store_true", help="several models and sizes")
-    parser.add_argument("--calibrate", type=float, default=5.0, metavar="SECONDS", help="of each mesh")
+    parser.add_argument("--calibrate", type=float, default=10.0, metavar="SECONDS", help="of each mesh")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -215,7 +259,7 @@ def main() -> None:
     if args.netlab:
         found = on_hosts(args.netlab, args)
     else:
-        with RankPool(args.ranks, timeout=900) as pool:
+        with RankPool(args.ranks, timeout=LONGEST) as pool:
             found = pool.run(as_rank, settings_of(args), args.calibrate)[0]
     if args.json:
         print(json.dumps(found))
@@ -239,7 +283,7 @@ def of_one(found: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
         [name, f"{found['predicted'][name] * 1e3:.2f}", f"{took * 1e3:.2f}"]
         for name, took in sorted(found["seconds"].items(), key=lambda pair: pair[1])
     ]
-    said = f"auto is {found['auto']}; regret {found['regret']:.2f}"
+    said = f"auto is {found['auto']}; regret {found['regret']:.2f}; {what_else_ran([found])}"
     return ["plan", "predicted ms", "measured ms"], rows, said
 
 
@@ -247,18 +291,25 @@ def of_sweep(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]], s
     """Auto and the fastest name in each setting."""
     rows = []
     for each in found:
-        seconds = dict(each["seconds"])
-        auto = seconds.pop("auto")
-        best = min(seconds, key=lambda name: seconds[name])
-        rows.append(
-            [
-                *(each["setting"], each["auto"], f"{auto * 1e3:.2f}", best, f"{seconds[best] * 1e3:.2f}"),
-                f"{seconds[best] / auto:.2f}",
-            ]
-        )
+        auto, best = (_ms(each, name) for name in ("auto", each["fastest"]))
+        rows.append([each["setting"], each["auto"], auto, each["fastest"], best, f"{each['times']:.2f}"])
     regrets = [each["regret"] for each in found]
-    said = f"regret of auto: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}"
-    return ["model, width", "auto", "ms", "fastest name", "ms", "name / auto"], rows, said
+    said = f"regret of auto: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}; {what_else_ran(found)}"
+    return ["model, width", "auto", "ms (quartiles)", "fastest name", "ms (quartiles)", "name / auto"], rows, said
+
+
+def _ms(found: dict[str, Any], name: str) -> str:
+    """The median of a plan in milliseconds, and its quartiles."""
+    first, last = found["quartiles"][name]
+    return f"{found['seconds'][name] * 1e3:.1f} ({first * 1e3:.0f} to {last * 1e3:.0f})"
+
+
+def what_else_ran(found: Sequence[dict[str, Any]]) -> str:
+    """What else ran on the machine."""
+    others = [each["others"] for each in found if each["others"] is not None]
+    if not others:
+        return "what else ran is not known"
+    return f"other programs took {statistics.mean(others):.1f} of {os.cpu_count()} cores meanwhile"
 
 
 if __name__ == "__main__":

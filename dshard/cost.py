@@ -296,14 +296,12 @@ class StepClock:
     `now` is when the next work begins, `network` when the next collective can. The step takes the later of both.
 
     A collective for which work does not wait delays it by the part of its seconds that is not in `overlap`, see
-    `Device.overlap`.
+    `Topology.overlap`.
 
     >>> clock = StepClock()
     >>> clock.send(2.0, waits=False), clock.work(3.0), clock.send(1.0), clock.seconds
     (0.0, 0.0, 3.0, 4.0)
     """
-
-    overlap: float = 1.0
 
     now: float = 0.0
     network: float = 0.0
@@ -313,11 +311,11 @@ class StepClock:
         begin, self.now = self.now, self.now + seconds
         return begin
 
-    def send(self, seconds: float, *, waits: bool = True) -> float:
+    def send(self, seconds: float, *, waits: bool = True, overlap: float = 1.0) -> float:
         """Run a collective, for which the work that follows waits or not; returns when it begins."""
         begin = max(self.now, self.network)
         self.network = begin + seconds
-        self.now = self.network if waits else self.now + (1 - self.overlap) * seconds
+        self.now = self.network if waits else self.now + (1 - overlap) * seconds
         return begin
 
     def wait(self, end: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
@@ -42,7 +42,8 @@ class Event:
 
     `waits`: whether the next event needs it; a gradient's reduction, for example, may run behind the rest of the
     backward pass. `collectives` is their number, `axes` their mesh axes. `needs` is a collective for which the
-    following events wait: an event with `needs` takes no time.
+    following events wait: an event with `needs` takes no time. One without `waits` delays the work beside it by all but
+    the part `overlap` of its seconds (`Topology.overlap`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class Event:
     axes: tuple[str, ...] = ()
     waits: bool = True
     needs: Event | None = None
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +72,17 @@ class PlacedEvent:
         return self.begin + self.event.seconds
 
 
-def place_events(events: Iterable[Event], overlap: float = 0.0) -> tuple[PlacedEvent, ...]:
+def place_events(events: Iterable[Event]) -> tuple[PlacedEvent, ...]:
     """Place events in the order of the program, each as early as its queue allows.
 
     Work and collectives wait for each other, but that collectives without `waits` delay the work that follows by all
-    but the part `overlap` of their seconds (`Device.overlap`).
+    but their `overlap`.
 
     >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
-    >>> [slot.begin for slot in place_events((a, b))], [slot.begin for slot in place_events((a, b), overlap=1.0)]
-    ([0.0, 2.0], [0.0, 0.0])
+    >>> [[slot.begin for slot in place_events((replace(a, overlap=part), b))] for part in (0.0, 0.5, 1.0)]
+    [[0.0, 2.0], [0.0, 1.0], [0.0, 0.0]]
     """
-    clock, ends, slots = StepClock(overlap), dict[int, float](), list[PlacedEvent]()
+    clock, ends, slots = StepClock(), dict[int, float](), list[PlacedEvent]()
     for event in events:
         if event.needs is not None:
             clock.wait(ends.get(id(event.needs), 0.0))
@@ -88,7 +90,7 @@ def place_events(events: Iterable[Event], overlap: float = 0.0) -> tuple[PlacedE
         if event.queue == "compute":
             begin = clock.work(event.seconds)
         else:
-            begin = clock.send(event.seconds, waits=event.waits or not overlap)
+            begin = clock.send(event.seconds, waits=event.waits or not event.overlap, overlap=event.overlap)
         slots.append(PlacedEvent(event, begin))
         ends[id(event)] = slots[-1].end
     return tuple(slots)
@@ -137,7 +139,6 @@ class StepTimeline:
         self.topology, self.memory, self.for_shapes = topology, Allocations(known), for_shapes
         self.call = _call if alike is None else alike.result
         self.real = self.sends = False
-        self.overlap = 1.0
         self.events: list[Event] = []
         self.running: list[Decision] = []
         self.joined: dict[int, tuple[Event, Decision]] = {}
@@ -147,7 +148,6 @@ class StepTimeline:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record what runs within the block."""
-        self.overlap = (self.topology or planning_context().topology_of(Mesh((1,)))).device.overlap
         observed = observing(self._dispatched, self._waited)
         with listen(self._sent, copies=self._copied), observed as self.running, OperatorMode(self.run):
             yield
@@ -155,7 +155,7 @@ class StepTimeline:
     @property
     def slots(self) -> tuple[PlacedEvent, ...]:
         """The events with their begins, joined collectives beside the work up to their first wait."""
-        return place_events(self.events, self.overlap)
+        return place_events(self.events)
 
     def seconds(self, queue: Queue) -> float:
         """Seconds of all local work, or of all collectives."""
@@ -215,11 +215,13 @@ class StepTimeline:
         self.sends = True
         seconds = event_seconds(event, self.topology)
         decision = self.running[-1] if self.running and self.running[-1].members else None
-        axes, waits = tuple(event.axis.split(",")), decision is None
-        collective = Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes, waits)
-        self.events.append(collective)
+        axes = tuple(event.axis.split(","))
+        collective = Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes)
         if decision is not None:  # kept, so that no other has its id
+            topology = self.topology or planning_context().topology_of(event.mesh)
+            collective = replace(collective, waits=False, overlap=topology.overlap(event.mesh, axes))
             self.joined[id(decision)] = collective, decision
+        self.events.append(collective)
 
     def _waited(self, decision: Decision) -> None:
         """Record that the following events wait for a joined collective."""

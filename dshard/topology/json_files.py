@@ -46,6 +46,8 @@ def dumps(fields: Fields, size: int | None) -> str:
     for measured in fields["measured"]:
         if measured["mesh"]["ranks"] == tuple(range(prod(measured["mesh"]["shape"]))):
             measured["mesh"]["ranks"] = ()
+        if measured["overlap"] is None:
+            del measured["overlap"]
     return json.dumps({"schema": SCHEMA, **first, "ranks": size, **fields}, indent=2, allow_nan=False) + "\n"
 
 

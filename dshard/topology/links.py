@@ -137,8 +137,9 @@ class Device:
         memory: Bytes of the rank's memory; None where they are not known.
         alone: Seconds of a rank's work while all others wait, over those while all compute, as the rates are: below 1
             where ranks share cores.
-        overlap: The part of a collective's seconds in which work beside it goes on as without it: 1 where the network
-            sends by itself, 0 where all of it takes the time of cores that compute.
+        overlap: The part of a collective's seconds in which work beside it goes on as without it, along axes for which
+            that was not measured: 1 where the network sends by itself, 0 where all of it takes the time of cores that
+            compute.
 
     Raises:
         TopologyError: a value that no device has, with the field's name.
@@ -169,13 +170,9 @@ class Device:
         if self.memory is not None:
             check_number("memory", self.memory)
         check_number("alone", self.alone)
-        check_number("overlap", self.overlap, zero=True)
         if self.alone > 1:
             raise TopologyError(f"alone: {self.alone!r}: work takes no longer while others wait: give at most 1")
-        if self.overlap > 1:
-            raise TopologyError(
-                f"overlap: {self.overlap!r}: all of a collective at most is beside work: give at most 1"
-            )
+        _check_overlap(self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +190,7 @@ class Measured:
         bandwidth: Bytes per second of one rank.
         collective: The collective that was measured; None is any without figures of its own.
         points: Bytes and their seconds, latency apart, both rising; beyond the last, `bandwidth` holds.
+        overlap: As `Device.overlap`, of collectives of these groups; None if it was not measured.
         date, device, sizes, spread: When, on what, with how many bytes, and by how much repetitions differed (their
             interquartile range over the typical time, at the size in the middle).
     """
@@ -207,6 +205,7 @@ class Measured:
     sizes: tuple[int, ...] = ()
     spread: float = 0.0
     points: Points = ()
+    overlap: float | None = None
 
     def __post_init__(self) -> None:
         way_out = "give the names of mesh axes, such as ('tp',)"
@@ -225,6 +224,8 @@ class Measured:
             check_count("sizes", size)
         check_number("spread", self.spread, zero=True)
         check_points(self.points)
+        if self.overlap is not None:
+            _check_overlap(self.overlap)
 
     @property
     def link(self) -> Link:
@@ -266,6 +267,12 @@ def _rates(flops: object) -> tuple[tuple[str, float], ...]:
             raise TopologyError(f"flops: {pair!r} is no pair: {way_out}")
         rates.append((pair[0], pair[1]))
     return tuple(rates)
+
+
+def _check_overlap(overlap: float) -> None:
+    check_number("overlap", overlap, zero=True)
+    if overlap > 1:
+        raise TopologyError(f"overlap: {overlap!r}: all of a collective at most is beside work: give at most 1")
 
 
 def check_points(points: object) -> None:

@@ -116,6 +116,13 @@ class Topology(Interned, Drawn):
         """The number of nodes that a group along `axes` spans, and the connection within a node; None if unknown."""
         return nodes_of(self.layers, groups_of(mesh, axes))
 
+    def overlap(self, mesh: Mesh, axes: Iterable[str]) -> float:
+        """The part of a collective's seconds along `axes` in which work beside it goes on as without it.
+
+        That measured for these groups, or else that of the device.
+        """
+        return _overlap(self, mesh, tuple(axes))
+
     def hosts(self, mesh: Mesh, axis: str) -> int:
         """The number of hosts that a group along a mesh axis spans; 1 if unknown, or if each rank is on its own."""
         size = host_size(self.layers, groups_of(mesh, mesh.names))
@@ -323,6 +330,15 @@ def _link(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Col
     for axis in axes:
         link = link.no_faster_than(_link(topology, mesh, (axis,), collective))
     return link
+
+
+@cached("network", 4096)
+def _overlap(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> float:
+    groups = groups_of(mesh, axes)
+    for figures in reversed(topology.measured):
+        if figures.overlap is not None and groups_of(figures.mesh, figures.axes) == groups:
+            return figures.overlap
+    return topology.device.overlap
 
 
 @cached("network", 4096)

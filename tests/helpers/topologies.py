@@ -85,7 +85,8 @@ def measured_on(draw: DrawFn, topology: Topology) -> Measured:
     axes = draw(st.lists(st.sampled_from(mesh.names), min_size=1, unique=True))
     collective = draw(st.sampled_from([None, *COLLECTIVES]))
     sizes = tuple(draw(st.lists(st.integers(1, 1 << 30), max_size=3)))
-    return Measured(mesh, tuple(axes), draw(LATENCIES), draw(RATES), collective, "2026-01-02", "cpu", sizes, 0.1)
+    rates, overlap = (draw(LATENCIES), draw(RATES)), draw(st.none() | st.floats(0.0, 1.0))
+    return Measured(mesh, tuple(axes), *rates, collective, "2026-01-02", "cpu", sizes, 0.1, overlap=overlap)
 
 
 @st.composite

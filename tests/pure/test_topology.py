@@ -286,6 +286,19 @@ def test_figures_belong_to_groups_of_ranks_not_to_names() -> None:
     assert topology.link(Mesh((4,), ("tp",)), ["tp"], "all_reduce").bandwidth == 2e9
 
 
+def test_what_is_hidden_along_an_axis_is_that_of_its_groups_or_else_of_the_device() -> None:
+    mesh, device = Mesh((2, 4), ("dp", "tp")), replace(FLAT_CPU.device, overlap=0.25)
+    known, unknown = (
+        Measured(mesh, (axis,), 1e-6, GB, collective, overlap=overlap)
+        for axis, collective, overlap in (("tp", "all_reduce", 0.75), ("dp", "all_gather", None))
+    )
+    topology = replace(FLAT_CPU, device=device).with_measured([known, unknown])
+
+    assert topology.overlap(mesh, ["tp"]) == 0.75  # of all collectives of these groups
+    assert topology.overlap(Mesh((2, 2, 2), ("a", "b", "c")), ["c", "b"]) == 0.75
+    assert topology.overlap(mesh, ["dp"]) == topology.overlap(mesh, ["dp", "tp"]) == 0.25
+
+
 def test_a_figure_of_the_collective_comes_before_one_of_any_and_a_later_before_an_earlier() -> None:
     mesh = Mesh((4,), ("x",))
     figures = [

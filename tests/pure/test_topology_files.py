@@ -239,6 +239,10 @@ def wrong(change: Callable[[dict[str, Any]], object]) -> str:
             "device.overlap: 2: all of a collective at most is beside work",
         ),
         (
+            wrong(lambda d: d["measured"][0].update(overlap=-1)),
+            r"measured\[0\].overlap: -1 is not a number of at least 0",
+        ),
+        (
             wrong(lambda d: d["measured"][0].update(collective="gather")),
             r"measured\[0\].collective: 'gather' is none; use",
         ),

@@ -16,13 +16,13 @@ from dshard.step_timeline import makespan, place_events
 from dshard.testing import rank_pool
 from dshard.tools.demo.train import example, find, loss_of
 from dshard.tools.demo.vit import build
-from dshard.topology import Topology
+from dshard.topology import Measured, Topology
 
 WAIT = 300.0  # seconds on a busy machine
 NETWORK = Topology.preset("cpu")
 
 
-def step_of(name: str, mesh: DeviceMesh | Mesh, device: str) -> Recorded:
+def step_of(name: str, mesh: DeviceMesh | Mesh, device: str, network: Topology = NETWORK) -> Recorded:
     """A step of the demo's model, recorded."""
     model = build(0).to(device)
     parallelize(model, mesh, find(name).plan, example(torch.float32, batch=16))
@@ -34,7 +34,7 @@ def step_of(name: str, mesh: DeviceMesh | Mesh, device: str) -> Recorded:
         loss_of(model, images, labels, mesh).backward()
         optimizer.step()
 
-    with use_topology(NETWORK), nothing_compared():  # as between simulated ranks
+    with use_topology(network), nothing_compared():  # as between simulated ranks
         return record(step)
 
 
@@ -70,6 +70,25 @@ def test_simulated_and_real_steps_are_the_same(name: str, ranks: int) -> None:
 
 
 def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
-    events = [Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)] * 3
-    blocking, partly, hidden = (makespan(place_events(events, overlap)) for overlap in (0.0, 0.25, 1.0))
+    work, sent = Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)
+    blocking, partly, hidden = (
+        makespan(place_events([work, replace(sent, overlap=overlap)] * 3)) for overlap in (0.0, 0.25, 1.0)
+    )
     assert (blocking, partly, hidden) == (9.0, 8.0, 7.0)
+
+
+def test_a_collective_hides_behind_work_as_was_measured_along_its_axes() -> None:
+    mesh = find("data").on(4)
+    assert mesh is not None
+    axis, pairs = mesh.names[0], Mesh((2, 2), ("a", "b"))
+    slow = Topology.flat(1e8, 1e-7)  # on which gradients are of several buckets
+
+    def seconds(own: float | None, others: float = 0.5) -> float:
+        figures = [
+            Measured(mesh, (axis,), 1e-4, 1e8, "all_to_all", overlap=own),
+            Measured(pairs, ("a",), 1e-4, 1e8, "all_reduce", overlap=others),
+        ]
+        return step_of("data", replace(mesh, device_type="cpu"), "meta", slow.with_measured(figures)).seconds
+
+    assert seconds(0.0) > seconds(0.5) >= seconds(1.0)
+    assert seconds(1.0, others=0.0) == seconds(1.0) == seconds(None)  # which is the device's

@@ -21,6 +21,7 @@ from dshard.tools.calibrate.rounds import (
     Progress,
     fit,
     measure_device,
+    measure_overlap,
     run_rounds,
     spread,
     typical,
@@ -79,11 +80,15 @@ def measure(
     times = run_rounds(clock, cases, levels, left, progress)
     limits = base if base is not None and not base.measured else None
     figures = [_figures(clock.mesh, case, samples, known, limits) for case, samples in times.samples.items()]
+    overlaps = {
+        axes: measure_overlap(clock, axes, known.with_measured(figures), seconds)
+        for axes in dict.fromkeys([figure.axes for figure in figures])
+    }
     today = date.today().isoformat()
-    figures = [replace(figure, date=today, device=device.name) for figure in figures]
+    figures = [replace(each, date=today, device=device.name, overlap=overlaps[each.axes]) for each in figures]
     topology = known if base is not None else _unmeasured_as_slowest(known, figures)
     source = f"measured {today}" if base is None else f"{base.source or base.name}; measured {today}"
-    return same_topology(replace(topology.with_measured(figures), source=source), clock.mesh)
+    return same_topology(_with_least_overlap(replace(topology.with_measured(figures), source=source)), clock.mesh)
 
 
 def measure_world(mesh: Mesh, seconds: float, report: Callable[[tuple[float, str]], None]) -> Topology:
@@ -138,6 +143,12 @@ def _unmeasured_as_slowest(topology: Topology, figures: Sequence[Measured]) -> T
     source = topology.source
     flat = Topology.flat(bandwidth, latency, name="measured", device=topology.device, backend=topology.backend)
     return replace(flat, source=source)
+
+
+def _with_least_overlap(topology: Topology) -> Topology:
+    """Return a topology in which groups without a measurement hide no more of a collective than any measured ones."""
+    least = min([each.overlap for each in topology.measured if each.overlap is not None], default=1.0)
+    return replace(topology, device=replace(topology.device, overlap=least))
 
 
 def _clock(mesh: DeviceMesh | Mesh) -> Clock:

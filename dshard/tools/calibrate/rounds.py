@@ -28,10 +28,11 @@ from torch import Tensor
 
 from dshard.comm import Runtime, device_of, transport
 from dshard.comm.runtime import Group
+from dshard.cost import collective_seconds, work_seconds
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
 from dshard.tools.calibrate.block_program import operators_of, program_on
-from dshard.topology import Collective, Device
+from dshard.topology import Collective, Device, Topology
 from dshard.topology.links import Points
 
 COLLECTIVES: tuple[Collective, ...] = (
@@ -340,8 +341,6 @@ def rising(values: Sequence[float]) -> list[float]:
 
 SIDE = {"cpu": 384, "cuda": 8192}
 COPIED = {"cpu": 1 << 22, "cuda": 1 << 28}
-LEAST_SENT = 1 << 16
-"""Bytes that a rank sends while it works, or more where they take less than a window."""
 WINDOW = 0.04
 """Seconds for which each kind of work is repeated, so that ranks that share a core have had it in turn."""
 LEAST_REPEATS, SHARE = 3, 0.015
@@ -369,44 +368,47 @@ def measure_device(clock: Clock, seconds: float = 0.0) -> Device:
         if len(rates) == 1 and device.type == "cpu" and clock.mesh.size > 1:
             alone = min(1.0, _each(clock, work if clock.everyone.index == 0 else None, repeats) / took)
     memory = 2 * copied / _beyond(copy, launch)
-    overlap = measure_overlap(clock, repeats)
-    return Device(
-        name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock, repeats), alone=alone, overlap=overlap
-    )
+    return Device(name_of(device), tuple(rates), memory, launch, *measure_dispatch(clock, repeats), alone=alone)
 
 
-def measure_overlap(clock: Clock, repeats: int = LEAST_REPEATS) -> float:
-    """Measure the part of a collective's seconds in which work beside it goes on as without it; 1 on one rank.
+def measure_overlap(clock: Clock, axes: tuple[str, ...], topology: Topology, seconds: float = 0.0) -> float:
+    """Measure the part of a collective's seconds along `axes` in which work beside it goes on as without it.
 
-    An all_gather and products that take about as long run one after the other, and beside each other.
+    An all_gather and products that take about as long, a window by the figures of `topology`, run one after the other,
+    and beside each other. `seconds` are those to measure for.
     """
-    n, device, group = clock.mesh.size, clock.device, clock.everyone
-    if n == 1:
-        return 1.0
-    side = SIDE.get(device.type, SIDE["cpu"])
+    group, device = clock.runtime.group(axes), clock.device
+    n, side = len(group.ranks), SIDE.get(device.type, SIDE["cpu"])
     x, w, grad = (torch.ones(side, side, device=device) for _ in range(3))
-    parts = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
-    number, products = LEAST_SENT // 4, 1
-
-    def begin() -> Callable[[], object]:
-        return transport.begin_all_gather(parts[:number], [number] * n, group)
+    part = torch.ones(_elements_of_a_window(clock.mesh, axes, n, topology, device), device=device)
+    sizes = [part.numel()] * n
+    received = (n - 1) * part.numel() * part.element_size()
+    gather = collective_seconds("all_gather", received, clock.mesh, axes, topology)
+    products = max(1, round(gather / work_seconds(6.0 * side**3, 0.0, topology, "float32")))
 
     def send() -> None:
-        begin()()
+        transport.begin_all_gather(part, sizes, group)()
 
     def work() -> None:
         for _ in range(products):
             _linear_and_back(x, w, grad)
 
     def both() -> None:
-        wait = begin()
+        wait = transport.begin_all_gather(part, sizes, group)
         work()
         wait()
 
-    number = min(parts.numel(), int(number * max(1.0, WINDOW / _slowest(clock, send, repeats))))
-    products = max(1, round(_slowest(clock, send, repeats) / _slowest(clock, work, repeats)))
+    repeats = max(LEAST_REPEATS, int(seconds * SHARE / WINDOW))
     sending, working, together = (_slowest(clock, call, repeats) for call in (send, work, both))
     return min(1.0, max(0.0, (sending + working - together) / min(sending, working)))
+
+
+def _elements_of_a_window(mesh: Mesh, axes: tuple[str, ...], n: int, topology: Topology, device: torch.device) -> int:
+    """The elements that each of `n` ranks sends in an all_gather that takes about a window, a power of two."""
+    number = COPIED.get(device.type, COPIED["cpu"]) // 4
+    while number > 1 and collective_seconds("all_gather", 4.0 * (n - 1) * number, mesh, axes, topology) > WINDOW:
+        number //= 2
+    return number
 
 
 def _slowest(clock: Clock, call: Callable[[], object], repeats: int) -> float:

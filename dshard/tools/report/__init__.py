@@ -287,6 +287,7 @@ def measured_table(topology: Topology) -> Group:
             f"{measured.bandwidth / 1e6:,.0f}",
             human_bytes(max(measured.sizes, default=0)),
             f"{measured.spread:.0%}",
+            "" if measured.overlap is None else f"{measured.overlap:.0%}",
         )
         for measured in topology.measured
     ]
@@ -300,11 +301,9 @@ def measured_table(topology: Topology) -> Group:
         parts.append(f"distributed operator {device.dispatch * 1e6:.0f} us ({device.in_place * 1e6:.0f} in place)")
     if device.alone < 1:
         parts.append(f"{1 / device.alone:.1f} times as fast while other ranks wait")
-    if device.overlap < 1:
-        parts.append(f"{1 - device.overlap:.0%} of a collective delays work beside it")
     return Group(
         title(str(topology)),
-        table(("collective", "axes", ">latency us", ">MB/s", ">up to", ">spread"), rows),
+        table(("collective", "axes", ">latency us", ">MB/s", ">up to", ">spread", ">beside work"), rows),
         Text(f"{device.name}: {', '.join(parts)}"),
     )
 

@@ -39,7 +39,9 @@ def test_all_ranks_measure_the_same_topology_and_price_on_it(ranks: RankPool) ->
         assert topology.link(mesh, found.axes, found.collective) == found.link
         assert found.mesh == mesh
         assert len(found.date) == 10
+        assert topology.overlap(mesh, found.axes) == found.overlap
         assert 0 < collective_seconds(found.collective or "permute", 1 << 20, mesh, found.axes, topology) < 60
+    assert topology.device.overlap == min([found.overlap or 0.0 for found in topology.measured]) <= 1.0
     assert topology.flops("float32") > 1e6
     assert 1e6 < topology.memory_bandwidth < inf
     assert heard[0] == (0.0, "local work")
