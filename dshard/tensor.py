@@ -22,7 +22,7 @@ from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
 from dshard.core.plain_tensors import is_part
-from dshard.core.saved_files import check_part, plain_in_file, torch_save_caller, warn_of_part
+from dshard.core.saved_files import check_part, plain_in_file, refuse_safetensors, torch_save_caller, warn_of_part
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_placements import check_blocks_of_torch
@@ -102,9 +102,12 @@ class DTensor(Wrapper):
     def layout(self) -> Layout:  # type: ignore[override]  # torch's own layout is `torch.strided` for every DTensor
         """Mesh, placements and order of the mesh axes."""
         # torch has the name for the format of memory: its own functions compare it with torch.sparse_csr, and pass it
-        # to factories. So the answer depends on who asks; a library other than torch gets the Layout.
+        # to factories. So the answer depends on who asks; a library other than torch gets the Layout, but for
+        # safetensors, which asks before it writes, and would take that for a sparse format.
         if asked_by("torch"):
             return torch.strided  # type: ignore[return-value]
+        if asked_by("safetensors"):
+            refuse_safetensors(self._spec)
         return self._spec.layout
 
     @property

@@ -6,7 +6,7 @@ Everything else that pickles or copies tensors, such as queues and `all_gather_o
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -60,6 +60,16 @@ def warn_of_part(caller: FrameType, local: Tensor, spec: Spec) -> None:
         "or, for plain tensors, which one rank then saves,\n"
         "    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
         "    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    )
+
+
+def refuse_safetensors(spec: Spec) -> NoReturn:
+    """Refuse the library safetensors, which would write or read the memory of one rank."""
+    raise CheckpointError(
+        f"safetensors takes what one rank has in memory, and a tensor of shape {tuple(spec.shape)} is laid out "
+        f"[{spec.layout}] on ({spec.layout.mesh}): dshard.checkpoint.save_safetensors(model.state_dict(), path) and "
+        "load_safetensors write and read the same files, where all ranks call them; or give it plain tensors, which "
+        "all ranks make: {name: x.full_tensor() for name, x in model.state_dict().items()}"
     )
 
 

@@ -27,6 +27,7 @@ from dshard.core.call import OperatorForm
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import redistribute_local
 from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
+from dshard.core.saved_files import refuse_safetensors
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
@@ -241,6 +242,13 @@ def data_ptr(func: Function, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def storage(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`storage`: refused to safetensors, which looks there for tensors that share memory, before it writes or reads."""
+    if asked_by("safetensors", through=("dshard", "torch")):
+        refuse_safetensors(args[0]._spec)
+    return NotImplemented
+
+
 def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`share_memory_`: of the local tensor, where this rank has one; torch's own would crash."""
     x = args[0]
@@ -399,6 +407,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     **_rows(FunctionRow(new_of_numbers), _T.new_tensor, _T.new),
     **_rows(FunctionRow(memory_of_value), _T.numpy, _T.__array__, _T.__dlpack__),
     _T.share_memory_: FunctionRow(share_memory),
+    _T.storage: FunctionRow(storage),
     _T.data_ptr: FunctionRow(data_ptr),
     _T.data.__get__: FunctionRow(data),
     _T.data.__set__: FunctionRow(set_data, "own"),

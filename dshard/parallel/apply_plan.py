@@ -340,7 +340,7 @@ def lay_out(inputs: object, plan: Plan, layouts: InputLayouts) -> Any:
 
 def _on_other_mesh(x: DTensor, plan: Plan) -> bool:
     """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" unfolds."""
-    mesh = x.layout.mesh
+    mesh = x._spec.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from dshard.callers import asked_by
 from dshard.comm import own_coordinate
@@ -17,14 +18,14 @@ from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_tensors import declare_model
 from dshard.core.trees import map_tensors, nested_tensors
-from dshard.errors import ArgumentError, LayoutError
+from dshard.errors import ArgumentError, CompileError, LayoutError
 from dshard.layout import Layout, layout_of
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs
-from dshard.placements import Placement
+from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor
 from dshard.validate import check_type, shown
 
@@ -114,6 +115,21 @@ class Boundary:
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
         declare_model(self, Layout(plan.mesh, rows_alone(plan.inputs[""])), modes.per_data_rank)
 
+    def check_graph(self, inputs: object) -> None:
+        """Refuse to be written down in a graph without redistributions, if the model has any."""
+        are_whole = all(p == Replicate() for own in self.plan.parameters.values() for p in own)
+        if is_tracing():
+            graph, rest = "torch.jit.trace", ""
+        elif are_whole and all(isinstance(x, DTensor) for x in nested_tensors(inputs)):
+            return
+        else:
+            graph, rest = "torch.export", ", but takes distribute_batch(model, inputs) where parameters are replicated"
+        raise CompileError(
+            f"{graph} of a model laid out by parallelize ({self.plan.strategy!r}): it writes down no redistributions"
+            f"{rest}. torch.compile(model) does; or give it the model without parallelize, with the values "
+            "{name: x.full_tensor() for name, x in model.state_dict().items()}, which all ranks make"
+        )
+
     def __deepcopy__(self, memo: dict[int, object]) -> Boundary:
         return self
 
@@ -131,6 +147,8 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
 
     @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_tracing() or is_exporting():
+            boundary.check_graph((args, kwargs))
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module))

@@ -286,3 +286,20 @@ def loaded_in_every_mix(every: int) -> list[str]:
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_states_of_any_layout_are_loaded_into_any_other(ranks: RankPool, every: int) -> None:
     assert ranks.run(loaded_in_every_mix, every, timeout=120.0) == [[]] * 4
+
+
+def test_safetensors_is_refused_with_the_lines_to_write(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    mesh, path = dshard.init_device_mesh("cpu", (1,), mesh_dim_names=("x",)), tmp_path / "file"
+    model = parallelize(nn.Linear(4, 4), mesh, "fsdp", torch.ones(4, 4))
+    torch_files.save_file(nn.Linear(4, 4).state_dict(), path)
+    for call in (
+        lambda: torch_files.save_file(model.state_dict(), tmp_path / "other"),
+        lambda: torch_files.save_model(model, tmp_path / "other"),
+        lambda: torch_files.load_model(model, path),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"\(4, 4\) is laid out \[x:S\(0\)\].*dshard.checkpoint.save_safetensors"
+        ):
+            call()
+    assert not (tmp_path / "other").exists()

@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
+from dshard import (
+    CompileError,
+    DTensor,
+    Mesh,
+    Replicate,
+    Shard,
+    distribute_batch,
+    distribute_tensor,
+    init_device_mesh,
+    parallelize,
+)
 from dshard.core import plain_tensors
 from dshard.ops.matmul.options import NO_OPTIONS, current_options
 from dshard.parallel import loss_parallel
@@ -286,3 +296,33 @@ def compiled_with_unused_results(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_a_loss_may_leave_results_of_a_graph_out(ranks: RankPool, strategy: str) -> None:
     ranks.run(compiled_with_unused_results, strategy, timeout=300.0)
+
+
+# -- graphs without redistributions
+
+
+def exported_with_replicated_parameters() -> None:
+    x = torch.randn(8, 6)
+    model = parallelize(nn.Linear(6, 3), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), "data", x)
+    laid_out = distribute_batch(model, x)
+    for strict in (False, True):
+        found = torch.export.export(model, (laid_out,), strict=strict).module()(laid_out)
+        torch.testing.assert_close(found.full_tensor(), model(x).full_tensor())
+
+
+@pytest.mark.ranks
+def test_a_model_of_replicated_parameters_is_exported(ranks: RankPool) -> None:
+    ranks.run(exported_with_replicated_parameters)
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_graphs_that_hold_no_redistributions_are_refused_with_the_way_out(strategy: str) -> None:
+    x = torch.randn(8, 6)
+    model = parallelize(nn.Linear(6, 3), Mesh((4,), ("dp",)), strategy, x)
+    with pytest.raises(
+        CompileError, match=r"torch.jit.trace .*'(data|fsdp)'.*torch.compile\(model\) does; or .*state_dict"
+    ):
+        torch.jit.trace(model, x)
+    with pytest.raises(CompileError, match=r"torch.export .* takes distribute_batch\(model, inputs\).*full_tensor\(\)"):
+        torch.export.export(model, (x,), strict=False)
