@@ -123,7 +123,13 @@ class Bags(NamedTuple):
     def of_whole(self, table: Tensor, indices: Tensor, *rest: Tensor) -> Tensor:
         """The bags of a whole table; `rest` are offsets, of indices of one dim, and weights."""
         offsets, weights = self.offsets_and_weights(indices, rest)
-        return F.embedding_bag(indices, table, offsets, per_sample_weights=weights, **self._asdict())
+        return F.embedding_bag(
+            *(indices, table, offsets),
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        )
 
     @staticmethod
     def offsets_and_weights(indices: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -198,7 +204,8 @@ def _bags(func: Function, args: Args, kwargs: Kwargs) -> tuple[Bags, tuple[Tenso
     if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"] or table.dim() != 2:
         return None
     rest = tuple(t for t in (given["offsets"], given["per_sample_weights"]) if t is not None)
-    return Bags(*(given[name] for name in Bags._fields)), (table, indices, *rest)
+    bags = Bags(given["mode"], given["include_last_offset"], given["padding_idx"])
+    return bags, (table, indices, *rest)
 
 
 RULES: dict[str, Operator] = {

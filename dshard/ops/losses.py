@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import get_enum
 
 from dshard.comm import HALF, has_only_shape, numbers_of, of_first_rank, on_each, sum_dtype
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, OperatorForm, RankCall
@@ -29,7 +28,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments
 from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
-from dshard.errors import ShapeError
+from dshard.errors import ArgumentError, ShapeError
 from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
 from dshard.ops.composite import run_composite
@@ -40,6 +39,7 @@ from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
+from dshard.validate import shown
 
 NONE, MEAN, SUM = 0, 1, 2
 """Torch's numbers of a loss's reductions."""
@@ -170,7 +170,9 @@ def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
     bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     x, targets, *lengths, blank, reduction, zero_infinity = bound.arguments.values()
-    kind, mesh = get_enum(reduction), common_mesh("ctc_loss", list(tensors_in((x, targets, lengths))))
+    if reduction not in ("none", "mean", "sum"):
+        raise ArgumentError(f"ctc_loss: reduction={shown(reduction)}; use 'none', 'mean' or 'sum'")
+    mesh = common_mesh("ctc_loss", list(tensors_in((x, targets, lengths))))
     rows = x.unsqueeze(1) if x.dim() == 2 else x
     given = (t if isinstance(t, Tensor) else torch.tensor(t, device=rows.device) for t in (targets, *lengths))
     targets, *lengths = (t if isinstance(t, Wrapper) else replicated_tensor(t, mesh) for t in given)
@@ -180,9 +182,9 @@ def ctc_loss(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
     tensors, key = (rows, targets, *lengths), ("ctc_loss", blank, zero_infinity)
     shapes = [tuple(t.shape) for t in tensors]
     losses = run_composite(lambda: parse_rule(CTC, shapes), partial(_ctc_losses, blank, zero_infinity), tensors, key)
-    if kind == MEAN:
+    if reduction == "mean":
         return (losses / lengths[1].clamp_min(1)).mean()  # type: ignore[no-any-return]
-    return losses.sum() if kind == SUM else losses.reshape(x.shape[1:-1])  # type: ignore[no-any-return]
+    return losses.sum() if reduction == "sum" else losses.reshape(x.shape[1:-1])  # type: ignore[no-any-return]
 
 
 def _targets_of_rows(targets: Tensor, lengths: Any) -> Tensor:
