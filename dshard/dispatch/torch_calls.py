@@ -28,7 +28,7 @@ from dshard.core.trees import leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS, FunctionRow
 from dshard.dispatch.planned_calls import PLANNED
-from dshard.ops.custom import wrapped
+from dshard.ops.custom import composed_into_out, is_composed_with_out, wrapped
 from dshard.placements import Replicate
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
@@ -110,6 +110,8 @@ def call_function(row: FunctionRow | None, func: Function, args: Args, kwargs: K
     if row is not None and row.when == "own":
         return row.handler(func, args, kwargs)
     with no_torch_function():
+        if kwargs and kwargs.get("out") is not None and is_composed_with_out(func) and not _is_recorded(args, kwargs):
+            return composed_into_out(func, args, kwargs)
         # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
         if row is not None and not is_exporting() and not is_differentiating_forward():
             out = row.handler(func, args, kwargs)
@@ -117,6 +119,11 @@ def call_function(row: FunctionRow | None, func: Function, args: Args, kwargs: K
                 return out
         out = func(*args, **kwargs)
     return wrapped(out, (args, kwargs)) if type(out) in PLAIN_RESULTS else out
+
+
+def _is_recorded(args: Args, kwargs: Kwargs) -> bool:
+    """Whether autograd would record a call; it refuses one with `out`."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
 
 
 def _transformed(row: FunctionRow | None, func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -149,17 +149,36 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if is_pointwise(func) or func._schema.name in APART:
         for name in names:
             refuse_shared(func, arguments[name], {n: value for n, value in arguments.items() if n not in names})
+    outs = tuple(arguments[name] for name in names)
     with no_torch_function():
-        form, out = without_out(func), arguments[names[0]]
+        form = without_out(func)
         inputs = {name: value for name, value in arguments.items() if name not in names}
         if not _is_alike(form, func):  # one that makes a tensor, and takes its options
-            inputs |= {"dtype": out.dtype, "device": out.device}
-        result = form(**inputs)
-        for name, value in zip(names, leaves(result), strict=True):
-            _check(func, arguments[name], value)
-            arguments[name].copy_(value)
-    outs = tuple(arguments[name] for name in names)
+            inputs |= {"dtype": outs[0].dtype, "device": outs[0].device}
+        _write(func, outs, form(**inputs))
+    if not func._schema.returns:
+        return None
     return outs[0] if len(outs) == 1 else outs
+
+
+def composed_into_out(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a function that `is_composed_with_out`, without `out`, and copy its results into `out`.
+
+    Torch writes within it to views of `out`, of which those of a shard may be copies, or to empty tensors of its own.
+    """
+    accept_call(func, args, kwargs)
+    out = kwargs["out"]
+    result = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    _write(func.__name__, leaves(out), result)
+    return out if isinstance(out, Tensor) else type(result)(out)
+
+
+@cached("forms without out", 4096)
+def is_composed_with_out(func: Function) -> bool:
+    """Whether torch runs this function of tensors, one of its own, as other operators where `out` is given."""
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    forms = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return any(has_out(x) and x._can_decompose() and "Tensor" in str(x._schema.arguments[0].type) for x in forms)
 
 
 @cached("forms without out", 4096)
@@ -184,11 +203,15 @@ def _is_alike(form: OpOverload, func: OpOverload, options: Sequence[str] = ()) -
     return names == list(options) and taken[: len(taken) - len(options)] == required
 
 
-def _check(func: OpOverload, out: Tensor, value: Tensor) -> None:
-    if out.shape != value.shape:
-        raise ShapeError(
-            f"{func}: out has shape {tuple(out.shape)}, the result {tuple(value.shape)}; a distributed tensor is not "
-            "resized: give out that shape"
-        )
-    if not torch.can_cast(value.dtype, out.dtype):
-        raise ShapeError(f"{func}: a result of {value.dtype} cannot be cast to out, of {out.dtype}: give a wider one")
+def _write(func: object, outs: Sequence[Any], result: Any) -> None:
+    for out, value in zip(leaves(outs), leaves(result), strict=True):
+        if out.shape != value.shape:
+            raise ShapeError(
+                f"{func}: out has shape {tuple(out.shape)}, the result {tuple(value.shape)}; a distributed tensor is "
+                "not resized: give out that shape"
+            )
+        if not torch.can_cast(value.dtype, out.dtype):
+            raise ShapeError(
+                f"{func}: a result of {value.dtype} cannot be cast to out, of {out.dtype}: give a wider one"
+            )
+        out.copy_(value)

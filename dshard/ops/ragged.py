@@ -15,7 +15,7 @@ from torch import Tensor
 from dshard.comm import numbers_of
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.torch_function import bind_arguments
+from dshard.core.torch_function import bind_arguments, call_torch
 
 
 def is_mask(index: object) -> bool:
@@ -60,7 +60,7 @@ def masked_select(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
     """`torch.masked_select`: the elements of `input`, broadcast with `mask`, where `mask` is true."""
     x, mask, out = bind_arguments(("input", "mask", "out"), args, kwargs)
     if out is not None or mask.dtype != torch.bool:
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return call_torch(func, args, kwargs)  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
     selected: Tensor = x.expand(shape)[mask.expand(shape)]
     return selected

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from dshard import Layout, Mesh, MixedError, Partial, Placement, Replicate, ShapeError, Shard
+from dshard.core.trees import leaves
 from dshard.ops.custom import without_out
 from dshard.testing import distribute, simulated, whole
 
@@ -51,6 +53,36 @@ def test_out_of_products_and_reductions() -> None:
         assert whole(row).equal(X.sum(0))
 
 
+SQUARE = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, 2.0], [0.5, 2.0, 5.0]])
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "determinant": torch.linalg.det,
+    "sign and logarithm": torch.linalg.slogdet,
+    "inverse": torch.linalg.inv,
+    "solution": lambda x, **out: torch.linalg.solve(x, x * 2 + 1, **out),
+    "factors": torch.linalg.lu_factor,
+    "rank": torch.linalg.matrix_rank,
+    "product": lambda x, **out: torch.kron(x, x, **out),
+    "sorted rows": torch.msort,
+    "logarithm": torch.nn.functional.logsigmoid,
+    "elements": lambda x, **out: torch.masked_select(x, x > 1, **out),
+    "row of parts": lambda x, **out: torch.split_with_sizes_copy(x, [1, 2], **out),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_what_torch_composes_of_operators_is_written(name: str, placement: Placement) -> None:
+    expected = COMPOSED[name](SQUARE)
+    with simulated(MESH):
+        x = placed(SQUARE, Shard(0))
+        outs = [placed(torch.full_like(each, 7), placement if each.dim() else Replicate()) for each in leaves(expected)]
+
+        COMPOSED[name](x, out=outs[0] if isinstance(expected, torch.Tensor) else outs)
+
+        for out, each in zip(outs, leaves(expected), strict=True):
+            torch.testing.assert_close(whole(out), each)
+
+
 def test_several_outs_are_written() -> None:
     with simulated(MESH):
         values, indices = placed(torch.zeros(3), Replicate()), placed(torch.zeros(3, dtype=torch.long), Shard(0))
@@ -78,6 +110,12 @@ def test_what_does_not_fit_is_refused() -> None:
             torch.add(x, x, out=placed(torch.zeros(2, 3, dtype=torch.long), Shard(0)))
         with pytest.raises(MixedError):
             torch.add(x, x, out=torch.zeros(2, 3))
+        with pytest.raises(ShapeError, match=r"linalg_inv: out has shape \(3,\), the result \(2, 2\)"):
+            torch.linalg.inv(placed(X[:, :2], Shard(0)), out=placed(torch.zeros(3), Shard(0)))
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            torch.linalg.inv(placed(X[:, :2], Shard(0)).requires_grad_(), out=placed(torch.zeros(2, 2), Shard(0)))
+        with pytest.raises(RuntimeError, match="BoolTensor"):
+            torch.masked_select(x, placed(X, Shard(0)))
 
 
 def test_the_operator_without_out_takes_the_same_arguments() -> None:
