@@ -4,6 +4,7 @@ spec.py             layout, shape, stride, dtype and device: one interned value,
 context.py          the topology on which choices are priced, with its caches
 call.py             one call of an operator, as its rule sees it
 operands.py         the mesh and the specs of a call's operands
+alike_operators.py  operators without data that run once for all that are alike
 executable.py       what a call runs as: redistribute, run the local operator, wrap
 call_key.py         the key under which a call is cached
 trees.py            leaves of nested tuples, lists and dicts
