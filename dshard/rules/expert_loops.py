@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 
 from dshard.errors import NotationError, ShapeError, StrategyError
 from dshard.layout import Layout, Shape
+from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.routing import Routing
 from dshard.rules.expand import Allowed, Row
@@ -143,7 +144,7 @@ def ways_of(requested: RequestedLoops, rule: Rule, tokens: Layout) -> tuple[Way,
     Axes without a loop may have any. There the ragged form is tried, too: on each set of axes that shard tokens.
 
     Raises:
-        StrategyError: too many loops for the mesh, or the ragged form on an axis that does not shard tokens.
+        StrategyError: too many loops for the mesh, or the ragged form on an axis of ranks that do not shard tokens.
     """
     mesh, axes = tokens.mesh, range(tokens.mesh.ndim)
     if isinstance(requested, tuple) and len(requested) != mesh.ndim:
@@ -171,6 +172,7 @@ def _ways(loops: Mapping[int, ExpertLoop | None], rule: Rule, tokens: Layout) ->
     of_tokens = frozenset[Row]([name for dim in rule.inputs[0][:-1] for name in dim])
     rows = {"t": of_tokens, "e": frozenset[Row]({"e"}), "f": frozenset[Row]({"f"})}
     axes, last = range(tokens.mesh.ndim), len(rule.inputs[0]) - 1
+    loops = _between_ranks(loops, tokens.mesh)
     split = {axis for axis in axes if tokens.mesh.shape[axis] > 1 and _dim(tokens, axis) < last}
     asked = {loop: [axis for axis in axes if loops.get(axis) == loop] for loop in ("ragged", "hop")}
     if not split.issuperset([*asked["ragged"], *asked["hop"]]) or (asked["hop"] and not asked["ragged"]):
@@ -180,6 +182,18 @@ def _ways(loops: Mapping[int, ExpertLoop | None], rule: Rule, tokens: Layout) ->
             sent = {axis for level in levels for axis in level}
             given = {axis: "e" if axis in sent else loops.get(axis) for axis in axes}
             yield tuple([None if (loop := given[axis]) is None else rows[loop] for axis in axes]), levels
+
+
+def _between_ranks(loops: Mapping[int, ExpertLoop | None], mesh: Mesh) -> Mapping[int, ExpertLoop | None]:
+    """The loops without exchanges along an axis of one rank, as the same program has on a larger mesh.
+
+    A hop before none is the whole exchange.
+    """
+    sent: dict[int, ExpertLoop | None] = {axis: loop for axis, loop in loops.items() if loop in ("ragged", "hop")}
+    here = {axis: loop if mesh.shape[axis] > 1 else None for axis, loop in sent.items()}
+    if "ragged" in sent.values() and "ragged" not in here.values():
+        here = {axis: "ragged" if loop == "hop" else loop for axis, loop in here.items()}
+    return {**loops, **here}
 
 
 def _levels(hops: Sequence[int], ragged: Sequence[int], free: Sequence[int]) -> Iterator[Levels]:

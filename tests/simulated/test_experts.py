@@ -113,6 +113,20 @@ def test_gradients_of_gradients_equal_one_device(loops: str) -> None:
             torch.testing.assert_close(whole(mine), right)
 
 
+@pytest.mark.parametrize(
+    ("loops", "shape"),
+    [("ragged", (1,)), (("ragged", "t"), (1, 2)), (("hop", "ragged"), (2, 1)), (("hop", "ragged"), (1, 2)),
+     (("hop", "ragged"), (1, 1)), ((None, "ragged"), (2, 1))],
+)  # fmt: skip
+def test_exchanges_along_an_axis_of_one_rank_are_none(loops: Any, shape: tuple[int, ...]) -> None:
+    mesh = Mesh(shape, ("x", "y")[: len(shape)])
+    tensors, split = operands(), Layout(mesh, (Shard(0),) * len(shape))
+    expected = dshard.experts(dshard.mlp_experts(), *tensors)
+    with simulated(mesh):
+        found = dshard.experts(dshard.mlp_experts(), *laid_out(tensors, [split] * 5), loops=loops)
+        torch.testing.assert_close(whole(found), expected)
+
+
 def test_whole_tokens_of_split_experts_leave_a_partial_sum() -> None:
     with simulated(MESH):
         laid = laid_out(operands(), [WHOLE] * 3 + [SPLIT] * 2)
