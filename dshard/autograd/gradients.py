@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dshard.autograd.crossing import as_distributed
+from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.gathered_weights import stored_part
+from dshard.core.plain_tensors import alike_tensor
 from dshard.core.replaced_parameters import successor
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import call_torch
@@ -103,11 +104,17 @@ def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
-    """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd."""
+    """`x.data = value`: give `x` the layout and the local tensor of `value`, unseen by autograd.
+
+    A plain value, where it is alike on all ranks, is laid out as `x` is.
+    """
     x, value = args
     if not isinstance(value, Wrapper):
+        value, layout = alike_tensor(func, value.detach(), x._spec.layout.mesh), x._spec.layout
+        value = None if value is None else redistribute(value, layout)
+    if value is None:
         raise MixedError(
-            f"x.data = a plain torch.Tensor of shape {tuple(value.shape)}, of a distributed x: wrap it with "
+            f"x.data = a plain torch.Tensor of shape {tuple(args[1].shape)}, of a distributed x: wrap it with "
             "distribute_tensor(value, x.device_mesh, x.placements), or DTensor.from_local if each rank has a part"
         )
     with no_torch_function():

@@ -312,6 +312,16 @@ def _are_alike(tensors: Sequence[Tensor], meshes: Sequence[Mesh]) -> bool:
     return not any(map(_is_own, tensors))
 
 
+def alike_tensor(func: Function, x: Tensor, mesh: Mesh) -> Any:
+    """A plain operand of `func` as a replicated tensor, where plain ones count as that; None where they do not."""
+    if _COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated():
+        return replicated_tensor(x, mesh)
+    if not _are_alike([x], [mesh]):
+        return None
+    _put_down(comparisons_on(mesh), func, x, 1)
+    return replicated_tensor(x, mesh)
+
+
 def _is_own(x: Tensor) -> bool:
     """Whether a plain tensor may be this rank's own, or cannot be laid out, as sparse ones."""
     if isinstance(x, Wrapper):

@@ -294,6 +294,32 @@ def assigned() -> list[str]:
     return wrong
 
 
+def assigned_plain() -> list[str]:
+    """Plain values of the parameters of a model with whole batches, also of more rows, are laid out as these are."""
+    wrong, x = [], torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()
+    alone, model = (nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+    mesh = dshard.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("of", "models")
+    )  # on the other plain values are refused
+    dshard.parallelize(model, mesh, {"weight": [R, S0], "bias": [R, S0]}, x)
+    for rows in (3, 5):
+        values = torch.arange(4.0 * rows, dtype=torch.float64).view(rows, 4).cos(), torch.ones(rows).double()
+        for net in (alone, model):
+            for p, value in zip(net.parameters(), values, strict=True):
+                p.data, p.grad = value.clone(), None
+            net(x).square().sum().backward()
+        for p, right in zip(model.parameters(), alone.parameters(), strict=True):
+            grad: Any = p.grad
+            if not isinstance(p, DTensor) or p.placements != (R, S0) or not p.full_tensor().equal(right.data):
+                wrong.append(f"{rows} rows: {p}")
+            elif not torch.allclose(grad.full_tensor(), right.grad):
+                wrong.append(f"gradient of {rows} rows: {grad}")
+    own = model.weight.to_local()
+    with pytest.raises(MixedError, match=r"x\.data = a plain torch\.Tensor"):
+        model.weight.data = own
+    return wrong
+
+
 def refused() -> None:
     p: Any = nn.Parameter(distribute_tensor(torch.ones(4, 3), grid(), [S0, R]))
     with pytest.raises(MixedError, match=r"x.data = a plain torch.Tensor of shape \(4, 3\).*distribute_tensor\(value"):
@@ -380,7 +406,7 @@ def changed() -> list[str]:
 
 def of_data() -> list[str]:
     refused()
-    return assigned() + changed()
+    return assigned() + assigned_plain() + changed()
 
 
 @pytest.mark.ranks
