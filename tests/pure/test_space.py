@@ -11,7 +11,7 @@ from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
-from dshard.redistribute import Step, plan
+from dshard.redistribute import AllGather, AllReduce, ReduceScatter, Step, plan
 from dshard.redistribute.layout_state import LayoutEdge, State, step_seconds
 from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.space import Space
@@ -20,9 +20,9 @@ from dshard.rules.expand import Operand
 from dshard.rules.strategy import Constraints, Question
 from dshard.rules.strategy_choice import choose, strategies
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
-from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Measured, Topology
+from dshard.topology import BYTES, FLAT_CPU, FLAT_CUDA, Collective, Measured, Topology
 
-CUBE, GRID = Mesh((2, 2, 2), ("x", "y", "z")), Mesh((2, 2), ("x", "y"))
+CUBE, GRID, LINE = Mesh((2, 2, 2), ("x", "y", "z")), Mesh((2, 2), ("x", "y")), Mesh((4,), ("x",))
 HOSTS = Topology.preset("dgx-h100", nodes=2, ranks=4)
 POINTS = ((1000.0, 1e-5), (100000.0, 5e-3))
 SLOW = FLAT_CUDA.with_measured([Measured(CUBE, ("z",), 1e-4, 1e8, points=POINTS), Measured(GRID, ("x",), 1e-3, 1e6)])
@@ -44,6 +44,20 @@ def test_steps_on_one_axis_are_those_of_layouts(case: Redistribution, topology: 
     assert [step_of(space, space.state_of(src), move) for move in found] == steps
     assert [space.layout_of(move.there) for move in found] == [after(step, src) for step in steps]
     assert [move.seconds for move in found] == [step_seconds(step, src, shape, 4, topology) for step in steps]
+
+
+SECONDS = st.floats(1e-5, 1e-2)
+
+
+@given(st.sampled_from(["x:S(0)", "x:S(1)", "x:P(sum)"]), SHAPES, st.data())
+def test_gathers_over_gloo_can_be_joined_whatever_was_measured(src: str, shape: Shape, data: st.DataObject) -> None:
+    """Exchanges cannot: each gradient would take collectives of its own."""
+    kinds: tuple[Collective, ...] = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+    figures = [Measured(LINE, ("x",), data.draw(SECONDS), 1e9, kind) for kind in kinds]
+
+    found = plan(parse_layout(src, LINE), parse_layout("x:R", LINE), shape, 4, FLAT_CPU.with_measured(figures))
+
+    assert all(isinstance(step, AllGather | AllReduce | ReduceScatter) for step in found.steps)
 
 
 @given(LAID, layouts(CUBE, 2, partial=()), SHAPES, TOPOLOGIES)
