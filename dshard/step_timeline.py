@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.chrome import Bar, to_chrome
 from dshard.comm import MOVES, has_only_shape, listen
@@ -178,7 +177,7 @@ class StepTimeline:
         if is_for_shapes():  # nothing is kept of what is asked for shapes alone
             return self.call(func, args, kwargs)
         operands = tensors_in((args, kwargs))
-        before = {StorageWeakRef(tensor.untyped_storage()) for tensor in operands}
+        before = {x.untyped_storage()._cdata for x in operands}
         out = self.call(func, args, kwargs)
         outputs = tensors_in(out)
         if not (self.real or self.for_shapes) and any(x.dim() and not has_only_shape(x) for x in outputs):
@@ -187,12 +186,12 @@ class StepTimeline:
             self.events = [event for event in self.events if event.queue != "compute" or event.name == _COPY]
         if self.real and all(map(has_only_shape, outputs)):
             return out
-        self.memory.existed(before)
+        self.memory.existed(operands)
         if self.memory.add(outputs):
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
         if self.for_shapes and operands:
             self.levels.append((str(func), self.memory.alive()))
-        fresh = [t for t in outputs if StorageWeakRef(t.untyped_storage()) not in before]
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in before]
         call = LocalCall(func, args, kwargs, out, operands, fresh)
         if call.works and not MOVES.value():
             flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))

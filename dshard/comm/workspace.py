@@ -65,17 +65,12 @@ def borrowed_now() -> int:
     return sum(space.held for space in tuple(WORKSPACES))
 
 
-def in_use(sizes: Mapping[StorageWeakRef, int]) -> int:
-    """Bytes of the given storages that still exist, and of the buffers lent by workspaces.
+def pooled(sizes: Mapping[int, int]) -> int:
+    """Bytes of those storages, by address, that are buffers of workspaces: of them what is lent counts, by itself.
 
-    Free buffers of a workspace, which on real ranks persist between steps, are not in use.
+    Free buffers, which on real ranks persist between steps, are not in use.
     """
-    total = borrowed_now()
-    for ref, size in sizes.items():  # after each operator of a step
-        if not ref.expired():
-            total += size
-    kept = set().union(*(space.storages for space in tuple(WORKSPACES)))
-    return total - sum(sizes[ref] for ref in kept if ref in sizes and not ref.expired())
+    return sum([sizes.get(buffer.cdata, 0) for space in tuple(WORKSPACES) for buffer in space.storages])
 
 
 class Session:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from dshard.comm import plain
@@ -73,9 +72,9 @@ def seconds_of_local_work(run: Callable[[], object], topology: Topology) -> floa
 
     def called(func: Any, args: Args, kwargs: Kwargs) -> object:
         operands = tensors_in((args, kwargs))
-        before = {StorageWeakRef(x.untyped_storage()) for x in operands}
+        before = {x.untyped_storage()._cdata for x in operands}
         out = func(*args, **kwargs)
-        fresh = [x for x in tensors_in(out) if StorageWeakRef(x.untyped_storage()) not in before]
+        fresh = [x for x in tensors_in(out) if x.untyped_storage()._cdata not in before]
         calls.append(LocalCall(func, args, kwargs, out, operands, fresh))
         return out
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import ReferenceType, ref
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.events import unheard
 from dshard.comm.scoped import since_none
-from dshard.comm.workspace import borrowed_now, in_use
+from dshard.comm.workspace import borrowed_now, pooled
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
@@ -237,40 +238,45 @@ class OperatorMode(TorchDispatchMode):
 
 
 class Allocations:
-    """Storages that operators made, and their peak bytes, with the buffers lent by workspaces.
+    """Storages that operators made and that still exist, and their peak bytes, with the buffers lent by workspaces.
 
-    Storages in `known`, and those of operands that no operator made, existed before, and do not count.
+    Those of tensors in `known`, and those of operands that no operator made, existed before, and do not count.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self.known = {StorageWeakRef(x.untyped_storage()) for x in known}
-        self.sizes: dict[StorageWeakRef, int] = {}
-        self.total = 0  # of all in `sizes`, gone or not
-        self.most = 0
+        self.sizes: dict[int, int] = {}  # by address; an entry goes with its storage, before another has the address
+        self.storages: dict[int, ReferenceType[UntypedStorage]] = {}
+        self.total = self.most = 0
+        self.existed(known)
 
-    def existed(self, storages: set[StorageWeakRef]) -> None:
+    def existed(self, tensors: Iterable[Tensor]) -> None:
         """Take the storages of an operator's operands for known, unless an operator made them."""
-        self.known.update([ref for ref in storages if ref not in self.sizes])
+        for x in tensors:
+            self._note(x, 0)
 
     def add(self, outputs: Iterable[Tensor]) -> bool:
-        """Add the storages of an operator's outputs; return whether `alive` may exceed `most` now."""
-        for output in outputs:
-            storage = output.untyped_storage()
-            ref = StorageWeakRef(storage)
-            if ref not in self.sizes and ref not in self.known:
-                self.sizes[ref] = storage.nbytes()
-                self.total += storage.nbytes()
-        if self.total + borrowed_now() <= self.most:
-            return False
-        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
-        self.total = sum(self.sizes.values())
-        return True
+        """Add the storages of an operator's outputs; return whether `alive` exceeds `most` now."""
+        for x in outputs:
+            self._note(x, x.untyped_storage().nbytes())
+        return self.total + borrowed_now() > self.most
+
+    def _note(self, x: Tensor, size: int) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address not in self.sizes:
+            self.sizes[address] = size
+            self.total += size
+            self.storages[address] = ref(storage, partial(self._gone, address))
+
+    def _gone(self, address: int, storage: object) -> None:
+        self.total -= self.sizes.pop(address)
+        del self.storages[address]
 
     def alive(self) -> int:
         """Bytes of the storages that still exist, and of the buffers that workspaces have lent."""
-        return in_use(self.sizes)
+        return self.total + borrowed_now() - pooled(self.sizes)
 
     def clear(self) -> None:
-        """Forget the storages and the peak."""
-        self.sizes.clear()
+        """Count nothing of what there is now, and forget the peak."""
+        self.sizes = dict.fromkeys(self.sizes, 0)
         self.total = self.most = 0

@@ -177,14 +177,24 @@ class PlanSearch:
             own = planned(WAITED._replace(memory=middle, saved=saved))
             low, high = (low, middle) if fits(own) else (middle, high)
 
+    def least(self, tables: StepTables, plan: Plan, known: dict[tuple[Layout, ...], float]) -> float:
+        """What a strategy by name takes at least, or a sum that is too dear, `known` by the layouts of parameters."""
+        laid = tuple(stored(tables, plan).values())
+        if laid not in known:
+            best = self.best()
+            most = inf if best is None else MARGIN * best.plan.cost.seconds
+            known[laid] = least_of(tables, plan, most, self.deadline).bound
+        return known[laid]
+
     def add_named(self, named: Sequence[tuple[float, Plan]], mesh: Mesh, most: float) -> None:
         """Price strategies by name, each with what it takes at least, that may be the cheapest: `most` or the first.
 
         What a strategy stores says little of what it sends, so those of all axes of `mesh` alike are the first; then
         those come that mix the cheapest of these.
         """
-        waiting = [*named]
-        for tried in count():
+        traced = {(each.strategy, each.mesh) for each, _, _ in self.priced}
+        waiting = [each for each in named if (each[1].strategy, each[1].mesh) not in traced]
+        for tried in count(len(named) - len(waiting)):
             best = self.best()
             if self.is_over() or (best is not None and tried >= most):
                 break
@@ -347,16 +357,16 @@ def cheapest(
             search.add_planned(tables)
         if tables is None or any(each.tables is tables for each in search.priced):
             worth.add(unfolded)
-        bounds = dict[tuple[Layout, ...], float]()  # of names that store parameters alike
-        for plan in uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ():
+        bounds = dict[tuple[Layout, ...], float]()
+        plans = [*uniform(roles, unfolded)] if unfolded.ndim <= max(2, mesh.ndim) else []
+        plans.sort(key=lambda plan: not _is_of_alike(plan, mesh))
+        for plan in plans:
             if tables is None or limited or search.is_over():
                 named.append((0.0, plan))
                 continue
-            best, laid = search.best(), tuple(stored(tables, plan).values())
-            if laid not in bounds:
-                most = inf if best is None else MARGIN * best.plan.cost.seconds
-                bounds[laid] = least_of(tables, plan, most, search.deadline).bound
-            named.append((bounds[laid], plan))
+            named.append((search.least(tables, plan, bounds), plan))
+            if _is_of_alike(plan, mesh):  # before the time goes to others, and to finer meshes
+                search.add_named(named, mesh, NAMED)
     named.sort(key=lambda each: each[0])
     if not limited:
         search.add_named(named, mesh, inf if graph is None else NAMED)
@@ -365,11 +375,16 @@ def cheapest(
 
 def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
     """The place of a strategy by name among those to try: a mixture takes about the mean of what it mixes."""
-    parts = plan.strategy.split(" x ")
-    if plan.mesh == mesh and len(parts) == mesh.ndim and len({*parts}) == 1:
+    if _is_of_alike(plan, mesh):
         return 0, least
-    known = [of_alike[part] for part in parts if part in of_alike]
+    known = [of_alike[part] for part in plan.strategy.split(" x ") if part in of_alike]
     return (1, sum(known) / len(known)) if known else (2, least)
+
+
+def _is_of_alike(plan: Plan, mesh: Mesh) -> bool:
+    """Whether a strategy by name uses all axes of the mesh alike."""
+    parts = plan.strategy.split(" x ")
+    return plan.mesh == mesh and len(parts) == mesh.ndim and len({*parts}) == 1
 
 
 def _tables(

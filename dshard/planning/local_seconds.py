@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dshard.caches import Cache
 from dshard.comm import plain, planning
@@ -136,7 +135,7 @@ def _by_kernels(call: GraphCall, kernel: LocalOp | None, shapes: Sequence[Shape]
 
 def _saved(timeline: StepTimeline, results: Sequence[Tensor]) -> int:
     """The bytes alive of what a call has made, beside its results."""
-    storages = {StorageWeakRef(x.untyped_storage()) for x in results}
+    storages = {x.untyped_storage()._cdata for x in results}
     return timeline.memory.alive() - sum([timeline.memory.sizes.get(each, 0) for each in storages])
 
 

@@ -29,6 +29,7 @@ from dshard import (
 )
 from dshard.layout import Layout
 from dshard.parallel import Auto, Plan, Precision, model_plan, plan_model
+from dshard.parallel.auto import PlanSearch
 from dshard.parallel.plan_limits import Words, dim_words, limits_of, refined_axes
 from dshard.parallel.plan_values import Pins
 from dshard.parallel.trace_step import trace_step
@@ -205,6 +206,19 @@ def test_a_search_without_time_gives_a_plan_with_a_bound(case: str) -> None:
     assert 1.0 <= (hurried.certificate or 0.0) < float("inf")
     assert (hurried.bound or 0.0) <= free.search.seconds * (1 + 1e-8)
     assert len(hurried.search.tried) == 1
+
+
+def test_strategies_by_name_are_priced_before_the_mesh_is_refined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a search whose time ends is never dearer than they are."""
+    price, priced = PlanSearch.price, list[Plan]()
+    monkeypatch.setattr(PlanSearch, "price", lambda own, plan, *rest: priced.append(plan) or price(own, plan, *rest))
+
+    planned(Mesh((4,), ("x",)), seconds=1e9)
+
+    ndims = [plan.mesh.ndim for plan in priced]
+    assert ndims == sorted(ndims)
+    assert ndims[-1] > 1
+    assert {plan.strategy for plan in priced if plan.mesh.ndim == 1} >= {"data", "fsdp"}
 
 
 # -- what is refused
