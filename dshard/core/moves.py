@@ -30,7 +30,7 @@ from dshard.core.observe import ASKED, NEEDED, OBSERVERS, Decision, observed
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.transforms import is_below_autograd, is_wrapped
-from dshard.core.trees import leaves, replace_leaves, tensors_in
+from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import planned_collective
 from dshard.layout import Layout
@@ -48,7 +48,6 @@ from dshard.torch_private import (
     no_torch_function,
 )
 
-_COUNTS = DispatchKey.ADInplaceOrView
 _SAME = Cache("redistributions", record=True)
 _IN_ONE = frozenset({torch.float32, torch.float64})
 """The dtypes that every backend reduces in one collective."""
@@ -257,17 +256,35 @@ def sharing_version(operator: LocalOp) -> LocalOp:
 
     Views are of the device of what they view, also on ranks outside the mesh: `keeps_device`.
     """
+    run = _with_key(DispatchKey.ADInplaceOrView, operator, in_inference=False)
+    run.keeps_device = True  # type: ignore[attr-defined]
+    return run
+
+
+def resolving_conjugates(operator: LocalOp) -> LocalOp:
+    """`operator`, within which torch's kernels conjugate what they do lazily: below autograd they would leave it.
+
+    So would collectives, which read memory as it is: results are resolved.
+    """
 
     def run(*args: object, **kwargs: object) -> Any:
-        if not is_key_excluded(_COUNTS) or torch.is_inference_mode_enabled():
+        return replace_tensors(operator(*args, **kwargs), Tensor.resolve_conj)
+
+    return _with_key(DispatchKey.Conjugate, run, in_inference=True)
+
+
+def _with_key(key: DispatchKey, operator: LocalOp, *, in_inference: bool) -> LocalOp:
+    """`operator`, run with a dispatch key that torch excludes where it calls `__torch_dispatch__`."""
+
+    def run(*args: object, **kwargs: object) -> Any:
+        if not is_key_excluded(key) or (not in_inference and torch.is_inference_mode_enabled()):
             return operator(*args, **kwargs)
-        exclude_key(_COUNTS, False)  # below autograd torch excludes the key under which views share their counter
+        exclude_key(key, False)
         try:
             return operator(*args, **kwargs)
         finally:
-            exclude_key(_COUNTS, True)
+            exclude_key(key, True)
 
-    run.keeps_device = True  # type: ignore[attr-defined]
     return run
 
 

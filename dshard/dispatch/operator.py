@@ -32,7 +32,15 @@ from dshard.core.executable import (
     positions_of,
     wrap_as,
 )
-from dshard.core.moves import count_write, redistribute_local, replica_broadcasts, sending, sharing_version, write_local
+from dshard.core.moves import (
+    count_write,
+    redistribute_local,
+    replica_broadcasts,
+    resolving_conjugates,
+    sending,
+    sharing_version,
+    write_local,
+)
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
 from dshard.core.shared_memory import without_shared
@@ -216,6 +224,8 @@ def operator_executable(
 def _local_op(op: Operator, call: Call, strategy: Strategy, coordinate: Coordinate) -> LocalOp:
     """The local operator of the rank at `coordinate`: the rule's kernel, or the operator itself."""
     operator = with_meta_form(call.func) if op.kernel is None else op.kernel(call.at(strategy, coordinate))
+    if any(spec.dtype.is_complex for spec in call.specs):
+        operator = resolving_conjugates(operator)
     return sharing_version(operator) if views_first(call.func) else operator
 
 
@@ -349,6 +359,8 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     plans = tuple([plan_to(spec, layout, topology) for spec in specs])
     decision = Decision(str(func), tuple(map(operand_of, specs)), topology, plans=plans, why=why)
     local_op = seeded_op(func, mesh, device_of(mesh), kwargs) if random else with_meta_form(func)
+    if any(spec.dtype.is_complex for spec in specs):
+        local_op = resolving_conjugates(local_op)
     return Executable(
         decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish_replicated, func, layout)
     )
