@@ -34,7 +34,7 @@ OutputForm: TypeAlias = str | Sequence[Placement] | None
 
 LIBRARIES = ("transformers", "trl")
 """Libraries whose code combines the outputs of a model with plain tensors."""
-_PASSED = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
+PASSING = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
 """Libraries whose code passes on the outputs of a model."""
 
 
@@ -85,7 +85,7 @@ def _for_caller(out: Any, rows: Rows | None) -> Any:
     Such code indexes and concatenates them with plain tensors, as `generate` does. In a training step with a loss it
     uses only the loss, so the rest is not gathered.
     """
-    if is_dynamo_compiling() or not _is_model_output(out) or not asked_by(*LIBRARIES, through=_PASSED):
+    if is_dynamo_compiling() or not _is_model_output(out) or not asked_by(*LIBRARIES, through=PASSING):
         return out
     loss = out.get("loss")
     if torch.is_grad_enabled() and isinstance(loss, DTensor) and loss.requires_grad:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dshard.callers import callers
 from dshard.comm import group_rank, runtime_of
+from dshard.compile.graph_functions import skip_frame
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.trees import map_tensors
 from dshard.errors import LayoutError
@@ -25,7 +27,7 @@ from dshard.factories import zeros
 from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
-from dshard.parallel.boundary import Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
+from dshard.parallel.boundary import PASSING, Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.numbered_hooks import before
 from dshard.parallel.plan_values import Plan
@@ -52,15 +54,22 @@ else:
 class Adopted(_Model):
     """The mixin of a class that no module has by its name: a copy is made of it, and a pickle refused."""
 
+    @skip_frame
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The forward pass; a number of targets, by which a loss is divided, is that of the rows that this rank gives.
+        """The forward pass; to the Trainer a loss that its factor for other wrappers makes the right one.
 
-        The Trainer gives each rank that of all ranks, and multiplies the loss by the number of ranks, over which others
-        take the mean of gradients: so numbers that are added up give the loss of the global batch both times.
+        It counts the targets of all ranks, and multiplies the loss by the number of ranks, over which others take the
+        mean of gradients. Told not to, it counts those of each rank, which are added up here.
         """
         targets = kwargs.get("num_items_in_batch")
-        if targets is not None and not isinstance(targets, DTensor) and boundary_of(self).inputs.per_data_rank:
-            kwargs["num_items_in_batch"] = _added_up(targets, boundary_of(self).plan)
+        if targets is None or isinstance(targets, DTensor) or not boundary_of(self).inputs.per_data_rank:
+            return super().__call__(*args, **kwargs)  # laid out is what an outer model of peft was given
+        trainer = _trainer_that_calls()
+        if trainer is None:
+            return super().__call__(*args, **kwargs)
+        if trainer.args.average_tokens_across_devices:
+            return _with_loss(super().__call__(*args, **kwargs), 1 / data_ranks(self)[0], "labels" in kwargs)
+        kwargs["num_items_in_batch"] = _added_up(targets, boundary_of(self).plan)
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -78,7 +87,7 @@ class ParallelizedModel(Adopted):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether the model divides its loss by a number of targets that the Trainer counts, as its own class does."""
+        """Whether the Trainer gives the model a number of targets, as it gives the model's own class."""
         own = getattr(super(), "accepts_loss_kwargs", None)
         kinds = {each.kind for each in signature(type(self).forward).parameters.values()}
         return Parameter.VAR_KEYWORD in kinds if own is None else bool(own)
@@ -197,6 +206,22 @@ def global_batches(boundary: Boundary) -> Iterator[None]:
         yield
     finally:
         boundary.inputs, boundary.outputs = before
+
+
+def _trainer_that_calls() -> Any:
+    """The Trainer of transformers whose code calls a model, if that is who does."""
+    frame = next(f for f in callers() if f.f_globals.get("__name__", "").partition(".")[0] not in PASSING)
+    trainer = frame.f_locals.get("self") if frame.f_globals.get("__name__", "") == "transformers.trainer" else None
+    return trainer if hasattr(trainer, "args") else None
+
+
+def _with_loss(out: Any, factor: float, is_first: bool) -> Any:
+    """The outputs of a model with its loss, the first of a tuple, multiplied by a factor."""
+    if isinstance(out, dict):
+        if out.get("loss") is not None:
+            out["loss"] = out["loss"] * factor
+        return out
+    return (out[0] * factor, *out[1:]) if is_first and isinstance(out, tuple) else out
 
 
 def _added_up(number: Any, plan: Plan) -> DTensor:

@@ -308,17 +308,33 @@ def as_torchrun() -> Iterator[None]:
         yield
 
 
-def trains_under_the_trainer(folder: str, expected: list[list[float]], options: list[dict[str, Any]]) -> None:
+def tuned_model(kind: str) -> Any:
+    """A language model, one with adapters, or one whose loss counts its own labels, not those of a step."""
+    if kind == "own mean":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+        ids = {"decoder_start_token_id": 0, "pad_token_id": 2}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **ids, dropout_rate=0.0))
+    return with_adapters(language_model("llama")) if kind == "adapters" else language_model("llama")
+
+
+def trains_under_the_trainer(folder: str, expected: list[list[float]], cases: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     tokens = prompt()["input_ids"]
     with as_torchrun():
         for strategy in ("data", "fsdp"):
-            for losses, asked in zip(expected, options, strict=True):
+            for losses, (kind, asked) in zip(expected, cases, strict=True):
+                example = {"input_ids": tokens} | ({"labels": tokens} if kind == "own mean" else {})
                 model = dshard.parallelize(
-                    language_model("llama"), mesh_for(strategy), strategy, input_ids=tokens, inputs="per-data-rank"
+                    tuned_model(kind), mesh_for(strategy), strategy, **example, inputs="per-data-rank"
                 )
                 found = trained(model, folder, 1, **asked)
-                assert found == pytest.approx(losses, rel=1e-4), (strategy, asked)
+                assert found == pytest.approx(losses, rel=1e-4), (strategy, kind, asked)
+
+
+def refused_by_the_trainer(folder: str) -> None:
+    tokens = prompt()["input_ids"]
+    with as_torchrun():
         with pytest.raises(LayoutError, match=r"the Trainer gives each rank rows of its own.*inputs='per-data-rank'"):
             trained(parallel("llama", "fsdp"), folder, 1)
         model = dshard.parallelize(
@@ -336,10 +352,13 @@ def trains_under_the_trainer(folder: str, expected: list[list[float]], options: 
 def test_the_trainer_trains_as_on_one_device_or_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    of_ranks = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}
-    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2}, of_ranks, compiled]
-    expected = [trained(language_model("llama"), str(tmp_path), 4, **asked) for asked in options]
-    ranks.run(trains_under_the_trainer, str(tmp_path), expected, options, timeout=300)
+    accumulated = {"gradient_accumulation_steps": 2}
+    of_ranks = {**accumulated, "average_tokens_across_devices": False}
+    cases: list[tuple[str, dict[str, Any]]] = [("llama", each) for each in ({}, accumulated, of_ranks, compiled)]
+    cases += [("adapters", accumulated), ("own mean", accumulated), ("own mean", {})]
+    expected = [trained(tuned_model(kind), str(tmp_path), 4, **asked) for kind, asked in cases]
+    ranks.run(trains_under_the_trainer, str(tmp_path), expected, cases, timeout=300)
+    ranks.run(refused_by_the_trainer, str(tmp_path), timeout=300)
 
 
 def rehearsed_under_the_trainer(name: str, folder: str) -> tuple[bool, int, int]:
