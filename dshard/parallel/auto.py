@@ -49,7 +49,7 @@ MARGIN = 1.05
 """A strategy by name may be cheaper than its least by the prices of the planner says, by this factor."""
 PASSES = 4
 """Eliminations for the lower bound of a strategy by name."""
-NAMED = 8
+NAMED = 16
 """The most strategies by name that are traced beside plans that choose all layouts together."""
 MOST = 32
 """The most plans of a search that are noted."""
