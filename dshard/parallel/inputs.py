@@ -153,7 +153,9 @@ class Inputs:
         named.sort(key=lambda each: each.path)
         of_rank = gather_rows(own, self.plan.mesh, is_check=not self.per_data_rank)
         if len({row[0] for row in of_rank.values()}) > 1:
-            raise LayoutError(self.differ("other tensors, or tensors of other dtypes or sizes", of_rank, [0]))
+            lengths = ", as rows padded to other lengths, which padding='max_length' pads alike" * self.per_data_rank
+            what = f"other tensors, or tensors of other dtypes or sizes{lengths}"
+            raise LayoutError(self.differ(what, of_rank, [0]))
         if compares:
             self.draws.before = {}
             self.draws.differ = differing(of_rank, STATES, self.plan, self.per_data_rank)

@@ -222,6 +222,8 @@ def given_different_data() -> str:
         LayoutError, match=r"different data, x, on ranks \[2\] and ranks \[3\]: with inputs='per-data-rank'"
     ):
         rows(x + (rank == 3), y)
+    with pytest.raises(LayoutError, match=r"or sizes, as .*padding='max_length' pads alike, on ranks \[0, 1, 3\]"):
+        rows(x[:, : 6 - (rank == 2)])
     with pytest.raises(LayoutError, match=r"different data, x, on ranks \[0\] and ranks \[1\]"):
         rows(x[: 4 - (rank == 1)])
     model(x, y)  # raised on all ranks: they are still in step
