@@ -3,7 +3,9 @@
 Variables have values 0, 1, ...; a factor is a table of costs over some of them. A variable is eliminated by adding all
 factors that mention it, and taking the least over its values: a new factor over its neighbours. A factor that would
 have more than `limit` entries is made in several, each of some of the terms (mini-buckets, Dechter and Rish 2003):
-the sum of least values bounds the least sum from below, and is equal to it where nothing was cut.
+the sum of least values bounds the least sum from below, and is equal to it where nothing was cut. Before, what each of
+them takes at least for a value of the variable is shared out evenly among them, which makes the bound larger (moment
+matching, Flerova, Ihler, Dechter and Otten 2011).
 
 Tables are named. Eliminations of factors of the same names in the same pattern are one *node*, worked out once however
 often the problem has it: the blocks of a model that repeats one are as quick as one block, and variables between them
@@ -60,12 +62,14 @@ class _Elimination(NamedTuple):
 class EliminationOrder:
     """An order of elimination: its nodes, and the variables that each serves.
 
-    It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables, `roots` the
-    number of times that a node ends a part of the problem; `is_exact` says that no factor was cut.
+    It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables; `cuts` are the
+    numbers of nodes in order, those of one factor that was cut together; `roots` the number of times that a node ends a
+    part of the problem; `is_exact` says that no factor was cut.
     """
 
     tables: tuple[Hashable, ...]
     nodes: tuple[Node, ...]
+    cuts: tuple[tuple[int, ...], ...]
     eliminations: tuple[_Elimination, ...]
     roots: Mapping[int, int]
     is_exact: bool
@@ -76,14 +80,12 @@ class Solution:
     """The outcome of an elimination.
 
     `bound` is at most the least sum; `choice` a value for each variable, which gives the least sum if the order is
-    exact. `sums` are the tables of the nodes, `least` those without their variable.
+    exact. `tables` has what each node takes at least.
     """
 
     bound: float
     choice: tuple[int, ...]
-    order: EliminationOrder
-    sums: Sequence[Tensor]
-    least: Sequence[Tensor]
+    tables: _NodeTables
 
     def excess(self, deadline: Deadline = ENDLESS) -> dict[int, Tensor]:
         """By how much the values of variables exceed the bound: min-marginals.
@@ -95,17 +97,17 @@ class Solution:
         Raises:
             TimeIsOver: the deadline came first.
         """
-        order, sums, least = self.order, self.sums, self.least
-        outside: list[Tensor | None] = [None] * len(sums)
+        order, least = self.tables.order, self.tables.least
+        outside: list[Tensor | None] = [None] * len(least)
         for root in order.roots:
             outside[root] = -least[root]
-        own: list[Tensor] = [torch.empty(0)] * len(sums)
-        for number in range(len(sums) - 1, -1, -1):
+        own: list[Tensor] = [torch.empty(0)] * len(least)
+        for number in range(len(least) - 1, -1, -1):
             deadline.check()
             beyond = outside[number]
             assert beyond is not None
-            total = sums[number] + beyond.unsqueeze(-1)
-            own[number] = total.amin(tuple(range(total.dim() - 1))) if total.dim() > 1 else total
+            total = self.tables.total(number).add_(beyond.unsqueeze(-1))
+            own[number] = _marginal(total)
             for child, dims in order.nodes[number].terms:
                 if child < 0:
                     continue
@@ -139,7 +141,10 @@ class _Made:
 
 
 _Key: TypeAlias = tuple[int, ...]
-"""A node in numbers alone, which are quick to hash: its dims, and of each term the node and the dims."""
+"""A node in numbers alone, which are quick to hash: its dims, and of each term the node and the dims.
+
+One of several of a cut has the kind of that, too, as what it takes depends on the others.
+"""
 
 
 class _Cut(NamedTuple):
@@ -176,7 +181,7 @@ class _Orderer:
         self.waiting: list[_Rank] = []
 
     def run(self) -> EliminationOrder:
-        eliminations, roots, is_exact = list[_Elimination](), dict[int, int](), True
+        eliminations, roots, cuts = list[_Elimination](), dict[int, int](), dict[tuple[int, ...], None]()
         self._look(range(len(self.sizes)))
         while self.waiting:
             rank = heapq.heappop(self.waiting)
@@ -188,16 +193,17 @@ class _Orderer:
                     continue
                 cut = self.cuts[variable]
                 assert cut is not None
-                is_exact = is_exact and len(cut.nodes) < 2
-                made = [self.numbers.setdefault(node, len(self.numbers)) for node in cut.nodes]
+                made = tuple([self.numbers.setdefault(node, len(self.numbers)) for node in cut.nodes])
+                if made:
+                    cuts[made] = None
                 for node, rest in zip(made, cut.rests, strict=True):
                     if not rest:
                         roots[node] = roots.get(node, 0) + 1
                 eliminations.append(_Elimination(variable, tuple(zip(made, cut.rests, strict=True))))
                 near |= self._eliminate(variable, cut, made)
             self._look(near)
-        nodes = tuple([self.nodes[key] for key in self.numbers])
-        return EliminationOrder(tuple(self.names), nodes, tuple(eliminations), roots, is_exact)
+        nodes, is_exact = tuple([self.nodes[key] for key in self.numbers]), all(len(cut) == 1 for cut in cuts)
+        return EliminationOrder(tuple(self.names), nodes, tuple(cuts), tuple(eliminations), roots, is_exact)
 
     def _add(self, factor: _Made) -> None:
         for variable in factor.variables:
@@ -242,13 +248,17 @@ class _Orderer:
         factors = list(self.of[variable])
         if not factors:
             return _Cut((), (), 0, 0, self.kinds.setdefault((), len(self.kinds)))
-        node, rest, size = self._node(variable, factors)
-        nodes, rests = (node,), (rest,)
-        if size > self.limit:
-            nodes, rests, sizes = zip(*[self._node(variable, own) for own in self._groups(factors)], strict=True)
-            size = sum(sizes)
-        depth = max([factor.depth for factor in factors])
-        return _Cut(nodes, rests, size, depth, self.kinds.setdefault(nodes, len(self.kinds)))
+        made = [self._node(variable, factors)]
+        if made[0][-1] > self.limit:
+            made = [self._node(variable, own) for own in self._groups(factors)]
+        nodes = tuple([node for node, _, _ in made])
+        if len(made) > 1:
+            kind = self.kinds.setdefault(nodes, len(self.kinds))
+            self.nodes |= {(*node, kind): self.nodes[node] for node in nodes}
+            nodes = tuple([(*node, kind) for node in nodes])
+        size, depth = sum([size for _, _, size in made]), max([factor.depth for factor in factors])
+        kind = self.kinds.setdefault(nodes, len(self.kinds))
+        return _Cut(nodes, tuple([rest for _, rest, _ in made]), size, depth, kind)
 
     def _node(self, variable: int, factors: list[_Made]) -> tuple[_Key, tuple[int, ...], int]:
         """The node that adds these factors, the variables that are left there, and the entries of its table."""
@@ -296,22 +306,52 @@ def solve(order: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: 
     Raises:
         TimeIsOver: the deadline came first.
     """
-    given = [tables[name] for name in order.tables]
-    sums, least = list[Tensor](), list[Tensor]()
-
-    def table(number: int) -> Tensor:
-        return given[-1 - number] if number < 0 else least[number]
-
-    for node in order.nodes:
+    of_nodes = _NodeTables(order, [tables[name] for name in order.tables])
+    for cut in order.cuts:
         deadline.check()
-        terms = [_aligned(table(term.node), term.dims, node.ndim) for term in node.terms]
-        total = terms[0]
+        of_nodes.add(cut)
+    bound = sum([float(of_nodes.least[root]) * times for root, times in order.roots.items()])
+    return Solution(bound, _choice(order, of_nodes.table), of_nodes)
+
+
+class _NodeTables:
+    """What the nodes of an order take at least, without their variable: with it tables are larger, and made anew.
+
+    `shifts` have what each node of a cut gives to the others, for each value of the variable.
+    """
+
+    def __init__(self, order: EliminationOrder, given: Sequence[Tensor]) -> None:
+        self.order, self.given = order, given
+        self.least, self.shifts = list[Tensor](), dict[int, Tensor]()
+
+    def add(self, cut: Sequence[int]) -> None:
+        """Add the nodes that are next: of several each takes as much at least for each value of their variable."""
+        if len(cut) > 1:
+            own = [_marginal(self.total(number)) for number in cut]
+            mean = torch.stack(own).mean(0)
+            self.shifts |= {n: torch.where(mean.isinf(), inf, mean - x) for n, x in zip(cut, own, strict=True)}
+        self.least += [self.total(number).amin(-1) for number in cut]
+
+    def table(self, number: int) -> Tensor:
+        """The table of a term."""
+        return self.given[-1 - number] if number < 0 else self.least[number]
+
+    def total(self, number: int) -> Tensor:
+        """The sum of a node's terms, in memory of its own."""
+        node = self.order.nodes[number]
+        terms = [_aligned(self.table(term.node), term.dims, node.ndim) for term in node.terms]
+        if number in self.shifts:
+            terms.append(self.shifts[number])
+        shape = torch.broadcast_shapes(*[term.shape for term in terms])
+        total = terms[0].expand(shape).clone(memory_format=torch.contiguous_format)
         for term in terms[1:]:
-            total = total + term
-        sums.append(total)
-        least.append(total.amin(-1))
-    bound = sum([float(least[root]) * times for root, times in order.roots.items()])
-    return Solution(bound, _choice(order, table), order, sums, least)
+            total += term
+        return total
+
+
+def _marginal(total: Tensor) -> Tensor:
+    """The least of a table for each value of its last variable."""
+    return total.amin(tuple(range(total.dim() - 1))) if total.dim() > 1 else total
 
 
 def _aligned(table: Tensor, dims: Sequence[int], ndim: int) -> Tensor:

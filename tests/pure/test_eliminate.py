@@ -65,6 +65,20 @@ def test_no_choice_has_a_smaller_sum(problem: Problem, limit: int) -> None:
             assert solution.bound + float(excess[value]) <= with_value + 1e-12
 
 
+def test_parts_of_a_cut_agree_on_their_variable() -> None:
+    """Each part alone takes nothing for a value of the variable for which the other one takes 1."""
+    tables: dict[object, Tensor] = {
+        "first": torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64),
+        "second": torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64),
+    }
+    factors = [NamedTable("first", (0, 1)), NamedTable("second", (0, 2))]
+    order = elimination_order([2, 2, 2], [*factors, NamedTable("none", (1, 2))], 4)
+    solution = solve(order, tables | {"none": torch.zeros(2, 2, dtype=torch.float64)})
+
+    assert not order.is_exact
+    assert solution.bound == 1.0
+
+
 def test_alike_parts_are_one_node() -> None:
     """A row of a thousand equal blocks takes a few nodes more than a row of ten."""
 
