@@ -192,8 +192,8 @@ class PlanSearch:
         What a strategy stores says little of what it sends, so those of all axes of `mesh` alike are the first; then
         those come that mix the cheapest of these.
         """
-        traced = {(each.strategy, each.mesh) for each, _, _ in self.priced}
-        waiting = [each for each in named if (each[1].strategy, each[1].mesh) not in traced]
+        known = {(each.strategy, each.mesh) for each, _, _ in self.priced}
+        waiting = [each for each in named if (each[1].strategy, each[1].mesh) not in known]
         for tried in count(len(named) - len(waiting)):
             best = self.best()
             if self.is_over() or (best is not None and tried >= most):
