@@ -88,7 +88,7 @@ class IndexExchange:
         local = self.layout.local_shape(self.shapes[0], at)
         return prod(n for dim, n in enumerate(local) if dim != self.dim)
 
-    @cached("index exchanges", 16384)
+    @cached("exchanges", 16384)
     def sizes(self, at: Coordinate) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of elements that the rank at `at` sends to, and receives from, each rank of its group."""
         peers, others = self.layout.mesh.peers(self.axes, at), self.others(at)
@@ -96,7 +96,7 @@ class IndexExchange:
         recv = tuple(sum(len(places) for _, places in self.pieces(peer, at)) * others for peer in peers)
         return send, recv
 
-    @cached("index exchanges", 16384)
+    @cached("exchanges", 16384)
     def busiest(self) -> int:
         """The number of elements that the busiest rank receives from its peers; 0 if nothing is sent."""
         return max(self._received(at) for at in self.layout.mesh.peers(self.axes, (0,) * self.layout.mesh.ndim))
@@ -108,7 +108,7 @@ class IndexExchange:
         own = sum(len(places) for _, places in self.pieces(at, at))
         return (every - own) * self.others(at)
 
-    @cached("index exchanges", 16384)
+    @cached("exchanges", 16384)
     def pack(self, at: Coordinate) -> LocalOp:
         """Pack the elements that each peer needs from the local operands into a flat buffer."""
         peers = self.layout.mesh.peers(self.axes, at)
@@ -124,7 +124,7 @@ class IndexExchange:
 
         return run
 
-    @cached("index exchanges", 16384)
+    @cached("exchanges", 16384)
     def unpack(self, at: Coordinate, fill: float) -> LocalOp:
         """Unpack the received elements of each peer into the local output."""
         peers, mine = self.layout.mesh.peers(self.axes, at), self.needed(at)

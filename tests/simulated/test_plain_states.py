@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import DTensor, Mesh, MixedError, distribute_tensor, manual_seed, parallelize
+from dshard.comm.rank_tensors import per_rank
 from dshard.placements import Replicate, Shard
 from dshard.testing import simulated, whole
 
@@ -98,14 +99,19 @@ def test_a_step_with_plain_states_is_that_of_one_device(name: str, plan: str) ->
     torch.testing.assert_close([p.detach() for p in laid_out], [p.detach() for p in alone])
 
 
-def test_a_plain_target_in_a_closure_is_refused() -> None:
+def unlike(mesh: Mesh, *shape: int) -> Tensor:
+    """A plain tensor of which each rank has other values."""
+    return per_rank(mesh, lambda rank: torch.full(shape, float(rank), dtype=torch.double))
+
+
+def test_a_plain_target_that_ranks_do_not_share_is_refused_in_a_closure() -> None:
     mesh = PLANS["fsdp"]
     with simulated(mesh):
         model = parallelize(build(), mesh, "fsdp", X)
         optimizer = Stepping(model.parameters(), *OPTIMIZERS["factored moments"])
 
         with pytest.raises(MixedError):
-            optimizer.step(lambda: F.mse_loss(model(X), torch.ones(4, 3, dtype=torch.double)).backward())
+            optimizer.step(lambda: F.mse_loss(model(X), unlike(mesh, 4, 3)).backward())
 
 
 def test_a_step_that_raises_leaves_plain_tensors_refused() -> None:
@@ -120,7 +126,7 @@ def test_a_step_that_raises_leaves_plain_tensors_refused() -> None:
         with pytest.raises(KeyError):
             Stepping(model.parameters(), lambda grad: [], fail).step()
         with pytest.raises(MixedError), torch.no_grad():
-            model[0].weight * torch.ones(7, 5, dtype=torch.double)  # type: ignore[index]
+            model[0].weight * unlike(mesh, 7, 5)  # type: ignore[index]
 
 
 def test_sparse_values_do_not_depend_on_the_mesh() -> None:

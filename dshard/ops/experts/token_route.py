@@ -71,7 +71,7 @@ class TokenExchange:
         """The dtype of the code of a pair: where its row and its expert are on the rank that has the expert."""
         return torch.int32 if self.tokens * max(1, self.total) < 2**31 else torch.int64
 
-    @cached("token exchanges", 4096)
+    @cached("exchanges", 4096)
     def held(self, at: Coordinate) -> Held:
         """The experts that each rank in the group of the rank at `at` has, or reaches later."""
         mesh = self.experts.mesh
@@ -162,7 +162,7 @@ class TokenExchange:
         rows, shares = self.routing.row_shares(self._every(), k), self.routing.shares(self.total, k)
         return tuple([sum(rows[e.start : e.stop]) for e in held]), tuple([sum(shares[e.start : e.stop]) for e in held])
 
-    @cached("token exchanges", 4096)
+    @cached("exchanges", 4096)
     def _every(self) -> Held:
         """The experts of each rank in order, or of the ranks that one reaches later: of this group, and of others."""
         mesh = self.experts.mesh
@@ -246,7 +246,7 @@ def _counts_or_error(rows: Tensor, pairs: Tensor, expert: Tensor, wrong: Tensor)
     return torch.where(wrong[at], error, counts)
 
 
-@cached("token exchanges", 1024)
+@cached("exchanges", 1024)
 def _owners(held: Held, total: int, device: torch.device) -> Tensor:
     """The rank that has each expert, as its number in the group, behind all for none."""
     owners = torch.full((total + 1,), len(held))

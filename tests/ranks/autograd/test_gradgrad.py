@@ -133,7 +133,7 @@ def on_ranks(names: list[str], shape: tuple[int, ...], seed: int, draws: int) ->
 
 @pytest.mark.ranks
 def test_second_derivatives_of_operators_on_real_ranks(ranks: RankPool) -> None:
-    check_operators(ranks, list(SAMPLES)[::40], (2, 2), 0)
+    check_operators(ranks, list(SAMPLES)[::35], (2, 2), 0)
 
 
 @pytest.mark.ranks

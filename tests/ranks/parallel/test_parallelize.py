@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import ArgumentError, LayoutError, Mesh, Replicate, Shard, distribute_tensor, trace
 from dshard.comm import plain
+from dshard.comm.rank_tensors import per_rank
 from dshard.parallel import parallelize
 from dshard.testing import RankPool, rank_pool, simulated, whole
 from dshard.tools.demo.vit import build as build_demo
@@ -248,13 +249,13 @@ def test_tied_weights_stay_one_and_their_gradients_add_up(strategy: str) -> None
         torch.testing.assert_close(whole(model.table.weight.grad), alone.table.weight.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_plain_tensors_outside_the_model_are_refused_still() -> None:
+def test_plain_tensors_that_ranks_do_not_share_are_refused_outside_the_model() -> None:
     mesh, model = Mesh((2,), ("tp",)), Tied()
     with simulated(mesh):
         parallelize(model, mesh, "megatron", torch.arange(4).view(2, 2))
         out = model(torch.arange(4).view(2, 2))
         with pytest.raises(dshard.MixedError, match="a plain torch"):
-            out + torch.ones(32)
+            out + per_rank(mesh, lambda rank: torch.full((32,), rank))
 
 
 class FailsOnce(nn.Module):
@@ -278,7 +279,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
         model.fails = False
         out = model(x)
         with pytest.raises(dshard.MixedError):
-            out + torch.ones(4)
+            out + per_rank(mesh, lambda rank: torch.full((4,), rank))
 
 
 # -- twice
