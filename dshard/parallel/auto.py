@@ -365,8 +365,10 @@ def cheapest(
                 named.append((0.0, plan))
                 continue
             named.append((search.least(tables, plan, bounds), plan))
-            if _is_of_alike(plan, mesh):  # before the time goes to others, and to finer meshes
+            if _is_of_alike(plan, mesh):  # before the time goes to bounds of others
                 search.add_named(named, mesh, NAMED)
+        if unfolded == mesh and tables is not None and not limited:  # before it goes to finer meshes
+            search.add_named(named, mesh, NAMED)
     named.sort(key=lambda each: each[0])
     if not limited:
         search.add_named(named, mesh, inf if graph is None else NAMED)
