@@ -330,7 +330,7 @@ class _NodeTables:
             own = [_marginal(self.total(number)) for number in cut]
             mean = torch.stack(own).mean(0)
             self.shifts |= {n: torch.where(mean.isinf(), inf, mean - x) for n, x in zip(cut, own, strict=True)}
-        self.least += [self.total(number).amin(-1) for number in cut]
+        self.least += [self.total(number).amin(-1) for number in dict.fromkeys(cut)]  # alike parts are one node
 
     def table(self, number: int) -> Tensor:
         """The table of a term."""

@@ -79,6 +79,27 @@ def test_parts_of_a_cut_agree_on_their_variable() -> None:
     assert solution.bound == 1.0
 
 
+def test_alike_parts_of_a_cut_count_as_often_as_they_are_there() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables: dict[object, Tensor] = {
+        name: torch.rand(2, 2, dtype=torch.float64, generator=generator) for name in ("twice", "once", "apart")
+    }
+    factors = [NamedTable("twice", (0, 1)), NamedTable("twice", (0, 2)), NamedTable("once", (1, 2))]
+    factors += [NamedTable("apart", (3, 4))]
+    order = elimination_order([2] * 5, factors, 3)
+    solution = solve(order, tables)
+
+    choices = list(product(range(2), repeat=5))
+    sums = [total(factors, tables, choice) for choice in choices]
+    assert not order.is_exact
+    assert any(len({*cut}) < len(cut) for cut in order.cuts)
+    assert solution.bound <= min(sums) + 1e-12
+    for variable, excess in solution.excess().items():
+        for value in range(2):
+            own = min([each for each, choice in zip(sums, choices, strict=True) if choice[variable] == value])
+            assert solution.bound + float(excess[value]) <= own + 1e-12
+
+
 def test_alike_parts_are_one_node() -> None:
     """A row of a thousand equal blocks takes a few nodes more than a row of ten."""
 
