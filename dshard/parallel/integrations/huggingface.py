@@ -210,8 +210,11 @@ def global_batches(boundary: Boundary) -> Iterator[None]:
 
 def _trainer_that_calls() -> Any:
     """The Trainer of transformers whose code calls a model, if that is who does."""
-    frame = next(f for f in callers() if f.f_globals.get("__name__", "").partition(".")[0] not in PASSING)
-    trainer = frame.f_locals.get("self") if frame.f_globals.get("__name__", "") == "transformers.trainer" else None
+    outside = (f for f in callers() if f.f_globals.get("__name__", "").partition(".")[0] not in PASSING)
+    frame = next(outside, None)  # none in a thread that a library runs
+    if frame is None or frame.f_globals.get("__name__", "") != "transformers.trainer":
+        return None
+    trainer = frame.f_locals.get("self")
     return trainer if hasattr(trainer, "args") else None
 
 
