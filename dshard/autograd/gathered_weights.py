@@ -72,14 +72,22 @@ class GatheredWeights:
 
 def versions_of(stored: Sequence[Wrapper]) -> list[tuple[int, int, int, int]]:
     """The versions of weights, which change when a weight is written to or replaced, the last by a write to `data`."""
-    return [_version(x) for x in stored]
+    locals = [x._local_tensor for x in stored]
+    writes = [getattr(getattr(local, "_view_syncs", None), "writes", 0) for local in locals]
+    with no_torch_function():  # which would take longer than all else here
+        return list(zip(map(id, locals), _counts_of(locals), _counts_of(stored), writes, strict=True))
 
 
 def _version(x: Wrapper) -> tuple[int, int, int, int]:
-    local = x._local_tensor
-    writes: int = getattr(getattr(local, "_view_syncs", None), "writes", 0)
-    with no_torch_function():  # which would take longer than all else here
-        return id(local), _count_of(local), _count_of(x), writes
+    return versions_of((x,))[0]
+
+
+def _counts_of(xs: Sequence[Tensor]) -> list[int]:
+    """`_count_of` each of some tensors."""
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:
+        return [_count_of(x) for x in xs]
 
 
 def _count_of(x: Tensor) -> int:
@@ -218,20 +226,23 @@ class GatheredUse:
         """The gathered weights as distributed tensors, recorded by autograd."""
         assert self.gathered is not None
         local = self.gathered.local()
-        needs = [i for i, x in enumerate(self.stored) if x.requires_grad and torch.is_grad_enabled()]
-        out: list[Wrapper] = [wrap(x, move.spec) for x, move in zip(local, self.moves, strict=True)]
-        if needs:
-            recorded = GatherTogether.apply(self, needs, *[self.stored[i] for i in needs])  # type: ignore[no-untyped-call]
-            for i, x in zip(needs, recorded, strict=True):
-                out[i] = x
+        with no_torch_function():
+            needs = [i for i, x in enumerate(self.stored) if x.requires_grad] if torch.is_grad_enabled() else []
+        recorded = GatherTogether.apply(self, needs, *[self.stored[i] for i in needs]) if needs else ()  # type: ignore[no-untyped-call]
+        known = dict(zip(needs, recorded, strict=True))
+        every = enumerate(zip(local, self.moves, strict=True))
+        out: list[Wrapper] = [known[i] if i in known else wrap(x, move.spec) for i, (x, move) in every]
         pairs = enumerate(zip(self.stored, out, strict=True))
         self.parts = {i: StoredPart(x, w, i, self.gathered) for i, (x, w) in pairs if _storage(x) != _storage(w)}
         return out
 
     def write_back(self) -> None:
         """Write what was written to the local tensors alone to the stored weights; after the forward pass."""
-        for part in self.parts.values():
-            part.write_back()
+        parts = [*self.parts.values()]
+        counts, versions = _counts_of([part.copy for part in parts]), versions_of([part.x for part in parts])
+        if counts != [part.version for part in parts] or versions != [part.versions[part.i] for part in parts]:
+            for part in parts:
+                part.write_back()
         self.parts = {}  # which hold the memory of the gathered weights
 
     def free(self) -> None:
