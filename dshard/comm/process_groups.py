@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.comm.backends import Backend
 from dshard.errors import MeshError
@@ -83,9 +84,10 @@ class LocalShape(NamedTuple):
 class Worlds:
     """The current process group of all ranks, a count of such groups, and this process's state on the current one.
 
-    `groups` has process groups by ranks and tag, `named` the groups of meshes by the name of the process group. `waits`
-    counts the waits on each by `Group.key`, `broken` the groups between meshes that were broken off, and `failures` the
-    errors that this rank has published. `strayed` is the text of an error that other ranks raised because this rank
+    `groups` has process groups by ranks and tag, `named` the groups of meshes by the name of the process group,
+    `meshes` the meshes that `init_device_mesh` made, by its arguments. `waits` counts the waits on each by
+    `Group.key`, `broken` the groups between meshes that were broken off, and `failures` the errors that this rank has
+    published. `strayed` is the text of an error that other ranks raised because this rank
     published it. `even_parts` has the shapes that `from_local` has assumed on all ranks, by layout, with their numbers.
     """
 
@@ -93,6 +95,7 @@ class Worlds:
     count: int = 0
     groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = field(default_factory=dict)
     named: dict[str, Group] = field(default_factory=dict)
+    meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = field(default_factory=dict)
     waits: dict[str, list[int]] = field(default_factory=dict)
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
@@ -103,7 +106,7 @@ class Worlds:
         """Return the state for `world`, reset if it is another world than before."""
         if world is not self.world:
             self.world, self.count, self.groups, self.waits = world, self.count + 1, {}, {}
-            self.named, self.even_parts = {}, {}
+            self.named, self.meshes, self.even_parts = {}, {}, {}
             self.broken, self.failures, self.strayed = Counter(), 0, None
         return self
 

@@ -25,6 +25,7 @@ from dshard.comm.process_groups import (
     group_with_shared_waits,
     hosts_of,
     process_group_of,
+    this_world,
 )
 from dshard.comm.scoped import Scoped
 from dshard.errors import MeshError
@@ -181,7 +182,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """torch's `init_device_mesh`: a mesh of all ranks of the world, with a process group for each axis.
 
-    A mesh of one rank in a process that nothing has started ranks for, such as a notebook, makes a world of one.
+    A mesh of one rank in a process that nothing has started ranks for, such as a notebook, makes a world of one. The
+    same arguments give the same mesh: an idle group of gloo wakes its thread a hundred times a second as long as it is.
     """
     mesh_shape = sizes_of(mesh_shape)
     device_type = _device_type(device_type)
@@ -203,8 +205,13 @@ def init_device_mesh(
             "start more processes or shrink the mesh"
         )
     late("torch._dynamo")  # the first operator needs it, and takes seconds to import it: here no other rank waits
+    key = (device_type, mesh_shape, mesh_dim_names)
+    existing = this_world().meshes.get(key) if dist.is_initialized() else None
+    if existing is not None:
+        return existing
     with disable_modes():  # in FakeTensorMode the numbers of the ranks could not be read
-        return _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+        made = _init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+    return this_world().meshes.setdefault(key, made)
 
 
 def _device_type(name: object) -> str:

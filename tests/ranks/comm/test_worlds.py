@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +119,21 @@ def steps_of_a_thread_in_a_wait() -> int:
 def test_threads_run_while_a_graph_waits(ranks: RankPool) -> None:
     """Gloo's do, to let go of the tensors of a collective that has ended: a wait that stopped them would not end."""
     assert min(ranks.run(steps_of_a_thread_in_a_wait)[:3]) > 3
+
+
+def threads_of_a_mesh_made_again() -> tuple[bool, bool, int]:
+    """Whether the same arguments give the same mesh, whether other names do, and the threads that it has added."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("again", "inner"))
+    before = len(os.listdir("/proc/self/task"))
+    same = all(init_device_mesh("cpu", (2, 2), mesh_dim_names=("again", "inner")) is mesh for _ in range(3))
+    added = len(os.listdir("/proc/self/task")) - before
+    return same, init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "inner")) is mesh, added
+
+
+@pytest.mark.ranks
+def test_a_mesh_made_again_has_no_groups_of_its_own(ranks: RankPool) -> None:
+    """A group of gloo has three threads, one of which wakes a hundred times a second while nothing is sent."""
+    assert ranks.run(threads_of_a_mesh_made_again) == [(True, False, 0)] * 4
 
 
 def in_two_threads() -> list[str]:
