@@ -89,13 +89,15 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         refuse_own_rules(str(func), types)
     if func is _DETACH:
         x = args[0]
-        if "_lazy_local" in x.__dict__:  # a gradient that is accumulated may be in flight
+        in_inference = torch.is_inference_mode_enabled()
+        if "_lazy_local" in x.__dict__ and not in_inference:  # a gradient that is accumulated may be in flight
             return wrap_in_flight(x._lazy_local, x._spec)
         if type(x._local_tensor) is Tensor and x._view_sync is None and not OBSERVERS:
             with no_torch_function():
                 start = x.storage_offset()
             # not a view of `_local_tensor`, which would have a version counter of its own
-            return wrap(x._local_tensor, x._spec, start)
+            wrap_one = partial(wrap_inference_view, x) if in_inference else wrap
+            return wrap_one(x._local_tensor, x._spec, start)
     elif func is _ADD and not kwargs and "_lazy_local" in getattr(args[1], "__dict__", ()) and add_later(*args):
         return args[0]
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id

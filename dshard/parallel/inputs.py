@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ranks, warn_user
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.signature import Args, Kwargs
+from dshard.core.transforms import unwrapped
 from dshard.core.trees import map_tensors, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
@@ -22,7 +23,7 @@ from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, RowsOfRanks, differing, ranks_alike, ranks_by_value, states
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
-from dshard.torch_private import is_transforming
+from dshard.torch_private import is_functorch_wrapped, is_transforming
 from dshard.validate import check_one_of, check_type
 
 Mode: TypeAlias = Literal["global", "per-data-rank"]
@@ -226,7 +227,10 @@ def _is_constant(x: Tensor) -> bool:
 
 
 def _is_plain(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DISTRIBUTED)
+    """Whether `x` is a plain tensor: no distributed one, nor what a transform of torch.func wraps around one."""
+    if not isinstance(x, Tensor) or isinstance(x, DISTRIBUTED):
+        return False
+    return not (is_functorch_wrapped(x) and isinstance(unwrapped(x), DISTRIBUTED))
 
 
 def have_values(plain: Sequence[Tensor]) -> bool:

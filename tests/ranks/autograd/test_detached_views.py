@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -25,16 +26,17 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 def stale() -> list[str]:
     mesh, wrong = dshard.init_device_mesh("cpu", (4,)), []
-    for name, write in WRITES.items():
-        for first in (False, True):
-            right, h = torch.ones(6, 2), distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+    for (name, write), first, inference in product(WRITES.items(), (False, True), (False, True)):
+        right, h = torch.ones(6, 2), distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+        with torch.inference_mode(inference):  # in which what is detached of `h` counts writes with it
             early = h.detach(), h.data
             expected, g = right[1:3], h[1:3]
             for x, of in ((right, None), (h, early)):
                 write(of[0] if first and of is not None else x)
-            wrong += [f"{name}: {first}"] * (not torch.equal(g.full_tensor(), expected))
-            wrong += [f"{name}, itself: {first}"] * (not torch.equal(h.full_tensor(), right))
-            del early
+            wrong += [f"{name}: {first}, {inference}"] * (not torch.equal(g.full_tensor(), expected))
+            wrong += [f"{name}, itself: {first}, {inference}"] * (not torch.equal(h.full_tensor(), right))
+            wrong += [f"{name}: of inference"] * early[0].is_inference()
+        del early
     return wrong
 
 

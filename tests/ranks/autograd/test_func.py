@@ -412,3 +412,33 @@ def of_data() -> list[str]:
 @pytest.mark.ranks
 def test_data_takes_the_layout_and_memory_of_what_it_is_given(ranks: RankPool) -> None:
     assert ranks.run(of_data, timeout=120) == [[]] * 4
+
+
+# -- through a parallelized model
+
+
+def of_inputs() -> list[str]:
+    """Derivatives by what a parallelized model is given, beside those of one device."""
+    wrong, x = [], torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()
+    made = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in "ab"]
+    made[1].load_state_dict(made[0].state_dict())
+    mesh = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "features"))
+    dshard.parallelize(made[1], mesh, "data x megatron", x)
+    derivatives: dict[str, Case] = {
+        "gradient": lambda net, x: grad(lambda z: net(z).square().sum())(x),
+        "pulled back": lambda net, x: vjp(net, x)[1](torch.ones_like(net(x)))[0],
+        "tangent": lambda net, x: jvp(net, (x,), (x.cos(),))[1],
+        "of each row": lambda net, x: vmap(jacrev(lambda z: net(z[None])[0]))(x),
+        "curvature": lambda net, x: vmap(hessian(lambda z: net(z[None]).sum()))(x),
+    }
+    for name, derivative in derivatives.items():
+        right: Tensor = derivative(made[0], x)
+        found: Tensor = derivative(made[1], dshard.distribute_batch(made[1], x)).full_tensor()
+        if not torch.allclose(found, right):
+            wrong.append(f"{name}: {found} is not {right}")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_transforms_follow_the_inputs_of_a_parallelized_model(ranks: RankPool) -> None:
+    assert ranks.run(of_inputs, timeout=120) == [[]] * 4
