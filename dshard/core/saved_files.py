@@ -58,8 +58,7 @@ def warn_of_part(caller: FrameType, local: Tensor, spec: Spec) -> None:
         f"[{spec.layout}] on ({spec.layout.mesh}). To write all of it, let all ranks call\n"
         '    import dshard.checkpoint; dshard.checkpoint.save({"model": model, "optimizer": optimizer}, path)\n'
         "or, for plain tensors, which one rank then saves,\n"
-        "    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
-        "    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        "    state = {name: x.full_tensor() for name, x in model.state_dict().items()}"
     )
 
 

@@ -348,8 +348,9 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
     if func.namespace == "c10d":
-        if func is torch.ops.c10d.allreduce_.default:
-            refuse_collective("all_reduce", ranks_of_group(args), spec_like(tensors[0], mesh).layout)
+        name = func._schema.name.removeprefix("c10d::").rstrip("_")
+        if name != "broadcast":  # which the wrapper calls; torch 2.11 has all of torch.distributed here
+            refuse_collective(name.replace("all", "all_", 1), ranks_of_group(args), spec_like(tensors[0], mesh).layout)
         refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
     if func not in _WARNED and not random and torch.Tag.dynamic_output_shape not in func.tags:
         warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from dshard.autograd.backward_graph import AutogradGraph
+from dshard.torch_private import no_torch_function
 
 Outputs = Sequence[tuple[Tensor, Tensor | None]]
 """The outputs of a stage, each with its gradient; None for a loss."""
@@ -54,11 +55,15 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
         for hook in hooks:
             hook.remove()
 
+    with no_torch_function():  # a node of a Python function belongs to the tensors it made until torch 2.13
+        edges = [get_gradient_edge(out) for out in tensors]
+
     def backward_weight() -> None:
         for node, leaves in borders.items():
             if node in entered:
                 reached = [weight for leaf, weight in owners.items() if leaf in leaves]
                 _backward_from(node, entered[node], reached, _others(node, leaves, borders))
+        edges.clear()
         backward(later)
 
     return backward_weight

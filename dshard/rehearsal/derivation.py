@@ -516,7 +516,8 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
         if staged is not None:
             with no_torch_function():
                 made = {n: x for n, x in made.items() if x.requires_grad}
-            staged.add_call(made, {n: inner[n] for n in call.refs})
+            with derivation._unrecorded():
+                staged.add_call(made, {n: inner[n] for n in call.refs})
             inner.update({n: _alias(x, derivation, True, is_apart=True) for n, x in made.items()})
 
 

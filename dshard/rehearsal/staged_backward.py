@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from dshard.autograd.backward_graph import AutogradGraph, Edge
 from dshard.torch_private import no_torch_function, run_backward
@@ -80,6 +80,8 @@ class CallGraph:
     def __init__(self, results: Mapping[int, Tensor], operands: Mapping[int, Tensor]) -> None:
         edges = {n: edge_to(x) for n, x in results.items()}
         self.results = {n: edge for n, edge in edges.items() if edge is not None}
+        with no_torch_function():  # a node of a Python function belongs to the tensors it made until torch 2.13
+            self._owners = [get_gradient_edge(results[n]).ownership_token for n in self.results]
         self._part = GraphPart(edges.values(), operands)
         self.last = {n: i + 1 for n, (i, _) in self._part.last.items()}
         self.length = len(self._part.order)

@@ -25,6 +25,7 @@ from dshard.comm import bind, peer_failure
 from dshard.errors import DShardError
 from dshard.pipeline import Pipeline, Stage, StageCost, chain
 from dshard.testing import RankPool, count_traffic, distribute
+from dshard.torch_dtensor import IS_TORCHS
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
@@ -196,8 +197,9 @@ def test_writes_to_memory_that_operands_share_are_those_of_one_device(ranks: Ran
     assert all(other == first for other in others)
     for (name, placement), found in first.items():
         if (name, placement) != ("out", "P(sum)"):  # its operand is another tensor: the sum
-            call = COPIED.get(name, SHARED[name])
-            assert found == written_over_shared_memory(torch.arange(35.0).view(5, 7), call), (name, placement)
+            expected = written_over_shared_memory(torch.arange(35.0).view(5, 7), COPIED.get(name, SHARED[name]))
+            is_refused = name == "gathered out" and expected[0] is RuntimeError  # by torch before 2.13
+            assert is_refused or found == expected, (name, placement)
 
 
 def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
@@ -303,9 +305,10 @@ def test_ranks_that_have_failed_alike_wait_for_a_slow_one(ranks: RankPool) -> No
     assert all(found == [*range(8)] for _, _, found in met)
 
 
+# torch 2.11 has a broadcast of a subclass only as an operator, which DistributedDataParallel calls, too
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": dist.all_reduce,
-    "broadcast": lambda x: dist.broadcast(x, 0),
+    **({"broadcast": lambda x: dist.broadcast(x, 0)} if IS_TORCHS else {}),
     "reduce": lambda x: dist.reduce(x, 0),
     "all_gather": lambda x: dist.all_gather([torch.empty(5, 7, dtype=x.dtype)] * 4, x),
     "gather": lambda x: dist.gather(x, [torch.empty(5, 7, dtype=x.dtype)] * 4 if dist.get_rank() == 0 else None),
