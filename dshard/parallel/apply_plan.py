@@ -34,7 +34,7 @@ from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
-from dshard.parallel.numbered_hooks import after, before
+from dshard.parallel.numbered_hooks import after, before, without_earlier_hooks
 from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
@@ -288,13 +288,14 @@ def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
 
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Apply the hooks of `plan` to `model` within the block."""
-    hooks = apply_plan(model, plan)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    """Apply the hooks of `plan` to `model` within the block, in place of those of plans that parts of it have."""
+    with without_earlier_hooks(model):
+        hooks = apply_plan(model, plan)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _output_hook(plan: Plan, name: str) -> Any:

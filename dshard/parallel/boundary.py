@@ -23,6 +23,7 @@ from dshard.layout import Layout, layout_of
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
 from dshard.parallel.inputs import InputModes, Inputs
+from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import Plan
 from dshard.parallel.same_program import Draws, compare_programs
 from dshard.placements import Placement, Replicate
@@ -158,7 +159,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
         return laid_out
 
     model.__dict__ = {"_dshard_boundary": boundary, **model.__dict__}  # first, so that pickle asks it before the hooks
-    model.register_forward_pre_hook(enter, with_kwargs=True)
+    before(model, enter, with_kwargs=True)
 
 
 def end_boundary(model: nn.Module, boundary: Boundary) -> None:
@@ -175,7 +176,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
                 boundary.comparisons.watch(nested_tensors(converted), has_sent)
         return converted
 
-    model.register_forward_hook(leave)
+    after(model, leave)
 
 
 def own_boundary(model: nn.Module) -> Boundary | None:

@@ -33,6 +33,7 @@ from dshard.parallel.distributed_parameters import distribute_parameters
 from dshard.parallel.expert_modules import run_as_operators
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
+from dshard.parallel.numbered_hooks import within_earlier_hooks
 from dshard.parallel.plan_files import plan_from, plan_of
 from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
 from dshard.parallel.precision import Precision
@@ -153,10 +154,11 @@ def _lay_out(model: nn.Module, boundary: Boundary) -> None:
     distribute_parameters(model, chosen)
     if chosen.precision is not None:
         chosen.precision.reduce(model.parameters())
-    set_boundary(model, boundary)
-    run_as_operators(model)
-    apply_plan(model, chosen)
-    end_boundary(model, boundary)
+    with within_earlier_hooks(model):
+        set_boundary(model, boundary)
+        run_as_operators(model)
+        apply_plan(model, chosen)
+        end_boundary(model, boundary)
     for adopt in AFTER_PARALLELIZE:
         adopt(model, boundary)
 

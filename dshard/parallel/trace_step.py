@@ -21,6 +21,7 @@ from dshard.parallel.batch_rows import argument_tensors
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.forward_values import ForwardValues
 from dshard.parallel.gather_groups import block_within, blocks_of
+from dshard.parallel.numbered_hooks import without_earlier_hooks
 from dshard.parallel.reachable_state import ReachableState
 from dshard.planning.collector import uncollected
 from dshard.planning.step_graph import StepGraph
@@ -116,6 +117,7 @@ def _recorded(
     values = ForwardValues(model, known, recorder.function)
     of_experts = nullcontext() if stand_in is without_data else observing(_unseen, found=recorder.found)
     with (
+        without_earlier_hooks(model),
         reached.replaced(stand_ins),
         experts_as_operators(model),
         OF_WHOLE_LOGITS.entered(None),
