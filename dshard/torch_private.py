@@ -355,6 +355,9 @@ c10d_world: Any = _needed("torch.distributed.distributed_c10d._world", "reports 
 _attribute("torch.distributed.ProcessGroup", "_allgather_base _reduce_scatter_base", "collectives")
 _attribute("torch.distributed.ProcessGroup", "_start_coalescing _end_coalescing", "collectives that begin as one")
 _attribute("torch.distributed.ProcessGroup", "_get_sequence_number_for_group", "reports of ranks that wait")
+_POOLS = "pools of ranks whose process groups are polled by one thread"
+_attribute("torch.distributed.ProcessGroupGloo", "_Options", _POOLS)
+_attribute("torch.distributed.ProcessGroupGloo._Options", "_devices _timeout", _POOLS)
 _attribute("torch.distributed.Work", "_get_op_type", "naming the collective in which a rank waits")
 _attribute("torch.distributed._local_tensor.LocalTensor", "_local_tensors", "simulated ranks")
 _IS_TORCHS = "distributed tensors that are torch's, too"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ NOT_UNDER_THE_CONTRACT = {
 }
 """Tests that say nothing under `DSHARD_TEST_BACKEND=nccl_contract`, by a part of their names, and why."""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: there are as many processes as cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each rank and each command would compile dshard anew
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 PRELOADED += ["pytest", "hypothesis"]  # which all files of tests import, each rank anew
 gc.disable()  # until all is collected: what is imported and collected stays, and each collection would walk it again
@@ -136,8 +139,8 @@ def as_wide_as_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-MAX_THREADS = 24
-"""Of a rank: gloo has three for each process group, which wake a hundred times a second, as long as the group lives."""
+MAX_THREADS = 18
+"""Of a rank: gloo has two for each process group, asleep, and a socket for each peer, as long as the group lives."""
 
 
 def threads() -> int:

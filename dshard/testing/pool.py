@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Backend, Store, TCPStore  # type: ignore[attr-defined]
 
 from dshard.errors import RankError
 from dshard.launch.processes import (
@@ -42,6 +43,8 @@ __all__ = ["RankPool", "rank_pool"]
 
 PRELOADED.append(__name__)  # or each rank imports it, with its backends, to join the others
 _T = TypeVar("_T")
+_GLOO: Any = dist.ProcessGroupGloo
+_MAKE_GROUP = _GLOO.__init__
 _START_LIMIT = 120.0  # seconds: n processes import torch, maybe on two cores
 _PROBE_LIMIT = 2.0  # seconds for idle ranks to answer how many collectives they have begun
 _MAX_SHARED = 2  # shared pools alive: a rank that has imported torch holds about 200 MB
@@ -162,8 +165,25 @@ def _join(rank: int, n_ranks: int, backend: str, port: int) -> None:
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    _share_gloo_device()
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
+
+
+def _share_gloo_device() -> None:
+    """Let all process groups of this process over gloo use one device, and so one thread that polls their sockets.
+
+    torch makes a device for each group, whose thread wakes a hundred times a second as long as the process lives: ranks
+    that have used a hundred meshes would do little else.
+    """
+    device = _GLOO.create_default_device()
+
+    def make_on_device(self: object, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = _GLOO._Options()
+        options._devices, options._timeout = [device], timeout
+        _MAKE_GROUP(self, store, rank, size, options)
+
+    _GLOO.__init__ = make_on_device
 
 
 def collectives_begun() -> dict[str, int]:

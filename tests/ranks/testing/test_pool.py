@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,10 @@ def test_ranks_begin_with_what_all_of_them_import() -> None:
     needed = ("dshard.testing.pool", "torch._dynamo", "pytest", "hypothesis")
 
     assert first_values(f"{{*{needed}}} <= {{*__import__('sys').modules}}") == [True, True]
+
+
+def test_ranks_share_compiled_modules() -> None:
+    assert first_values("'PYTHONDONTWRITEBYTECODE' in __import__('os').environ") == [False, False]
 
 
 def test_ranks_begin_without_garbage_to_look_for_in_what_was_imported() -> None:
@@ -134,6 +139,20 @@ def test_ranks_have_the_environment_as_it_is_when_they_start(pool: RankPool, mon
 
     with RankPool(1) as later:
         assert later.run(os.getenv, "DSHARD_STARTED_LATER") == ["yes"]
+
+
+def threads_of_many_groups() -> list[str]:
+    """The names of the threads of this rank after ten more process groups were used."""
+    for _ in range(10):
+        dist.all_reduce(torch.ones(1), group=dist.new_group())
+    return [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="names of threads are told by Linux alone")
+def test_process_groups_share_the_thread_that_wakes_without_work() -> None:
+    with RankPool(2, "gloo") as pool:
+        for names in pool.run(threads_of_many_groups):
+            assert names.count("gloo_tcp_loop") == 1
 
 
 def loaded(module: str) -> bool:
