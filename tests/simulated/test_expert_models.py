@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.default_cases import one_in
+from helpers.default_cases import one_way_each
 from helpers.expert_models import OwnExperts, OwnModel, batch, expert_model, mesh_of, parallelized, trained
 from torch import Tensor, nn
 
@@ -51,8 +51,7 @@ def test_steps_are_those_of_one_device(family: str, implementation: str | None, 
     assert steps.differs(expected) < 1e-4
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("family", one_in(3, ["mixtral", "gpt-oss", "deepseek"]))
+@pytest.mark.parametrize(("family", "shape"), one_way_each(["mixtral", "gpt-oss", "deepseek"], [(2, 2), (4,)], every=3))
 def test_planned_experts_are_called_as_planned(family: str, shape: tuple[int, ...]) -> None:
     expected = trained(expert_model(family), steps=4)
     mesh = Mesh(shape, ("x", "y")[: len(shape)])

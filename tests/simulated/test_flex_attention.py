@@ -17,7 +17,6 @@ from dshard import (
     Layout,
     LayoutError,
     Mesh,
-    Placement,
     Replicate,
     Shard,
     StrategyError,
@@ -117,22 +116,23 @@ def sliding(width: int, block: int, queries: int) -> BlockMask:
     return create_block_mask(seen, None, None, queries, queries, "cpu", BLOCK_SIZE=block)
 
 
-@pytest.mark.parametrize(("tokens", "block"), [(5, 1), (16, 3)])
 @pytest.mark.parametrize(
-    ("mesh", "placements"),
-    [
-        (Mesh((4,), ("x",)), (Shard(2),)),
-        (Mesh((3,), ("x",)), (Shard(2),)),
-        (Mesh((2, 2), ("x", "y")), (Shard(2), Shard(2))),
-        (Mesh((2, 2), ("x", "y")), (Shard(1), Shard(2))),
-        (Mesh((2, 2), ("x", "y")), (Replicate(), Shard(2))),
-    ],
+    ("layout", "sizes"),
+    one_way_each(
+        [
+            Layout(Mesh((4,), ("x",)), (Shard(2),)),
+            Layout(Mesh((3,), ("x",)), (Shard(2),)),
+            Layout(Mesh((2, 2), ("x", "y")), (Shard(2), Shard(2))),
+            Layout(Mesh((2, 2), ("x", "y")), (Shard(1), Shard(2))),
+            Layout(Mesh((2, 2), ("x", "y")), (Replicate(), Shard(2))),
+        ],
+        [(5, 1), (16, 3)],
+    ),
     ids=str,
 )
-def test_windows_of_keys_are_those_that_queries_reach(
-    mesh: Mesh, placements: tuple[Placement, ...], tokens: int, block: int
-) -> None:
-    generator, layout = torch.Generator().manual_seed(0), Layout(mesh, placements)
+def test_windows_of_keys_are_those_that_queries_reach(layout: Layout, sizes: tuple[int, int]) -> None:
+    (tokens, block), mesh, placements = sizes, layout.mesh, layout.placements
+    generator = torch.Generator().manual_seed(0)
     loops = tuple({Shard(2): "q", Shard(1): "h"}.get(placement) for placement in placements)
     given = [torch.randn(1, heads, tokens, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     for width in (1, 2, 4, 7, tokens):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -103,7 +105,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=max(12, settings().max_examples // 5), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_loss_is_that_of_whole_logits_in_any_layouts(data: st.DataObject) -> None:
     mesh = data.draw(meshes(max_axes=2, max_size=3, max_ranks=6))
@@ -133,8 +135,7 @@ def test_the_loss_is_that_of_whole_logits_in_any_layouts(data: st.DataObject) ->
             same(whole(mine), other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows", [("d", "d"), ("d", "v"), ("_0", "d")])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("rows", "reduction"), one_way_each([("d", "d"), ("d", "v"), ("_0", "d")], REDUCTIONS))
 def test_sharded_features_with_a_bias(rows: tuple[str, ...], reduction: str) -> None:
     """Each rank of the features has all logits, and one of them the gradient of the bias."""
     case = Case((7, 5), 6, 2, (True, True), True)
@@ -216,8 +217,10 @@ def test_the_loss_of_ignored_rows_is_nan_and_its_gradients_are_zero() -> None:
     assert not weight.grad.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [("_0", "_0"), ("v", "_0"), ("v", "v"), ("d", "v")])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    one_way_each([("_0", "_0"), ("v", "_0"), ("v", "v"), ("d", "v")], [torch.bfloat16, torch.float16]),
+)
 def test_half_precision_is_summed_in_single(rows: tuple[str, ...], dtype: torch.dtype) -> None:
     """The loss and gradients are as near to those of double precision as rounded logits allow."""
     x, weight, target, *_ = Case((64, 16), 37, 1, (False, False), False).tensors
@@ -286,8 +289,7 @@ def test_the_peak_is_a_third_of_that_of_whole_logits(dtype: torch.dtype) -> None
 WAYS: list[tuple[str | None, ...]] = [("_0", "_0"), ("v", "v"), ("_0", "v"), ("v", "_0"), ("_0", "d")]
 
 
-@pytest.mark.parametrize("rows", WAYS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("rows", "reduction"), one_way_each(WAYS, ["mean", "none"]))
 def test_planned_bytes_are_those_that_run(rows: tuple[str, ...], reduction: str) -> None:
     x, weight, target, *_ = Case((21, 4), 7, 1, (False, False), False).tensors
     events: list[CommEvent] = []
@@ -302,10 +304,14 @@ def test_planned_bytes_are_those_that_run(rows: tuple[str, ...], reduction: str)
     assert planned == [(each.collective, each.axis, each.nbytes) for each in events]
 
 
-@pytest.mark.parametrize("preset", ["dgx-h100", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [("_0", "_0"), ("v", "v"), ("_0", "v")])
-def test_prices_are_those_of_the_recorded_step(rows: tuple[str, ...], dtype: torch.dtype, preset: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "way"),
+    one_way_each(
+        [("_0", "_0"), ("v", "v"), ("_0", "v")], [*product([torch.float32, torch.bfloat16], ["dgx-h100", "cpu"])]
+    ),
+)
+def test_prices_are_those_of_the_recorded_step(rows: tuple[str, ...], way: tuple[torch.dtype, str]) -> None:
+    dtype, preset = way
     topology = Topology.preset(preset)
     placements = {"_0": (Shard(0), Replicate()), "v": (Replicate(), Shard(0))}
     of_x, of_weight = (Layout(MESH, tuple(placements[row][i] for row in rows)) for i in range(2))  # type: ignore[index]

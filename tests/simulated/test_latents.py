@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 from dshard import Mesh, Placement, Replicate, Shard, Topology, distribute_tensor, trace, use_topology
@@ -113,8 +114,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("trained", ["adapters", "all"])
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(("strategy", "trained"), one_way_each(NAMES, ["adapters", "all"]))
 def test_adapters_send_hardly_more_than_their_base(strategy: str, trained: str) -> None:
     sent = []
     for rank in (0, 4):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from helpers.vision_transformer import classifier
 from torch import Tensor, nn
 
@@ -48,8 +49,7 @@ def taken(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str
     return loss, layouts
 
 
-@pytest.mark.parametrize("preset", ["dgx-h100", "cpu"])
-@pytest.mark.parametrize("mesh", MESHES, ids=["4", "2x2"])
+@pytest.mark.parametrize(("mesh", "preset"), one_way_each(MESHES, ["dgx-h100", "cpu"]))
 def test_inputs_are_taken_as_they_are_read(mesh: Mesh, preset: str) -> None:
     model, args = classifier()
     alone = copy.deepcopy(model)

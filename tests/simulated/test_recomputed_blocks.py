@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -90,8 +91,7 @@ class RecomputingInside(Recomputing):
         return x
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
+@pytest.mark.parametrize(("strategy", "use_reentrant"), one_way_each(["data", "fsdp", "megatron"], [False, True]))
 def test_blocks_that_recompute_themselves_use_weights_in_their_dtype(strategy: str, use_reentrant: bool) -> None:
     x, alone = torch.randn(4, 8, 8, dtype=torch.float64), RecomputingInside(use_reentrant).double()
     alone(x).sin().sum().backward()
@@ -138,8 +138,7 @@ class Adapted(nn.Module):
         return self.layer(y if self.adapter is None else y + self.adapter(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("strategy", ["data", "auto"])
+@pytest.mark.parametrize(("strategy", "use_reentrant"), one_way_each(["data", "auto"], [False, True]))
 def test_what_is_recomputed_beside_modules_counts_plain_tensors(strategy: str, use_reentrant: bool) -> None:
     """Weights of an adapter that is added later are plain; statistics are updated again, as on one device."""
     x, alone, mesh = torch.randn(8, 8, dtype=torch.float64), Adapted(use_reentrant).double(), Mesh((4,), ("x",))

@@ -109,7 +109,8 @@ def every_other_again() -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("shape", "strategy", "blocks"),
     [
-        *product([(8,)], ["fsdp"], [alike, in_pairs, every_other_again]),
+        *product([(8,)], ["fsdp"], [in_pairs, every_other_again]),
+        pytest.param((8,), "fsdp", alike, marks=pytest.mark.thorough),
         pytest.param((2, 4), "data x megatron-sp", in_pairs, marks=pytest.mark.thorough),
         ((8,), "data", alike),
     ],
