@@ -220,6 +220,7 @@ _attribute(
 _attribute("torch.Tensor", "_version _base _is_view", "views, and writes to what a backward pass has saved")
 _attribute("torch.Tensor", "_is_zerotensor", "gradients that torch keeps without memory")
 _attribute("torch.Tensor", "_backward_hooks", "hooks of views that were written to")
+_attribute("torch.nn.Module", "_forward_hooks", "plans of modules that others share", of=torch.nn.Module())
 _attribute("torch.UntypedStorage", "_cdata", "telling whether two tensors share memory")
 torch_pack: Callable[..., Any] = _needed("torch._pack_padded_sequence", "packed sequences, which nn.LSTM takes")
 torch_pad: Callable[..., Any] = _needed("torch._pad_packed_sequence", "packed sequences, which nn.LSTM gives")
