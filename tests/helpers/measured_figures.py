@@ -19,7 +19,7 @@ def measured(shape: tuple[int, ...], base: Topology | None) -> tuple[Topology, l
         mesh_of(shape),
         base=base,
         sizes=(1 << 12, 1 << 16, 1 << 18),
-        seconds=0.3,
+        seconds=0.1,
         progress=lambda done, what: heard.append((done, what)),
     )
     return topology, heard

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_in
 
 from dshard.launch import processes
 from dshard.tools.cli import _parser, main
@@ -38,35 +39,40 @@ def model_file(tmp_path: Path) -> str:
     return str(file)
 
 
+NAMED = ("--strategy", "fsdp", "--strategy", "data")
+
+
 def planned(model: str, *more: str) -> int:
     return main(["plan", "model", "--devices", "2", "--model", model, "--batch", "4", "--sequence", "512", *more])
 
 
 def test_plan_model_keeps_within_the_memory_of_a_presets_devices(model: str, capsys: Any) -> None:
-    assert planned(model, "--topology", "dgx-h100", "--json") == 0
+    assert planned(model, "--topology", "dgx-h100", "--json", *NAMED) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory"] == 80e9
-    assert all(row["fits"] == (row["memory"]["total"] <= 80e9) for row in found["plans"])
+    assert [row["fits"] for row in found["plans"]] == [row["memory"]["total"] <= 80e9 for row in found["plans"]]
+    assert len(found["plans"]) == 2
 
-    assert planned(model, "--topology", "dgx-h100", "--strategy", "fsdp") == 0
+    assert planned(model, "--topology", "dgx-h100", *NAMED[:2]) == 0
     assert "74.51 GiB of each device, on dgx-h100" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_model_says_where_no_limit_is_known_and_what_does_not_fit(model: str, capsys: Any) -> None:
-    assert planned(model, "--topology", "cpu", "--strategy", "fsdp") == 0
+    assert planned(model, "--topology", "cpu", *NAMED[:2]) == 0
     assert "no memory limit is known: give --memory" in " ".join(capsys.readouterr().out.split())
 
     assert planned(model, "--topology", "dgx-h100", "--memory", "12GB") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "left out: weights and moments alone do not fit" in told
 
-    assert planned(model, "--topology", "dgx-h100", "--memory", "1GB", "--json") == 0
+    assert planned(model, "--topology", "dgx-h100", "--memory", "1GB", "--json", *NAMED) == 0
     rows = json.loads(capsys.readouterr().out)["plans"]
+    assert len(rows) == 2
     assert not any(row["fits"] for row in rows)
     assert [row["memory"]["total"] for row in rows] == sorted(row["memory"]["total"] for row in rows)
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", one_in(2, [80, 100]))
 def test_tables_fit_the_columns(model: str, capsys: Any, monkeypatch: Any, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
 

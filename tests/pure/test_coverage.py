@@ -30,7 +30,7 @@ def names(op: Any) -> str:
     return operator_cases.name_of(op)
 
 
-@pytest.mark.parametrize("op", ALL if THOROUGH else ALL[::40], ids=names)
+@pytest.mark.parametrize("op", ALL if THOROUGH else ALL[::60], ids=names)
 def test_an_operator_of_torch_gives_what_one_device_gives(op: Any, cases_run: Counter[str]) -> None:
     result = coverage.check_op(op, samples=SAMPLES, draws=DRAWS, seed=int(THOROUGH), bad_inputs=0)
 
@@ -38,7 +38,7 @@ def test_an_operator_of_torch_gives_what_one_device_gives(op: Any, cases_run: Co
     assert not result.failures
 
 
-@pytest.mark.parametrize("op", REFUSING if THOROUGH else REFUSING[::24], ids=names)
+@pytest.mark.parametrize("op", REFUSING if THOROUGH else REFUSING[::48], ids=names)
 def test_what_torch_refuses_is_refused_in_its_words_before_anything_is_sent(op: Any, cases_run: Counter[str]) -> None:
     result = coverage.check_op(op, samples=0, draws=0, seed=int(THOROUGH), bad_inputs=BAD)
 

@@ -84,7 +84,7 @@ def sends_as_planned(pool: RankPool, family: str, shape: tuple[int, ...], price:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", one_in(9, [*product(FAMILIES, [(4,), (2, 2)], PRICES)][1:]), ids=str)
+@pytest.mark.parametrize("case", one_in(18, [*product(FAMILIES, [(4,), (2, 2)], PRICES)][1:]), ids=str)
 def test_planned_models_send_what_was_planned(ranks: RankPool, case: tuple[str, tuple[int, ...], str]) -> None:
     sends_as_planned(ranks, *case)
 

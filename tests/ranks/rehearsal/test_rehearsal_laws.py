@@ -70,7 +70,7 @@ SHARED = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "plan"), one_way_each(SHARED, ["data x megatron", "data"], every=2))
+@pytest.mark.parametrize(("name", "plan"), one_way_each(SHARED, ["data x megatron", "data"], every=3))
 def test_ranks_that_run_by_python_go_with_ranks_that_rehearse(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan, mixed=True)
 
