@@ -58,7 +58,7 @@ def late(name: str, seconds: float) -> tuple[list[str], list[float]]:
         with patch.object(peer_failure, "PATIENCE", timedelta(seconds=SOON / 2)), contextlib.redirect_stderr(written):
             for _ in range(2):
                 if dist.get_rank():
-                    time.sleep(6 * SOON)
+                    time.sleep(4 * SOON)
                 value = torch.as_tensor(MADE_ALONE[name](x))
             after = (x * 2).redistribute(placements=[Replicate()]).to_local()
     finally:

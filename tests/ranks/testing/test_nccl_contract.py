@@ -283,7 +283,7 @@ def refusals() -> list[str]:
 
 def wrong_programs() -> list[str]:
     late = (left_out_by_one, three_communicators_first_used_in_a_circle, first_used_by_two_ranks_alone)
-    return [attempt(program, 1 if program in late else 20) for _, program, _, _ in WRONG]
+    return [attempt(program, 0.5 if program in late else 20) for _, program, _, _ in WRONG]
 
 
 def test_calls_that_nccl_refuses_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
