@@ -374,12 +374,17 @@ def _finish_replicated(func: OpOverload, layout: Layout, result: object, args: V
     _refuse_sparse(func, result)
     if func in UNREPEATABLE:
         result = replace_tensors(result, lambda leaf: _first_rank_result(func, leaf, layout))
-    for operand, argument, written in zip(args, func._schema.arguments, local, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, Wrapper):
-            there = redistribute_local(written, operand._spec.with_layout(layout), operand._spec.layout, func)
-            write_local(operand._local_tensor, there)
-    if writes_first(func):
-        return args[0]
+    for i, (operand, argument, written) in enumerate(zip(args, func._schema.arguments, local, strict=False)):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for target, value in zip(tensors_in(operand), tensors_in(written), strict=True):
+                if isinstance(target, Wrapper):
+                    there = redistribute_local(value, target._spec.with_layout(layout), target._spec.layout, func)
+                    write_local(target._local_tensor, there)
+                    if target is not operand or i:  # a first operand is counted by `dispatch`
+                        _count_change(func, target, written=True)
+    returns = func._schema.returns
+    if not returns or (writes_first(func) and returns[0].alias_info is not None):
+        return args[0] if returns else None
     out = replace_tensors(result, lambda leaf: wrap(leaf, _replicated_spec(leaf, layout)))
     if views_first(func) and isinstance(args[0], Wrapper):
         register_view(out, CopiedView(args[0], local[0], args[0]._spec.with_layout(layout)))

@@ -214,6 +214,14 @@ def _check_schema(op: str, rule: str, operands: Side, outputs: Side) -> None:
             f"{schemas[0]}: "
             "give a term for each tensor, in their order"
         )
+    for schema in schemas:
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        returned = [result.alias_info for result in schema.returns]
+        if written and not any(a.is_out for a in schema.arguments) and None in (returned or [None]):
+            raise NotationError(
+                f"{op} writes to {', '.join(written)}, and returns something else, {schema}: a rule is of results; "
+                "leave the rule out, and every rank computes all, or define an operator that returns what it computes"
+            )
 
 
 def _fits(side: Side, fewest: float, most: float) -> bool:
