@@ -5,10 +5,12 @@ The planned calls of each module that runs go on at its own.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from dshard.parallel.plan_values import Plan
 from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
 from dshard.rehearsal.region_recording import RegionRecording
-from dshard.rehearsal.session import HERE, own_call
+from dshard.rehearsal.session import HERE, is_running, own_call
 from dshard.routing import Routing
 from dshard.rules.attention_loops import AttentionLoops
 from dshard.rules.matmul_loops import Schedule
@@ -235,18 +237,20 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
 
     `block` enters it, and returns the function that leaves it.
     """
-    stack: list[Callable[[], None]] = []
+    stack: list[tuple[FrameType | None, Callable[[], None]]] = []
 
     def enter() -> None:
         if is_dynamo_compiling():
             traced.__enter__()
-        else:
-            stack.append(block())
+            return
+        while stack and (frame := stack[-1][0]) is not None and not is_running(frame):
+            stack.pop()[1]()  # that of a call that has ended without a hook
+        stack.append((sys._getframe(1).f_back, block()))
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> None:
         if stack:
-            stack.pop()()
+            stack.pop()[1]()
         elif is_dynamo_compiling():
             traced.__exit__(None, None, None)
 

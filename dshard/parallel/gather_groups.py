@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -26,6 +28,7 @@ from dshard.parallel.plan_values import Plan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.rehearsal.module import Rehearsal
+from dshard.rehearsal.session import is_running
 from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, is_transforming
 
@@ -66,6 +69,15 @@ def _parameter_of(owner: nn.Module, name: str) -> Tensor | None:
     return owner._parameters[name] if name in owner._parameters else None  # noqa: SIM401 (a script module has no `get`)
 
 
+class Running(NamedTuple):
+    """A call of the module of a group: its frame, None in a graph, its use, the stored weights, and hooks within."""
+
+    frame: FrameType | None
+    use: GatheredUse | None
+    stored: list[Wrapper]
+    hooks: ExitStack | None
+
+
 class GatherGroup:
     """The parameters of one block, or those in no block; `places` has for each the modules and names that use it.
 
@@ -77,7 +89,7 @@ class GatherGroup:
         self.places, self.axes = [places for places, _ in members], [axes for _, axes in members]
         self.plan, self.order, self.keeps = plan, order, keeps
         self.ahead: GatheredWeights | None = None
-        self.running: list[tuple[GatheredUse | None, list[Wrapper], ExitStack | None]] = []
+        self.running: list[Running] = []
 
     def stored(self) -> list[Wrapper]:
         """The current stored parameters: without those that their modules no longer have, and untied ones apart."""
@@ -130,25 +142,32 @@ class GatherGroup:
 
         `is_saved`: around them is a checkpoint, which saves the weights as it saves other tensors.
         """
-        stored = self.stored()
         if is_dynamo_compiling():
+            stored = self.stored()
             if self.plan.precision is not None:
-                self.running.append((None, stored, None))
+                self.running.append(Running(None, None, stored, None))
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
-        stack = ExitStack()
+        self._leave_ended()
+        frame = sys._getframe(1).f_back  # of torch, which lasts as long as the call
+        stored, stack = self.stored(), ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
-            self.running.append((None, stored, stack))
+            self.running.append(Running(frame, None, stored, stack))
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
             return
         with outside_checkpoint():
-            self._gather(stored, stack, is_saved)
+            self._gather(frame, stored, stack, is_saved)
 
-    def _gather(self, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
+    def _leave_ended(self) -> None:
+        """Leave calls that have ended without a hook: the modules have their gathered weights still."""
+        while self.running and (frame := self.running[-1].frame) is not None and not is_running(frame):
+            self.leave()
+
+    def _gather(self, frame: FrameType | None, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         use, weights = self._use(stored, stack, is_saved, is_first=not is_recomputed)
-        self.running.append((use, stored, stack))
+        self.running.append(Running(frame, use, stored, stack))
         self._put(weights)
         if not is_recomputed:
             self.order.prefetch(self)
@@ -170,11 +189,11 @@ class GatherGroup:
                 self.order.last = ref(use)
         return use, weights
 
-    def leave(self, module: nn.Module, args: object, out: object) -> None:
+    def leave(self, *call: object) -> None:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
-        use, stored, stack = self.running.pop()
+        _, use, stored, stack = self.running.pop()
         if stack is not None:
             stack.close()
         self._put(stored)

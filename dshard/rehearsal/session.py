@@ -64,12 +64,13 @@ class _Here(local):
         A session belongs to one call of a module, and nobody else's calls are for it.
         """
         n_entered = len(self.entered)
-        while self.entered and not _is_running(self.entered[-1].frame):
+        while self.entered and not is_running(self.entered[-1].frame):
             self._close_last(True)
         return len(self.entered) < n_entered
 
 
-def _is_running(frame: FrameType) -> bool:
+def is_running(frame: FrameType) -> bool:
+    """Whether a call that was entered goes on: torch runs no hook of a call that an interrupt has ended."""
     at: FrameType | None = _getframe(1)
     while at is not None and at is not frame:
         at = at.f_back

@@ -423,3 +423,51 @@ def replaces_tied_weights() -> None:
 def test_a_tied_weight_may_be_replaced_at_one_of_its_places(ranks: RankPool) -> None:
     """A larger vocabulary, or a head that is no longer the table: the hooks put no former weight in its place."""
     ranks.run(replaces_tied_weights)
+
+
+class Interrupted(Net):
+    """Is interrupted within a block, and between blocks, in calls of these numbers."""
+
+    calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        hook = self.blocks[1].up.register_forward_hook(self.interrupt) if self.calls in (2, 5) else None
+        try:
+            return super().forward(ids)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    @staticmethod
+    def interrupt(*call: object) -> None:
+        raise KeyboardInterrupt
+
+
+def goes_on_after_interrupts() -> None:
+    found: list[list[Any]] = []
+    for mesh in (None, init_device_mesh("cpu", (4,))):
+        model, ids = Interrupted(), torch.arange(8).view(4, 2)
+        if mesh is not None:
+            parallelize(model, mesh, "fsdp", ids)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        model.calls = 0
+        for _ in range(7):
+            optimizer.zero_grad()
+            try:
+                losses.append(model(ids).square().mean())
+            except KeyboardInterrupt:
+                continue
+            losses[-1].backward()
+            optimizer.step()
+        found.append([*losses, *model.parameters(), *(p.grad for p in model.parameters())])
+    assert len(found[0]) == len(found[1])
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@pytest.mark.ranks
+def test_training_goes_on_after_an_interrupt(ranks: RankPool) -> None:
+    """Torch calls no hook then: the next call of a block puts its stored weights back."""
+    ranks.run(goes_on_after_interrupts)
