@@ -64,6 +64,7 @@ def test_plan_model_says_where_no_limit_is_known_and_what_does_not_fit(model: st
     assert planned(model, "--topology", "dgx-h100", "--memory", "12GB") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "left out: weights and moments alone do not fit" in told
+    assert "planned: " in told
 
     assert planned(model, "--topology", "dgx-h100", "--memory", "1GB", "--json", *NAMED) == 0
     rows = json.loads(capsys.readouterr().out)["plans"]

@@ -104,7 +104,8 @@ def test_inputs_that_a_plan_cannot_lay_out_follow_the_batch() -> None:
     assert [str(x.layout) for x in batches.values()] == ["x:S(0)", "x:S(0)"]
 
 
-@pytest.mark.parametrize("preset", [pytest.param("dgx-h100", marks=pytest.mark.thorough), "cpu"])
+@pytest.mark.thorough  # test_whole_plans.py compares it with all names
+@pytest.mark.parametrize("preset", ["dgx-h100", "cpu"])
 def test_auto_is_at_most_as_dear_as_data(preset: str) -> None:
     model, args = classifier(layers=1, width=16)
     args = (args[0].repeat(8, 1, 1, 1), {"labels": args[1]["labels"].repeat(8)}, args[2])
