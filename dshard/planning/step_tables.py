@@ -299,7 +299,8 @@ class StepTables:
     ) -> Tensor:
         """The bytes that a moved copy adds to what is saved, if its use keeps it, perhaps alone."""
         made, used = ([local_bytes(value, prices.layouts[i]) for i in end.tolist()] for end in ends)
-        return (ends[0][:, None] != ends[1]) * (keeps[0] * torch.tensor(used) - keeps[1] * torch.tensor(made)[:, None])
+        moved = keeps[0] * torch.tensor(used) - keeps[1] * torch.tensor(made)[:, None]
+        return ((ends[0][:, None] != ends[1]) * moved).double()  # a price times integers is single
 
     def _add_end(self, value: Value, producer: End) -> None:
         """Charge what the model returns, and leaves partial, its completion."""
