@@ -83,26 +83,36 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) 
 
 
 def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
-    """At most the seconds of a ring and of the work beside it: those of the average rank; 0 where that is not known.
+    """At most the seconds of a ring and of the work beside it; 0 where that is not known.
 
-    A step sends a message, and where something is seen it takes a kernel, and operators that join its result.
+    A step sends a message, and where something is seen it takes a kernel, and operators that join its result. Where
+    ranks have equally many rows each sees something in every step if halves are swapped, or nothing is hidden; else the
+    last one does, which sees all keys but some of its own. Of others the average rank is taken.
     """
     (query, key, value), device = call.specs[:3], call.question.topology
     if call.reach is not None or query.shape[-2] != key.shape[-2]:
         return 0.0
-    mesh, placements = strategy.inputs[0].mesh, strategy.inputs[0].placements
+    mesh, placements, length = strategy.inputs[0].mesh, strategy.inputs[0].placements, query.shape[-2]
     ranks, times = prod([mesh.shape[axis] for axis in ring.axes]), call.question.constraints.gradients
-    steps, pairs = (ranks + 1) // 2, query.shape[-2] * (query.shape[-2] + 1) // 2
     parts = prod([n for n, placement in zip(mesh.shape, placements, strict=True) if isinstance(placement, Shard)])
+    steps = seen = (ranks + 1) // 2  # in some rank, and by some of its rows
+    pairs = length * (length + 1) // 2
+    if length % prod([mesh.shape[axis] for axis in strategy.inputs[0].axes_of(len(query.shape) - 2)]) == 0:
+        steps = ranks
+        if not (call.options.causal and ring.balanced):
+            seen, pairs = ranks, length * (length - call.options.causal * (length // ranks))
     flops = 2.0 * prod(query.shape[:-2]) * (query.shape[-1] + value.shape[-1]) * pairs / parts
     nbytes = prod(strategy.inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
     hop = min([layer.latency for layer in device.layers])
     hop = 0.0 if device.measured else hop + nbytes / max([layer.group_bandwidth for layer in device.layers])
+    if ring.balanced and len(ring.axes) == 1:  # no message is spared
+        hop = planned_collective("permute", mesh, (mesh.names[ring.axes[0]],), nbytes, device).seconds
     sent, wide = (ranks - 1) * hop * (3 if any(times) else 1), sum_dtype(call.specs[0].dtype).itemsize
     elements = prod(query.shape[:-1]) // parts * (COPIED * value.shape[-1] + ADDED * query.shape[-1] * any(times))
-    joined = min(COPYING, MERGING) * device.launch + elements * wide / device.memory_bandwidth
+    joined = (steps - 1) * min(COPYING, MERGING) * device.launch
+    joined += (seen - 1) * elements * wide / device.memory_bandwidth
     kernels = (1 + sum(times)) * (flops / device.flops("") + steps * device.launch)
-    return max(sent, (kernels + (steps - 1) * joined) * device.device.alone)  # of ranks that wait others have the cores
+    return max(sent, (kernels + joined) * device.device.alone)  # of ranks that wait others have the cores
 
 
 def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tuple[Strategy, KeyWindows] | None:
