@@ -25,12 +25,12 @@ from dshard.compare.comparison import (
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Kwargs
 from dshard.core.trees import nested_tensors
+from dshard.core.wrapper import DISTRIBUTED
 from dshard.errors import ArgumentError, MeshError
 from dshard.parallel import parallelize
 from dshard.parallel.boundary import boundary_of
 from dshard.parallel.model_plan import PlanArgument
 from dshard.parallel.precision import Precision, as_precision
-from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import article, check_callable, check_type, shown
 
 __all__ = ["Comparison", "Deviation", "ModuleComparison", "compare"]
@@ -75,7 +75,7 @@ def compare(
     check_type(model, nn.Module, "the model", "give an nn.Module")
     if loss is not None:
         check_callable(loss, "loss", "give a function of the model's output")
-    if any(isinstance(x, TorchDTensor) for x in nested_tensors((args, kwargs))):
+    if any(isinstance(x, DISTRIBUTED) for x in nested_tensors((args, kwargs))):
         raise ArgumentError("compare was given a batch of distributed tensors: give the whole batch, plain")
     passes = _Passes(model, mesh, (args, kwargs), loss, as_precision(precision) or Precision())
     laid_out, alone = passes.laid_out(plan), passes.alone()

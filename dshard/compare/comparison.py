@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from dshard.core.transforms import is_wrapped
 from dshard.core.trees import map_tensors, named_tensors
+from dshard.core.wrapper import DISTRIBUTED
 from dshard.notebook import Tabled
 from dshard.tables import text_table
-from dshard.torch_dtensor import TorchDTensor
 from dshard.torch_private import graph_task_id
 
 INPUT, OUTPUT, VALUE = "input", "output", "value"
@@ -187,9 +187,9 @@ class ObservedPass:
 
     def gather(self) -> None:
         """Make the values whole on all ranks; `local` are those that are not distributed."""
-        self.local = {at for at, x in self.values.items() if not isinstance(x, TorchDTensor)}
+        self.local = {at for at, x in self.values.items() if not isinstance(x, DISTRIBUTED)}
         with torch.no_grad():
-            self.values = {at: x.full_tensor() if isinstance(x, TorchDTensor) else x for at, x in self.values.items()}
+            self.values = {at: x.full_tensor() if isinstance(x, DISTRIBUTED) else x for at, x in self.values.items()}
 
     def rounded(self, x: Tensor) -> Tensor:
         """A tensor whose elements each differ from those of `x` by at most half the dtype's epsilon, at random."""
@@ -223,7 +223,7 @@ class ObservedPass:
 
     def _keep_all(self, call: Call, what: str, gradient: str, tree: object) -> None:
         for path, x in named_tensors(tree):
-            if is_wrapped(x) or not (isinstance(x, TorchDTensor) or x.layout is torch.strided):
+            if is_wrapped(x) or not (isinstance(x, DISTRIBUTED) or x.layout is torch.strided):
                 continue
             at, of_gradient = ((*call, kind, ".".join(path)) for kind in (what, gradient))
             self.values[at] = x.detach().clone()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dshard import comm
 from dshard.caches import cached
@@ -28,7 +29,8 @@ def check_strided(x: object, what: str, kind: str) -> None:
         )
     if isinstance(x, Wrapper):
         return
-    refuse_own_rules(what, [type(x)], LayoutError)
+    if type(x) not in (Tensor, Parameter):  # which most are
+        refuse_own_rules(what, [type(x)], LayoutError)
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")

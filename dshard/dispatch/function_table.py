@@ -224,7 +224,7 @@ def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-_OF_WHOLE = ("all_reduce", "all_gather", "all_gather_single", "broadcast", "reduce")
+_OF_WHOLE = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast", "reduce")
 """Collectives that do to a whole tensor, where whole plain ones are alike on all ranks, what they do to those."""
 
 

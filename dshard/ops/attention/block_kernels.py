@@ -90,7 +90,7 @@ class BlockResult:
         out, lse = self._wide(())
         result, rows = _span(out, 2, queries), _span(lse, 2, queries)
         share = (part_lse - rows).sigmoid().nan_to_num_(0.0)  # a row that has seen no key in either has none
-        result.lerp_(part.to(result.dtype), share.unsqueeze(-1))
+        result.lerp_(part.to(result.dtype), share.to(result.dtype).unsqueeze(-1))
         torch.logaddexp(rows, part_lse, out=rows)
 
     def _wide(self, lead: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def test_each_walk_is_of_few_files_and_warm_of_few_frames(ranks: RankPool) -> No
     assert ranks.run(long_walks, timeout=300) == [[]] * 4
 
 
-MAX_COLD_FRAMES, MAX_UNMATCHED_FRAMES, MAX_CHANGES_OF_FILE = 700, 24, 915
+MAX_COLD_FRAMES, MAX_UNMATCHED_FRAMES, MAX_CHANGES_OF_FILE = 700, 24, 900
 
 
 def frames_of(call: Callable[[], object]) -> tuple[int, int]:
