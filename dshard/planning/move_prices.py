@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
 
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
+from dshard.redistribute.layout_state import State
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import space_of
 from dshard.rules.strategy import completed_layout
@@ -44,6 +46,7 @@ class MovePrices:
         self.space, self.joined = space_of(mesh, topology, shape, round(itemsize * joined)), joined
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
+        self.of_states: dict[State, int] = {}
         self.seconds = torch.zeros(0, 0, dtype=torch.float64)
         self.known = torch.zeros(0, 0, dtype=torch.bool)
         self.priced = torch.zeros(0, 0, dtype=torch.bool)
@@ -54,6 +57,7 @@ class MovePrices:
         new = len(self.numbers) - len(self.layouts)
         if new:
             self.layouts = list(self.numbers)
+            self.of_states = {self.space.state_of(layout): i for i, layout in enumerate(self.layouts)}
             grow = torch.nn.functional.pad
             self.seconds, self.known, self.priced = (
                 grow(table, (0, new, 0, new)) for table in (self.seconds, self.known, self.priced)
@@ -73,10 +77,26 @@ class MovePrices:
         self.known[src, dst] = True
 
     def price(self, src: int, dst: int) -> bool:
-        """Price one move exactly; return whether it was not before."""
+        """Price one move exactly, and so those on interchangeable mesh axes; return whether it was not before."""
         if self.priced[src, dst]:
             return False
         before, after = (self.space.state_of(self.layouts[i]) for i in (src, dst))
-        self.seconds[src, dst] = plan_price(before, after, self.space).seconds / self.joined
-        self.priced[src, dst] = self.known[src, dst] = True
+        seconds = plan_price(before, after, self.space).seconds / self.joined
+        for pair in {(src, dst), *self._renamed(before, after)}:
+            self.seconds[pair] = seconds
+            self.priced[pair] = self.known[pair] = True
         return True
+
+    def _renamed(self, src: State, dst: State) -> Iterator[tuple[int, int]]:
+        """The moves that differ from one in the names of interchangeable mesh axes."""
+        space = self.space
+        if src.blocked or dst.blocked:
+            return
+        for ways in product(*map(permutations, space.roles)):
+            axes = list(range(space.mesh.ndim))
+            for role, way in zip(space.roles, ways, strict=True):
+                for axis, other in zip(role, way, strict=True):
+                    axes[axis] = other
+            ends = [self.of_states.get(space.with_axes(state, axes)) for state in (src, dst)]
+            if None not in ends:
+                yield ends[0], ends[1]  # type: ignore[misc]

@@ -9,7 +9,9 @@ Design: docs/design/0029-planning-the-whole.md
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 
 import torch
@@ -20,6 +22,7 @@ from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.collector import uncollected
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
+from dshard.planning.shifted_costs import ShiftedCosts, Spread
 from dshard.planning.step_tables import Parts, StepTables, Weights
 from dshard.torch_private import no_functions
 
@@ -27,6 +30,10 @@ EVEN = Weights()
 """All seconds count, and no bytes."""
 CLOSE = 1e-9
 """Bounds that differ by this part of themselves are equal."""
+CHOICES = 8
+"""How many choices are priced, at most, before costs are shifted anew."""
+SLOW = 0.9
+"""Costs are no longer shifted alone where that left more than this part of what is between the bounds."""
 SMALLEST, LARGEST = 1_200_000, 8 * LIMIT
 """The most entries of a table at first, and where smaller ones tell no more."""
 GROWTH = 4
@@ -89,58 +96,128 @@ def plan_step(
     There is always a first pass, with small tables; the others are given up when the deadline comes.
     Plans whose sum is above `most` are not looked for: if there is no other, it is any, and the bound is `most`.
     """
+    search = _Search(tables, weights, most, passes, [torch.arange(len(domain)) for domain in tables.domains])
     with uncollected(), no_functions():  # such as those that make tensors on another device
-        return _planned(tables, weights, (deadline, passes), most)
+        with suppress(TimeIsOver):
+            _eliminate(search, None, deadline)
+            if search.is_open():
+                _eliminate(search, _shift(search, deadline), deadline)
+        calls = [tables.domains[tables.domain_of[call.number]][search.best[call.number]] for call in tables.graph.calls]
+        stored, bound = tables.stored(search.best, weights), min(search.bound, most)  # those above were dropped
+    return StepPlan(tuple(calls), stored, weights, search.parts, bound, search.prices, search.count)  # type: ignore[arg-type]
 
 
-def _planned(tables: StepTables, weights: Weights, limits: tuple[Deadline, int], most: float) -> StepPlan:
-    (deadline, passes), limit = limits, SMALLEST
-    alive = [torch.arange(len(domain)) for domain in tables.domains]
-    bound, least, gap, best = 0.0, inf, inf, tuple[int, ...]()
-    parts, prices, count = Parts(), 0, 0
+@dataclass(slots=True)
+class _Search:
+    """The candidates of each domain that are `alive`, a lower bound, and the best choice so far.
+
+    `most` is what choices that are looked for take at most, `prices` the number of moves of choices that were priced,
+    `count` that of bounds so far, of at most so many `passes`.
+    """
+
+    tables: StepTables
+    weights: Weights
+    most: float
+    passes: int
+    alive: list[Tensor]
+    best: tuple[int, ...] = ()
+    parts: Parts = field(default_factory=Parts)
+    bound: float = 0.0
+    prices: int = 0
+    count: int = 0
+
+    def sizes(self) -> list[int]:
+        """The number of values of each variable."""
+        return [len(self.alive[domain]) for domain in self.tables.domain_of]
+
+    def compact(self) -> dict[Hashable, Spread]:
+        """The tables of the candidates that are alive, for shifts."""
+        return self.tables.compact(self.weights, self.alive)
+
+    def price(self, found: Sequence[int]) -> int:
+        """Price a choice exactly, of candidates that are alive; how many moves were not before."""
+        choice = tuple([int(self.alive[d][i]) for d, i in zip(self.tables.domain_of, found, strict=True)])
+        parts, new = self.tables.price(choice, self.weights)
+        self.prices += new
+        if not self.best or self.weights.of(parts) < self.weights.of(self.parts):
+            self.best, self.parts, self.most = choice, parts, min(self.most, self.weights.of(parts))
+        return new
+
+    def is_open(self) -> bool:
+        """Whether a choice that is looked for may be cheaper, and there may be another pass."""
+        return not self.best or (self.most - self.bound > CLOSE * self.most and self.count < self.passes)
+
+    def is_over(self, bound: float) -> bool:
+        """Whether the bound of a pass was the last one."""
+        self.bound, self.count = max(self.bound, bound), self.count + 1
+        return not self.is_open()
+
+    def drop(self, solution: Solution | ShiftedCosts, bound: float, deadline: Deadline) -> int:
+        """Drop candidates that no choice that is looked for has; how many are gone."""
+        excess: dict[int, Tensor] = {}
+        for variable, own in solution.excess(deadline).items():
+            domain = self.tables.domain_of[variable]
+            excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
+        if isinstance(solution, Solution):
+            self.tables.price_likely(self.alive, excess, self.most * (1 + CLOSE) - bound, deadline)
+        kept = {domain: bound + own <= self.most * (1 + CLOSE) for domain, own in excess.items()}
+        if not all(each.any() for each in kept.values()):  # by what was rounded, even the best choice has too much
+            self.bound = self.most
+            return 0
+        before = sum(map(len, self.alive))
+        for domain, each in kept.items():
+            self.alive[domain] = self.alive[domain][each]
+        return before - sum(map(len, self.alive))
+
+
+def _shift(search: _Search, deadline: Deadline) -> ShiftedCosts:
+    """Bound the least sum by shifts of costs, until tables are small, or these tell no more."""
+    costs, gap = ShiftedCosts(len(search.tables.domain_of), search.tables.uses, search.compact()), inf
+    while True:
+        costs.improve(deadline)
+        for _ in range(CHOICES):
+            deadline.check()
+            if not search.price(costs.choice):
+                break
+            costs.replace(search.compact())
+        bound = costs.bound
+        if search.is_over(bound):
+            return costs
+        search.drop(costs, bound, deadline)
+        before, gap = gap, search.most - search.bound
+        if gap > SLOW * before or elimination_order(search.sizes(), search.tables.uses, SMALLEST).is_exact:
+            return costs
+        costs.replace(search.compact())
+
+
+def _eliminate(search: _Search, costs: ShiftedCosts | None, deadline: Deadline) -> None:
+    """Find the least sum by elimination, perhaps of shifted costs, with tables that grow where they are cut."""
+    limit, gap = SMALLEST, inf
     order: EliminationOrder | None = None
     ordered: tuple[list[int], int] = [], 0
-    while True:
-        try:
-            until = deadline if best else ENDLESS
-            until.check()
-            sizes = [len(alive[domain]) for domain in tables.domain_of]
-            if order is None or not (order.is_exact or ordered == (sizes, limit)):
-                order, ordered = elimination_order(sizes, tables.uses, limit), (sizes, limit)
-            solution = solve(order, tables.tables(weights, alive), until)
-            bound, count = max(bound, solution.bound), count + 1
-            choice = tuple([int(alive[d][i]) for d, i in zip(tables.domain_of, solution.choice, strict=True)])
-            own, new = tables.price(choice, weights)
-            prices += new
-            if weights.of(own) < least:
-                least, best, parts = weights.of(own), choice, own
-            if bound > most or least - bound <= CLOSE * least or count >= passes:
-                break
-            dropped = _drop(tables, alive, solution, min(least, most), deadline)
-            del solution  # with its tables, before the next one has its own
-        except TimeIsOver:
-            break
+    while search.is_open():
+        until = deadline if search.best else ENDLESS
+        until.check()
+        sizes, uses = search.sizes(), search.tables.uses
+        if costs is None:
+            tables = search.tables.tables(search.weights, search.alive)
+        else:
+            costs.replace(search.compact())
+            costs.improve(until)
+            uses, tables = costs.shared()
+        if order is None or not (order.is_exact or ordered == (sizes, limit)):
+            order, ordered = elimination_order(sizes, uses, limit), (sizes, limit)
+        solution = solve(order, tables, until)
+        new = search.price(solution.choice)
+        if search.is_over(solution.bound):
+            return
+        dropped = search.drop(solution, solution.bound, deadline)
+        del solution  # with its tables, before the next one has its own
         if not new and not dropped and (order.is_exact or limit >= LARGEST):
-            break
-        if not order.is_exact and min(least, most) - bound > gap / 2:
+            search.passes = search.count
+            return
+        if not order.is_exact and search.most - search.bound > gap / 2:
+            if costs is None and limit > SMALLEST:
+                return
             limit = min(GROWTH * limit, LARGEST)
-        gap = min(least, most) - bound
-    calls = [tables.domains[tables.domain_of[call.number]][best[call.number]] for call in tables.graph.calls]
-    stored = tables.stored(best, weights)
-    bound = min(bound, most)  # those above were dropped
-    return StepPlan(tuple(calls), stored, weights, parts, bound, prices, count)  # type: ignore[arg-type]
-
-
-def _drop(tables: StepTables, alive: list[Tensor], solution: Solution, least: float, deadline: Deadline) -> int:
-    """Drop candidates that no choice with at most this sum has, price what the others may need; how many are gone."""
-    excess: dict[int, Tensor] = {}
-    for variable, own in solution.excess(deadline).items():
-        domain = tables.domain_of[variable]
-        excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
-    tables.price_likely(alive, excess, least * (1 + CLOSE) - solution.bound, deadline)
-    dropped = 0
-    for domain, own in excess.items():
-        kept = solution.bound + own <= least * (1 + CLOSE)
-        dropped += len(kept) - int(kept.sum())
-        alive[domain] = alive[domain][kept]
-    return dropped
+        gap = search.most - search.bound

@@ -12,7 +12,7 @@ Design: docs/design/0029-planning-the-whole.md
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import combinations, pairwise, product
 from math import inf, prod, sqrt
@@ -32,6 +32,7 @@ from dshard.planning.kept_values import kept_values
 from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.packed_values import with_packed_values
+from dshard.planning.shifted_costs import Spread
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
 from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
 from dshard.topology import Topology
@@ -386,24 +387,29 @@ class StepTables:
 
     def tables(self, weights: Weights, alive: Sequence[Tensor]) -> dict[Hashable, Tensor]:
         """All tables by name, of the values of each domain that are alive."""
-        tables: dict[Hashable, Tensor] = {}
+        return {name: spread.whole() for name, spread in self._spread(weights, alive)}
+
+    def compact(self, weights: Weights, alive: Sequence[Tensor]) -> dict[Hashable, Spread]:
+        """Those tables with one row for all values of alike layouts."""
+        return {name: spread.compact() for name, spread in self._spread(weights, alive)}
+
+    def _spread(self, weights: Weights, alive: Sequence[Tensor]) -> Iterator[tuple[Hashable, Spread]]:
+        known = set[Hashable]()
         for name, (variable, *_) in self.uses:
-            if name in self.work and name not in tables:
+            if name in self.work and name not in known:
+                known.add(name)
                 own = self.work[name]
                 total = own.exposed + own.work + weights.of_bytes(*own[2:])
-                tables[name] = total[alive[self.domain_of[variable]]]
+                yield name, Spread(total, (alive[self.domain_of[variable]],))
         for name, edge in self.edges.items():
-            made, pairs = (of[alive[d]] for of, d in zip((edge.of, edge.pairs.of), edge.domains, strict=True))
-            total = self._between(edge) + weights.memory * weights.saved * edge.saved
-            tables[name] = total[made][:, pairs]
+            rows = tuple([of[alive[d]] for of, d in zip((edge.of, edge.pairs.of), edge.domains, strict=True)])
+            yield name, Spread(self._between(edge) + weights.memory * weights.saved * edge.saved, rows)
         for name, use in self.parameters.items():
-            total = self._weighted(use, weights)
-            pairs = use.pairs.of[alive[use.domain]]
+            total, pairs = self._weighted(use, weights), use.pairs.of[alive[use.domain]]
             if use.variable is None:
-                tables[name] = total.amin(0)[pairs]
+                yield name, Spread(total.amin(0), (pairs,))
             else:
-                tables[name] = total[alive[self.domain_of[use.variable]]][:, pairs]
-        return tables
+                yield name, Spread(total, (alive[self.domain_of[use.variable]], pairs))
 
     def _weighted(self, use: _Use, weights: Weights) -> Tensor:
         """The weighted sum of a parameter in each layout for each use."""

@@ -22,11 +22,10 @@ class CrossingBound(NamedTuple):
     """The least seconds beyond those along any axis for elements that must be sent along one axis.
 
     For each byte, and to begin: `begin[i]` where the number of ranks whose elements a rank has received doubles `i`
-    times. `whole` are the least seconds for each byte, with those that it would take along any axis.
+    times.
     """
 
     byte: float
-    whole: float
     begin: tuple[float, ...]
 
 
@@ -89,7 +88,7 @@ def least_terms(mesh: Mesh, topology: Topology, partial: frozenset[int]) -> Leas
     for axis, n in enumerate(mesh.shape):
         there = _crossing(moves, axis, n, rate), _crossing(reductions, axis, n, rate)
         moved, summed = there
-        if max(moved.whole, summed.whole) * rate > 1 or any(moved.begin) or any(summed.begin):
+        if moved.byte or summed.byte or any(moved.begin) or any(summed.begin):
             slow.append((axis, *there))
     move, sums = topology.launch + moves.begin[1], _begins([way for way in reductions.ways if way.kind == "all_reduce"])
     whole = _least(sums, reductions.begin)
@@ -148,9 +147,7 @@ def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
     """The least that collectives along `axis`, of `n` ranks, take beyond the fastest, for a byte that crosses it."""
     there = [way for way in ways.ways if axis in way.axes and way.kind != "counted"]
     byte = min([(1 / way.rate - 1 / rate) * way.received(n) for way in there], default=0.0)
-    # a way as fast as any that receives much beside what crosses is no way around a slow one
-    whole = min([way.received(n) / way.rate for way in there], default=0.0)
-    return CrossingBound(byte, whole, ways.along[axis])
+    return CrossingBound(byte, ways.along[axis])
 
 
 class _Reductions(NamedTuple):
@@ -255,11 +252,8 @@ class LowerBound:
             alone = 0.0 if nested else self._alone(src, dst)
             lacking = max(lacking, dst.numel, self.numel * (dst.share + (terms - 2 + alone) / self.ranks))
         steps = max(1, begins + ((1 if nested else 2) if ends else changes))
-        received = lacking * self.itemsize / least.rate
-        seconds = steps * self.launch + latency + received + begun + copied * copies
-        if not least.slow:
-            return seconds
-        return seconds + self._crossing(src, dst, least, (doublings, meetings), more, received)
+        seconds = steps * self.launch + latency + lacking * self.itemsize / least.rate + begun + copied * copies
+        return seconds + self._crossing(src, dst, least, (doublings, meetings), more) if least.slow else seconds
 
     def _alone(self, src: State, dst: State) -> float:
         """The part of the elements, at least, that no rank that needs it holds a term of.
@@ -270,38 +264,27 @@ class LowerBound:
         moved = [axis for axis, dim in src.split.items() if dst.split.get(axis, dim) != dim and _even(src, dst, axis)]
         return 1 - 1 / max([self.sizes[axis] for axis in moved], default=1)
 
-    def _crossing(
-        self,
-        src: State,
-        dst: State,
-        least: LeastTerms,
-        doublings: tuple[int, int],
-        more: float,
-        received: float,
-    ) -> float:
+    def _crossing(self, src: State, dst: State, least: LeastTerms, doublings: tuple[int, int], more: float) -> float:
         """The least seconds, beyond those along any axis, for elements that must be sent along a slow axis.
 
         Equally many enter each slice of the mesh along the axis. A slice that has, or reduces, one part in `n` of the
         elements that it needs lacks the other parts; if the axis shards another dim afterwards, evenly, the slice needs
         one part in `n`, and has one in `n` of that. The sums of a reduction may come by a move. `more` are seconds that
-        reductions are known to take to begin beyond the least, and `received` those of all missing elements along any
-        axis.
+        reductions are known to take to begin beyond the least.
         """
         most, each = 0.0, self.numel / self.ranks * self.itemsize
         for axis, moves, reductions in least.slow:
             n = self.sizes[axis]
             if src.partial[axis] != dst.partial[axis] and src.partial[axis] is not None:
-                byte, whole = reductions.byte, reductions.whole
-                if axis not in dst.split:
-                    byte, whole = byte + min(moves.byte, byte), whole + min(moves.whole, whole)
-                crossing, begin = (n - 1) * each, max(0.0, reductions.begin[doublings[1]] - more)
+                byte = reductions.byte + (0.0 if axis in dst.split else min(moves.byte, reductions.byte))
+                seconds = (n - 1) * each * byte + max(0.0, reductions.begin[doublings[1]] - more)
             elif axis in src.split and axis not in dst.split:
-                byte, whole, crossing, begin = moves.byte, moves.whole, (n - 1) * each, moves.begin[doublings[0]]
+                seconds = (n - 1) * each * moves.byte + moves.begin[doublings[0]]
             elif axis in src.split and src.split[axis] != dst.split[axis] and _even(src, dst, axis):
-                byte, whole, crossing, begin = moves.byte, moves.whole, (n - 1) / n * each, moves.begin[doublings[0]]
+                seconds = (n - 1) / n * each * moves.byte + moves.begin[doublings[0]]
             else:
                 continue
-            most = max(most, max(crossing * byte, crossing * whole - received) + begin)
+            most = max(most, seconds)
         return most
 
 
