@@ -113,7 +113,7 @@ class Replicate(_Placement):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Replicate) or _is_torchs(other, "Replicate")
 
-    __hash__: Any = (-1).__hash__  # that of torch's, without a call of Python: layouts are made of these
+    __hash__ = (-1).__hash__  # torch's, without a call of Python: layouts are made of these
 
     def __str__(self) -> str:
         return "R"
