@@ -141,6 +141,7 @@ STEPS: tuple[tuple[str, Callable[[], tuple[nn.Module, Batch]], tuple[int, ...], 
     ("GPT-2, 12 layers", gpt2, (2, 2, 2), Weights()),
     ("GPT-2, 12 layers, a byte has a price", gpt2, (2, 4), Weights(memory=1e-12)),
     ("T5, 12 + 12 layers, tied", t5, (2, 4), Weights()),
+    ("T5, 12 + 12 layers, tied", t5, (2, 2, 2), Weights()),
     ("Llama 70 B, 80 layers", llama, (8, 8), Weights()),
     ("Llama 70 B, 80 layers", llama, (8, 8, 64), Weights()),
 )
