@@ -96,8 +96,8 @@ def plan_step(
     There is always a first pass, with small tables; the others are given up when the deadline comes.
     Plans whose sum is above `most` are not looked for: if there is no other, it is any, and the bound is `most`.
     """
-    search = _Search(tables, weights, most, passes, [torch.arange(len(domain)) for domain in tables.domains])
     with uncollected(), no_functions():  # such as those that make tensors on another device
+        search = _Search(tables, weights, most, passes, [torch.arange(len(domain)) for domain in tables.domains])
         with suppress(TimeIsOver):
             _eliminate(search, None, deadline)
             if search.is_open():
