@@ -19,7 +19,6 @@ from math import gcd
 
 from dshard.caches import cached
 from dshard.errors import ShapeError
-from dshard.placements.chunk import chunk
 from dshard.validate import as_int, as_number, as_tuple
 
 Held = tuple[range, ...]
@@ -95,100 +94,12 @@ class Routing:
     def hits(self, held: Held, choices: int) -> tuple[float, ...]:
         """The probability that a token needs each rank: that one of its experts is there.
 
-        >>> [round(hit, 4) for hit in Routing.uniform().hits(expert_ranges(8, 4), 2)]  # 1 - C(6, 2) / C(8, 2)
+        >>> pairs = range(0, 2), range(2, 4), range(4, 6), range(6, 8)
+        >>> [round(hit, 4) for hit in Routing.uniform().hits(pairs, 2)]  # 1 - C(6, 2) / C(8, 2)
         [0.4643, 0.4643, 0.4643, 0.4643]
         """
         shares = self.row_shares(held, choices)
         return tuple([sum([shares[expert] for expert in each]) for each in held])
-
-    def distinct(self, held: Held, choices: int) -> float:
-        """The ranks that a token's experts are on."""
-        return sum(self.hits(held, choices))
-
-    def distinct_others(self, held: Held, choices: int) -> float:
-        """The ranks other than its own that a token's experts are on, if each rank has as many tokens as another.
-
-        >>> round(Routing.uniform().distinct_others(expert_ranges(8, 4), 2), 3)
-        1.393
-        """
-        return self.distinct(held, choices) * (1 - 1 / len(held))
-
-    def rows(self, held: Held, choices: int, tokens: Sequence[float]) -> RoutedRows:
-        """What each rank computes and receives if a token's row goes once to each other rank that needs it.
-
-        `tokens` are those of each rank.
-        """
-        hits, total = self.hits(held, choices), sum(tokens)
-        distinct = sum(hits)
-        return RoutedRows(
-            self._pairs(held, choices, total),
-            tuple([hit * (total - own) for hit, own in zip(hits, tokens, strict=True)]),
-            tuple([own * (distinct - hit) for hit, own in zip(hits, tokens, strict=True)]),
-        )
-
-    def rows_by_host(
-        self, held: Held, choices: int, tokens: Sequence[float], hosts: int
-    ) -> tuple[RoutedRows, RoutedRows]:
-        """What each rank computes and receives over two levels: between hosts, and within them.
-
-        `held` and `tokens` are by rank, host by host. A token goes once to each other host that needs it, to the rank
-        with its own rank's number there, and from there once to each other rank of the host that needs it. Results are
-        summed by host on the same way back.
-        """
-        hits, within = self.hits(held, choices), len(held) // hosts
-        of_hosts = self.hits(
-            tuple([range(held[i].start, held[i + within - 1].stop) for i in range(0, len(held), within)]), choices
-        )
-        pairs = self._pairs(held, choices, sum(tokens))
-        lanes = [sum(tokens[lane::within]) for lane in range(within)]  # the ranks of one number on all hosts
-        total, distinct = sum(tokens), sum(of_hosts)
-        across, inside = list[tuple[float, float]](), list[tuple[float, float]]()
-        for rank, (hit, own) in enumerate(zip(hits, tokens, strict=True)):
-            host, lane = divmod(rank, within)
-            of_host = sum(hits[host * within : (host + 1) * within])
-            across.append((of_hosts[host] * (lanes[lane] - own), own * (distinct - of_hosts[host])))
-            inside.append((hit * (total - lanes[lane]), lanes[lane] * (of_host - hit)))
-        outer, inner = (
-            RoutedRows(pairs, tuple([there for there, _ in each]), tuple([back for _, back in each]))
-            for each in (across, inside)
-        )
-        return outer, inner
-
-    def _pairs(self, held: Held, choices: int, tokens: float) -> tuple[float, ...]:
-        chances = _chances(self, held[-1].stop, choices)
-        return tuple([tokens * sum([chances[expert] for expert in each]) for each in held])
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRows:
-    """Expected rows of one pass of a layer of experts, by rank.
-
-    `pairs` are computed by a rank; `tokens` are rows that it receives because it has experts, `results` rows that it
-    receives back for its own tokens, one from each rank that had them.
-    """
-
-    pairs: tuple[float, ...]
-    tokens: tuple[float, ...]
-    results: tuple[float, ...]
-
-    @property
-    def received(self) -> tuple[float, ...]:
-        """The rows that each rank receives, of tokens and of results."""
-        return tuple([there + back for there, back in zip(self.tokens, self.results, strict=True)])
-
-    @property
-    def skew(self) -> float:
-        """The pairs of the busiest rank over the mean."""
-        return max(self.pairs) * len(self.pairs) / (sum(self.pairs) or 1.0)
-
-
-def expert_ranges(experts: int, ranks: int) -> Held:
-    """The experts of each rank where `Shard(0)` on one mesh axis divides them; of fewer experts some ranks have none.
-
-    >>> expert_ranges(5, 3)
-    (range(0, 2), range(2, 4), range(4, 5))
-    """
-    return tuple([chunk(experts, ranks, rank) for rank in range(ranks)])
 
 
 # -- the chances of experts

@@ -7,19 +7,18 @@ result, and these are merged by the log-sum-exp of each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import Literal, TypeAlias
 
 from dshard.errors import StrategyError
 from dshard.layout import Layout, Shape
 from dshard.placements import Replicate, Shard
 from dshard.rules.expand import Allowed, Row
-from dshard.rules.named_loops import NamedLoops, by_name
+from dshard.rules.named_loops import LoopTable, NamedLoops
 from dshard.rules.rule import Rule
 from dshard.rules.rule_notation import parse_rule
-from dshard.validate import suggestion
 
 AttentionLoop: TypeAlias = Literal["b", "h", "q", "k", "ring", "balanced ring"]
 LOOPS: tuple[AttentionLoop, ...] = ("b", "h", "q", "k")
@@ -33,20 +32,23 @@ Keys: TypeAlias = Literal["whole", "split", "every head"]
 """The keys that a rank has: all keys of its heads, a range of them, or all keys of every head."""
 
 
-ATTENTIONS: dict[str, NamedLoops[AttentionLoop]] = by_name(
-    (
-        ("batch", "x", ("b",), "data parallel"),
-        ("heads", "x", ("h",), "Megatron; stored by heads"),
-        ("ulysses", "x", ("h",), "DeepSpeed-Ulysses; stored split over the sequence"),
-        ("context", "x", ("q",), "context parallel: K and V gathered"),
-        ("ring", "x", ("ring",), "Ring Attention: K and V in panels, from rank to rank"),
-        ("balanced ring", "x", ("balanced ring",), "zigzag, Striped Attention: halves are swapped first"),
-        ("split-keys", "x", ("k",), "flash-decoding, Helix: partial results merged by their log-sum-exp"),
-        ("ulysses x context", "u c", ("h", "q"), "USP, with K and V gathered"),
-        ("ulysses x ring", "u r", ("h", "ring"), "USP: heads inside, a ring on the slow axis"),
-        ("ring x ring", "s f", ("ring", "ring"), "a ring around two axes, the slow one outside"),
-        ("heads x split-keys", "h k", ("h", "k"), "a cache split by heads and by sequence"),
-    )
+ATTENTIONS: LoopTable[AttentionLoop] = LoopTable(
+    "attention",
+    (*LOOPS, *RINGS),
+    "('b', 'h')",
+    {
+        "batch": NamedLoops("x", ("b",), "data parallel"),
+        "heads": NamedLoops("x", ("h",), "Megatron; stored by heads"),
+        "ulysses": NamedLoops("x", ("h",), "DeepSpeed-Ulysses; stored split over the sequence"),
+        "context": NamedLoops("x", ("q",), "context parallel: K and V gathered"),
+        "ring": NamedLoops("x", ("ring",), "Ring Attention: K and V in panels, from rank to rank"),
+        "balanced ring": NamedLoops("x", ("balanced ring",), "zigzag, Striped Attention: halves are swapped first"),
+        "split-keys": NamedLoops("x", ("k",), "flash-decoding, Helix: partial results merged by their log-sum-exp"),
+        "ulysses x context": NamedLoops("u c", ("h", "q"), "USP, with K and V gathered"),
+        "ulysses x ring": NamedLoops("u r", ("h", "ring"), "USP: heads inside, a ring on the slow axis"),
+        "ring x ring": NamedLoops("s f", ("ring", "ring"), "a ring around two axes, the slow one outside"),
+        "heads x split-keys": NamedLoops("h k", ("h", "k"), "a cache split by heads and by sequence"),
+    },
 )
 
 
@@ -110,48 +112,35 @@ def ways_of(requested: RequestedLoops, rule: Rule, layouts: Sequence[Layout]) ->
     Axes without a role may have any loop. Without a requested loop an axis on which all operands are replicated stays
     so, and a ring goes around axes that shard the sequence of keys, the first of them outermost.
     """
-    mesh, axes = layouts[0].mesh, range(layouts[0].mesh.ndim)
-    if isinstance(requested, tuple) and len(requested) != mesh.ndim:
-        raise StrategyError(
-            f"attention={requested}: {len(requested)} loops for the mesh ({mesh}); give one for each axis"
-        )
-    loops = ATTENTIONS[requested].loops if isinstance(requested, str) else requested or (None,) * mesh.ndim
-    if len(loops) > mesh.ndim:
-        assert isinstance(requested, str)
-        raise StrategyError(
-            f"attention={requested!r} needs {len(loops)} mesh axes ({', '.join(ATTENTIONS[requested].roles)}), but the "
-            f"mesh ({mesh}) has {mesh.ndim}"
-        )
-    picks = permutations(axes, len(loops)) if isinstance(requested, str) else [tuple(axes)]
-    ways = [way for picked in picks if (way := _way(loops, picked, rule, layouts)) is not None]
+    mesh, assignments = layouts[0].mesh, ATTENTIONS.assignments(requested, layouts[0].mesh)
+    ways = [way for loops in assignments if (way := _way(loops, rule, layouts)) is not None]
     if not ways:
         raise StrategyError(
             f"attention={requested!r} on the mesh ({mesh}): a ring goes round an axis of at least two ranks; use "
             "'context', or a mesh with a larger axis"
         )
-    if any(loop in RINGS for loop in loops):
-        return tuple(ways), "balanced ring" in loops
+    asked = assignments[0].values()
+    if any(loop in RINGS for loop in asked):
+        return tuple(ways), "balanced ring" in asked
     stored = Shard(len(rule.inputs[1]) - 2)
-    free = [axis for axis, loop in enumerate(loops) if loop is None and mesh.shape[axis] > 1]
+    free = [axis for axis, loop in assignments[0].items() if loop is None and mesh.shape[axis] > 1]
     split = [axis for axis in free if layouts[1].placements[axis] == stored]
     rings = (ring for n in range(1, len(split) + 1) for ring in combinations(split, n))
     return (*ways, *((with_queries(ways[0][0], ring), ring) for ring in rings)), None
 
 
-def _way(
-    loops: Sequence[AttentionLoop | None], picked: Sequence[int], rule: Rule, layouts: Sequence[Layout]
-) -> Way | None:
-    """The assignment of loops to the mesh axes `picked`, in this order; None if a ring has one rank."""
+def _way(loops: Mapping[int, AttentionLoop | None], rule: Rule, layouts: Sequence[Layout]) -> Way | None:
+    """The assignment of loops to mesh axes as rows; None if a ring has one rank."""
     mesh, rows = layouts[0].mesh, {loop: frozenset[Row]({loop}) for loop in LOOPS}
     rows["b"] |= {name for dim in rule.outputs[0][:-3] for name in dim}
     allowed: dict[int, frozenset[Row] | None] = {}
-    for loop, axis in zip(loops, picked, strict=True):
+    for axis, loop in loops.items():
         if loop is None:
             idle = all(layout.placements[axis] == Replicate() for layout in layouts)
             allowed[axis] = frozenset[Row]({None}) if idle else None
         else:
             allowed[axis] = rows["q" if loop in RINGS else loop]
-    rings = tuple(axis for loop, axis in zip(loops, picked, strict=True) if loop in RINGS)
+    rings = tuple(axis for axis, loop in loops.items() if loop in RINGS)
     if any(mesh.shape[axis] == 1 for axis in rings):
         return None
     return tuple(allowed.get(axis) for axis in range(mesh.ndim)), rings
@@ -160,19 +149,6 @@ def _way(
 def with_queries(allowed: Allowed, axes: Sequence[int]) -> Allowed:
     """`allowed` with loop q on these mesh axes."""
     return tuple(frozenset[Row]({"q"}) if axis in axes else rows for axis, rows in enumerate(allowed))
-
-
-def check_attention(requested: object) -> RequestedLoops:
-    """Check a name of `ATTENTIONS`, or loops, one for each mesh axis or None for any, and return it."""
-    if isinstance(requested, str) and requested in ATTENTIONS:
-        return requested
-    if isinstance(requested, tuple | list) and requested and all(loop in (None, *LOOPS, *RINGS) for loop in requested):
-        return tuple(requested)
-    loops = f"a loop ({', '.join((*LOOPS, *RINGS))}) for each mesh axis, such as ('b', 'h'), or None for any"
-    known = f"use {', '.join(ATTENTIONS)}, or {loops}"
-    raise StrategyError(
-        f"attention={requested!r}: {known}{suggestion(requested, ATTENTIONS) if isinstance(requested, str) else ''}"
-    )
 
 
 def with_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:

@@ -26,8 +26,8 @@ def experts_lower_bound(
     The proof is that of `pass_lower_bound`. Loads of a step vary about the expected ones: with so few tokens that some
     experts get none, single steps may receive less.
 
-    >>> from dshard.routing import expert_ranges
-    >>> round(experts_lower_bound(Routing.uniform(), expert_ranges(8, 4), 2, [256] * 4, 64, 1e9))  # 2 rows x 1.393
+    >>> pairs = range(0, 2), range(2, 4), range(4, 6), range(6, 8)
+    >>> round(experts_lower_bound(Routing.uniform(), pairs, 2, [256] * 4, 64, 1e9))  # 2 rows x 1.393
     182565
     """
     shares, total = routing.row_shares(held, choices), sum(tokens)
@@ -120,10 +120,9 @@ def busiest_lower_bound(experts: int, ranks: int, choices: int, tokens: float, r
     points, at B or below it, and must have all pairs of a rank's tokens. The bound is the least B at which it may; that
     c is rounded down where B bounds a rank, and points of whole experts span the others, for copies in part.
 
-    >>> from dshard.routing import expert_ranges
-    >>> rows = Routing.uniform().rows(expert_ranges(256, 64), 8, [8192] * 64)  # DeepSeek-V3
-    >>> bound = busiest_lower_bound(256, 64, 8, 8192, 7168, 3 * 7168 * 2048)
-    >>> round(max(rows.received) * 7168 / bound, 2)
+    >>> held = tuple([range(i, i + 4) for i in range(0, 256, 4)])
+    >>> moved = 2 * 8192 * 63 / 64 * sum(Routing.uniform().hits(held, 8)) * 7168  # rows of tokens of DeepSeek-V3
+    >>> round(moved / busiest_lower_bound(256, 64, 8, 8192, 7168, 3 * 7168 * 2048), 2)
     1.13
     """
     least, most = 0.0, float(experts * weights)

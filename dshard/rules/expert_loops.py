@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import Literal, TypeAlias
 
 from dshard.errors import NotationError, ShapeError, StrategyError
@@ -25,13 +25,11 @@ from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.routing import Routing
 from dshard.rules.expand import Allowed, Row
-from dshard.rules.named_loops import NamedLoops, by_name
+from dshard.rules.named_loops import LoopTable, NamedLoops
 from dshard.rules.rule import Chosen, Rule
 from dshard.rules.rule_notation import parse_rule
-from dshard.validate import suggestion
 
 ExpertLoop: TypeAlias = Literal["t", "e", "f", "ragged", "hop"]
-LOOPS: tuple[ExpertLoop, ...] = ("t", "e", "f", "ragged", "hop")
 ExpertLoops: TypeAlias = tuple[ExpertLoop | None, ...]
 """A loop for each mesh axis, None for any."""
 RequestedLoops: TypeAlias = str | ExpertLoops | None
@@ -41,17 +39,20 @@ OPERANDS = 3
 """The operands before the parameters: tokens, indices of their experts, and weights of these."""
 
 
-EXPERTS: dict[str, NamedLoops[ExpertLoop]] = by_name(
-    (
-        ("tokens", "x", ("t",), "data parallel; with experts stored split, FSDP"),
-        ("expert", "x", ("e",), "tokens gathered: Megatron's allgather, vLLM's default; whole: AllReduceEP"),
-        ("ragged", "x", ("ragged",), "GShard, Switch, DeepEP: only the tokens that are needed"),
-        ("split experts", "x", ("f",), "Megatron within each expert"),
-        ("ragged x split experts", "e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
-        ("tokens x ragged", "t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
-        ("ragged x ragged", "a b", ("ragged", "ragged"), "one folded axis of both"),
-        ("hop x ragged", "hosts e", ("hop", "ragged"), "DeepEP, Tutel: a token once to each host, then to ranks"),
-    )
+EXPERTS: LoopTable[ExpertLoop] = LoopTable(
+    "experts",
+    ("t", "e", "f", "ragged", "hop"),
+    "('t', 'ragged')",
+    {
+        "tokens": NamedLoops("x", ("t",), "data parallel; with experts stored split, FSDP"),
+        "expert": NamedLoops("x", ("e",), "tokens gathered: Megatron's allgather, vLLM's default; whole: AllReduceEP"),
+        "ragged": NamedLoops("x", ("ragged",), "GShard, Switch, DeepEP: only the tokens that are needed"),
+        "split experts": NamedLoops("x", ("f",), "Megatron within each expert"),
+        "ragged x split experts": NamedLoops("e f", ("ragged", "f"), "expert parallel outside, Megatron within"),
+        "tokens x ragged": NamedLoops("t e", ("t", "ragged"), "expert parallel within replicas of the experts"),
+        "ragged x ragged": NamedLoops("a b", ("ragged", "ragged"), "one folded axis of both"),
+        "hop x ragged": NamedLoops("hosts e", ("hop", "ragged"), "DeepEP, Tutel: a token once to each host, then on"),
+    },
 )
 
 
@@ -146,19 +147,7 @@ def ways_of(requested: RequestedLoops, rule: Rule, tokens: Layout) -> tuple[Way,
     Raises:
         StrategyError: too many loops for the mesh, or the ragged form on an axis of ranks that do not shard tokens.
     """
-    mesh, axes = tokens.mesh, range(tokens.mesh.ndim)
-    if isinstance(requested, tuple) and len(requested) != mesh.ndim:
-        raise StrategyError(
-            f"experts={requested}: {len(requested)} loops for the mesh ({mesh}); give one for each axis"
-        )
-    loops = EXPERTS[requested].loops if isinstance(requested, str) else requested or (None,) * mesh.ndim
-    if len(loops) > mesh.ndim:
-        roles = ", ".join(EXPERTS[str(requested)].roles)
-        raise StrategyError(
-            f"experts={requested!r} needs {len(loops)} mesh axes ({roles}), but the mesh ({mesh}) has {mesh.ndim}"
-        )
-    picks = permutations(axes, len(loops)) if isinstance(requested, str) else [tuple(axes)]
-    ways = [way for picked in picks for way in _ways(dict(zip(picked, loops, strict=True)), rule, tokens)]
+    ways = [way for loops in EXPERTS.assignments(requested, tokens.mesh) for way in _ways(loops, rule, tokens)]
     if not ways:
         raise StrategyError(
             f"experts={requested!r} of tokens laid out [{tokens}]: the ragged form sends tokens from the ranks that "
@@ -215,16 +204,3 @@ def _dim(layout: Layout, axis: int) -> int:
     """The tensor dim that a mesh axis shards; one behind all where it shards none."""
     placement = layout.placements[axis]
     return placement.dim if isinstance(placement, Shard) else sys.maxsize
-
-
-def check_experts(requested: object) -> RequestedLoops:
-    """Check a name of `EXPERTS`, or loops, one for each mesh axis or None for any, and return it."""
-    if requested is None or (isinstance(requested, str) and requested in EXPERTS):
-        return requested
-    if isinstance(requested, tuple | list) and requested and all(loop in (None, *LOOPS) for loop in requested):
-        return tuple(requested)
-    loops = f"a loop ({', '.join(LOOPS)}) for each mesh axis, such as ('t', 'ragged'), or None for any"
-    known = f"use {', '.join(EXPERTS)}, or {loops}"
-    raise StrategyError(
-        f"experts={requested!r}: {known}{suggestion(requested, EXPERTS) if isinstance(requested, str) else ''}"
-    )

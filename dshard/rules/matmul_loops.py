@@ -103,49 +103,6 @@ class Schedule:
             + c * ((1 - 1 / scattered) + 2 / scattered * (1 - 1 / reduced))
         )
 
-    def messages(self, mesh: Mesh) -> int:
-        """Messages that each rank receives: a ring along every axis on which a tensor moves, two to all_reduce C.
-
-        Of plans that move `volume` none has fewer: an axis of g ranks takes g - 1 messages by itself, and more together
-        with another. Where the start of a collective costs more than a message, one over both may be cheaper.
-
-        >>> Schedule(("m", "n"), ("k", "k")).messages(Mesh((4, 4), ("r", "c")))
-        6
-        """
-        axes = zip(mesh.shape, self.loops, self.stored, strict=True)
-        return sum((n - 1) * _rings(loop, stored) for n, loop, stored in axes)
-
-    def peak(self, mesh: Mesh, m: int, k: int, n: int) -> float:
-        """The most elements that a rank holds at once beside its stored operands, where all sizes divide.
-
-        A gathered operand stays, for the backward pass may need it, and so does the result until it is reduced. To
-        gather along columns takes a second copy, as the chunks are not contiguous. A reduce_scatter over g ranks
-        receives g chunks and adds them to one; to scatter columns they are first copied into rows; an all_reduce takes
-        one copy. Gloo's collectives that fill a buffer in place take just this; small ones take one copy more.
-        """
-        a, b, c = self._computed(mesh, m, k, n)
-        most, held = 0.0, 0.0
-        parts_of_a = self._sizes(mesh, "n", "m"), self._sizes(mesh, "n", "k")
-        parts_of_b = self._sizes(mesh, "m", "k"), self._sizes(mesh, "m", "n")
-        for elements, (by_row, by_column) in ((a, parts_of_a), (b, parts_of_b)):
-            most = max(most, held + elements * _gathering(by_row, by_column))
-            held += elements * (prod((*by_row, *by_column)) > 1)
-        return max(most, held + c * (1 + self._reducing(mesh, m, n)))
-
-    def _reducing(self, mesh: Mesh, m: int, n: int) -> float:
-        """The buffers of C's reduction, as a multiple of the C that a rank computes.
-
-        Sums over several axes that end replicated are reduce-scattered first, by rows unless there is a reason for
-        columns.
-        """
-        rows, columns, everywhere = (self._sizes(mesh, "k", stored) for stored in ("m", "n", "R"))
-        if everywhere and not rows and len(everywhere) + len(columns) > 1:
-            by_column = not columns and set(self.loops) == {"k"} and n > m
-            rows, columns = ([], everywhere) if by_column else ([max(everywhere)], columns)
-        if rows:
-            return 1 + 1 / rows[0]
-        return 2.0 if columns else float(bool(everywhere))
-
     def _computed(self, mesh: Mesh, m: int, k: int, n: int) -> tuple[float, float, float]:
         """Elements of A, B and C in a rank's local matmul."""
         over_m, over_n, over_k = (prod(self._sizes(mesh, loop)) for loop in ("m", "n", "k"))
@@ -178,20 +135,6 @@ def schedules(axes: int) -> Iterator[Schedule]:
         yield Schedule(tuple(loop for loop, _ in picked), tuple(stored for _, stored in picked))
 
 
-def _rings(loop: Loop, stored: Stored) -> int:
-    """The number of rings that run along one axis: none, one, or two for an all_reduce."""
-    if stored == "P" or (stored == "R" and loop != "k"):
-        return 0
-    return 2 if stored == "R" else 1
-
-
-def _gathering(rows: list[int], columns: list[int]) -> float:
-    """The buffers of a gather beside its operand, as a multiple of its result; the first axis is gathered last."""
-    if rows:
-        return 1 + 1 / rows[0] if len(rows) + len(columns) > 1 else 1.0
-    return 2.0 if columns else 0.0
-
-
 def stored_layout(mesh: Mesh, loops: tuple[Loop, ...], stored: tuple[Stored, ...], tensor: int) -> Layout:
     """The layout in which one tensor of a schedule is stored, A, B or C by its number, see `Schedule.layouts`."""
     dims = _DIMS[tensor]
@@ -220,10 +163,6 @@ class NamedStrategy:
     schedule: Schedule
     source: str
     square: bool = False
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{role}:{loop}" for role, loop in zip(self.roles, self.schedule.loops, strict=True))
-        return f"{self.name:18} {axes:22} {self.schedule!s:34} {self.source}"
 
 
 def _named(

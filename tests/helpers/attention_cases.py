@@ -63,7 +63,9 @@ def loops_drawn(draw: Random, mesh: Mesh) -> Any:
     kind = draw.random()
     if kind < 0.2:
         return None
-    return draw.choice(list(ATTENTIONS)) if kind < 0.4 else tuple(draw.choice((*LOOPS, *RINGS)) for _ in mesh.shape)
+    return (
+        draw.choice(list(ATTENTIONS.rows)) if kind < 0.4 else tuple(draw.choice((*LOOPS, *RINGS)) for _ in mesh.shape)
+    )
 
 
 def with_gradients(out: Any, given: list[Any], grad: Any) -> list[Any]:

@@ -8,11 +8,12 @@ from math import inf
 from random import Random
 
 import pytest
+from helpers.routed_rows import expert_ranges, routed_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard import Routing
-from dshard.routing import Held, expert_ranges
+from dshard.routing import Held
 from dshard.rules.expert_bound import busiest_lower_bound, experts_lower_bound, pass_lower_bound
 
 Chosen = list[list[tuple[int, ...]]]
@@ -97,7 +98,7 @@ def test_with_one_choice_the_cheaper_loop_is_the_best_schedule() -> None:
     """Top 1 with experts alike: a token's row or an expert's weights move, and nothing between is cheaper."""
     ranks, held, routing = 4, expert_ranges(8, 4), Routing.uniform()
     for weights in (1.0, 10.0, 100.0, 1000.0, 10000.0):
-        rows = sum(routing.rows(held, 1, [256] * ranks).received) * 1.0
+        rows = sum(routed_rows(routing, held, 1, [256] * ranks).received) * 1.0
         gathered = (ranks - 1) * 8 * weights
         assert experts_lower_bound(routing, held, 1, [256] * ranks, 1.0, weights) == pytest.approx(min(rows, gathered))
 
@@ -111,7 +112,7 @@ def test_moving_tokens_meets_the_bound_for_known_models(
 ) -> None:
     """Mixtral-8x7B, GPT-OSS-120B and DeepSeek-V3 on 8 ranks with 8,192 tokens each."""
     routing, held = Routing.uniform(), expert_ranges(experts, ranks)
-    rows = routing.rows(held, choices, [tokens] * ranks)
+    rows = routed_rows(routing, held, choices, [tokens] * ranks)
     bound = experts_lower_bound(routing, held, choices, [tokens] * ranks, hidden, 3 * hidden * inner)
 
     assert bound == pytest.approx(sum(rows.received) * hidden)
@@ -177,7 +178,7 @@ def test_the_cheaper_loop_is_near_the_bound_of_the_busiest_rank(
     experts: int, choices: int, ranks: int, hidden: int, inner: int, tokens: int, most: float
 ) -> None:
     held, weights = expert_ranges(experts, ranks), 3.0 * hidden * inner
-    rows = max(Routing.uniform().rows(held, choices, [tokens] * ranks).received) * hidden
+    rows = max(routed_rows(Routing.uniform(), held, choices, [tokens] * ranks).received) * hidden
     gathered = (experts - experts // ranks) * weights
     bound = busiest_lower_bound(experts, ranks, choices, tokens, hidden, weights)
 

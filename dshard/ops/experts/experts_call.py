@@ -37,7 +37,7 @@ from dshard.ops.experts.ragged_experts import RaggedExperts
 from dshard.ops.matmul.options import current_options
 from dshard.placements import Partial, Replicate, Shard
 from dshard.routing import Held
-from dshard.rules.expert_loops import OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, check_experts, expert_rule
+from dshard.rules.expert_loops import EXPERTS, OPERANDS, UNIFORM, ExpertLoops, RequestedLoops, expert_rule
 from dshard.rules.rule import Rule
 from dshard.torch_private import no_torch_function
 from dshard.validate import as_int, check_one_of, shown
@@ -122,7 +122,7 @@ def run_experts(
 ) -> Any:
     """A layer of experts of tokens, indices, weights and parameters: see `dshard.experts`."""
     options = current_options()
-    requested = options.experts if loops is None else check_experts(loops)
+    requested = options.experts if loops is None else EXPERTS.checked(loops)
     _check_tensors(tensors)
     check_capacity(capacity, beyond)
     shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule, options.routing or UNIFORM)

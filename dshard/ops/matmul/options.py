@@ -14,9 +14,9 @@ from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.routing import Routing
-from dshard.rules.attention_loops import AttentionLoop, RequestedLoops, check_attention
+from dshard.rules.attention_loops import ATTENTIONS, AttentionLoop, RequestedLoops
 from dshard.rules.expand import Allowed, Row
-from dshard.rules.expert_loops import ExpertLoop, check_experts
+from dshard.rules.expert_loops import EXPERTS, ExpertLoop
 from dshard.rules.expert_loops import RequestedLoops as RequestedExpertLoops
 from dshard.rules.matmul_loops import Schedule, allowed_rows, strategy_named
 from dshard.rules.panel_stream import AutoPanels, Stream
@@ -95,7 +95,7 @@ class MatmulOptions:
 
 
 NO_OPTIONS = MatmulOptions()
-
+_INHERITED = ("strategy", "stream", "attention", "experts", "routing")
 
 _ALL: dict[MatmulOptions, MatmulOptions] = {NO_OPTIONS: NO_OPTIONS}
 
@@ -107,14 +107,8 @@ def _merged(changes: Sequence[MatmulOptions]) -> MatmulOptions:
     """
     options = changes[0] if changes else NO_OPTIONS
     for change in changes[1:]:
-        strategy = options.strategy if change.strategy is None else change.strategy
-        stream = options.stream if change.stream is None else change.stream
-        attention = options.attention if change.attention is None else change.attention
-        experts = options.experts if change.experts is None else change.experts
-        routing = options.routing if change.routing is None else change.routing
-        options = replace(
-            change, strategy=strategy, stream=stream, attention=attention, experts=experts, routing=routing
-        )
+        outer = {name: getattr(options, name) for name in _INHERITED if getattr(change, name) is None}
+        options = replace(change, **outer)
     return _ALL.setdefault(options, options)
 
 
@@ -187,7 +181,7 @@ def use_strategy(
     if matmul is not None:
         check_strategy(matmul)
     check_saved(saved)
-    loops = None if attention is None else check_attention(attention)
+    loops = ATTENTIONS.checked(attention)
     if routing is not None:
         check_type(routing, Routing, "routing", "give a dshard.Routing, such as Routing.zipf(1.0)")
     options = MatmulOptions(
@@ -195,7 +189,7 @@ def use_strategy(
         saved=saved,
         stream=stream_of(panels, buffer_bytes),
         attention=loops,
-        experts=check_experts(experts),
+        experts=EXPERTS.checked(experts),
         routing=routing,
     )
     leave = enter_options(options)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.held_memory import Held
+from helpers.schedule_forms import messages, peak
 from hypothesis import settings
 from torch import Tensor
 
@@ -112,7 +113,7 @@ def off(mesh: Mesh, schedule: Schedule, sizes: tuple[int, int, int], times: int)
             matmul(x, y, strategy=schedule)
         held.append(memory.most)
     counted = sent.nbytes, sent.messages, min(held)
-    said = 8 * schedule.volume(mesh, *sizes), schedule.messages(mesh), 8 * schedule.peak(mesh, *sizes)
+    said = 8 * schedule.volume(mesh, *sizes), messages(schedule, mesh), 8 * peak(schedule, mesh, *sizes)
     if dist.get_backend() == nccl_contract.BACKEND and counted[2] < said[2]:
         said = (*said[:2], counted[2])  # an upper bound: its reduce_scatter needs no memory for the terms of all ranks
     if counted != pytest.approx(said, rel=1e-12):
