@@ -5,7 +5,7 @@ from dshard.parallel.batches import batches
 from dshard.parallel.boundary import data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.expert_modules import RECOGNISED, register_experts
-from dshard.parallel.function_plan import FunctionPlan, plan_function, plan_steps
+from dshard.parallel.function_plan import FunctionPlan, plan_function
 from dshard.parallel.in_graphs import loss_parallel
 from dshard.parallel.integrations.experts import transformers_experts
 from dshard.parallel.integrations.huggingface import wrap_for_huggingface
@@ -23,6 +23,7 @@ from dshard.parallel.integrations.torch_styles import (
 from dshard.parallel.model_plan import AFTER_PARALLELIZE, parallelize, plan_model
 from dshard.parallel.plan_table import PlanTable, RankedPlan, plan_table
 from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.parallel.planned_steps import plan_steps
 from dshard.parallel.precision import Precision
 
 __all__ = [

@@ -1,45 +1,33 @@
-"""Plans of functions of distributed tensors, and of steps of optimisers such as those that multiply whole matrices.
-
-The layouts of all that they compute are chosen together.
+"""Plans of functions of distributed tensors: the layouts of all that they compute are chosen together.
 
 Design: docs/design/0029-planning-the-whole.md
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
-from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from dshard.comm import as_mesh, has_only_shape, plain
+from dshard.comm import as_mesh, plain
 from dshard.comm.events import unheard
 from dshard.core.context import planning_context
-from dshard.core.observe import OperatorMode
 from dshard.core.operands import common_mesh
 from dshard.core.plain_tensors import implicit_replication
-from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.trees import map_tensors, nested_tensors, tensors_in
+from dshard.core.trees import map_tensors, nested_tensors
 from dshard.dispatch.planned_calls import PLANNED, PlannedCalls, PlannedMove, redistributed
 from dshard.distribute import distribute_tensor
-from dshard.errors import ArgumentError, LayoutError, MixedError
-from dshard.layout import Layout, Shape, replicated
+from dshard.errors import ArgumentError, LayoutError
+from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
-from dshard.parallel.trace_step import without_data
+from dshard.parallel.function_trace import Argument, FunctionTrace, argument_like, traced_function
 from dshard.parallel.whole_plan import PlannedFunctions
 from dshard.planning.move_prices import completion
 from dshard.planning.plan_step import StepPlan, plan_step
-from dshard.planning.step_graph import DraftCall, GraphCall, StepGraph, given_layout, is_copy
-from dshard.planning.step_recorder import GraphRecorder
+from dshard.planning.step_graph import GraphCall, StepGraph, given_layout, is_copy
 from dshard.planning.step_tables import StepTables
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import space_of
@@ -47,23 +35,6 @@ from dshard.tables import text_table
 from dshard.tensor import DTensor
 from dshard.topology import Topology
 from dshard.torch_private import disable_modes
-
-
-class Argument(NamedTuple):
-    """A tensor that a function was planned for; `layout` is None of a plain one, which is on all ranks."""
-
-    shape: Shape
-    dtype: torch.dtype
-    layout: Layout | None
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is like it."""
-        own = x._spec.layout if isinstance(x, DTensor) else None
-        return (tuple(x.shape), x.dtype, own) == self
-
-    def __str__(self) -> str:
-        place = "plain" if self.layout is None else f"in [{self.layout}]"
-        return f"a tensor of shape {self.shape} and {self.dtype}, {place}"
 
 
 class PlannedLine(NamedTuple):
@@ -165,19 +136,34 @@ def plan_function(function: Callable[..., Any], /, *args: object, **kwargs: obje
         ArgumentError: no tensor among the arguments.
         LayoutError: a function that asks for values, or that uses distributed tensors which are no arguments.
     """
+    return planned(function, args, kwargs)[0]
+
+
+class Planned(NamedTuple):
+    """A plan of a function, and what it was made from."""
+
+    plan: FunctionPlan
+    trace: FunctionTrace
+    graph: StepGraph
+    chosen: StepPlan
+
+
+def planned(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Planned:
+    """The plan of a call of a function."""
     tensors = nested_tensors((args, kwargs))
     if not tensors:
         raise ArgumentError("plan_function plans for the tensors of a call: give them, such as plan_function(fn, x, w)")
     distributed: list[Tensor] = [x for x in tensors if isinstance(x, DTensor)]
     mesh = common_mesh("plan_function", distributed) if distributed else as_mesh(None)
     arguments = tuple(map(argument_like, tensors))
-    graph, topology = _traced(function, args, kwargs, arguments).copies(), planning_context().topology_of(mesh)
+    trace, topology = traced_function(function, args, kwargs, arguments), planning_context().topology_of(mesh)
+    graph = trace.graph.copies()
     with plain(), disable_modes(), unheard():
         chosen = plan_step(StepTables(graph, mesh, topology))
     functions = PlannedFunctions(graph, chosen.calls)
     given = [] if any(call.writes for call in graph.calls) else [call for call in graph.calls if given_layout(call)]
     moves = {call.operands[0].name: functions.given(call.results[0]) for call in given}
-    return FunctionPlan(
+    plan = FunctionPlan(
         function,
         mesh,
         arguments,
@@ -188,70 +174,13 @@ def plan_function(function: Callable[..., Any], /, *args: object, **kwargs: obje
         tuple([moves.get(str(i)) for i in range(len(tensors))]),
         PlannedCalls(functions.calls()),
     )
-
-
-def argument_like(x: Tensor) -> Argument:
-    return Argument(tuple(x.shape), x.dtype, x._spec.layout if isinstance(x, DTensor) else None)
+    return Planned(plan, trace, graph, chosen)
 
 
 def _distributed(x: Tensor, mesh: Mesh) -> Tensor:
     if isinstance(x, DTensor):
         return x
     return distribute_tensor(x, mesh, replicated(mesh).placements, src_data_rank=None)
-
-
-@plain()
-@disable_modes()
-def _traced(
-    function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], arguments: Sequence[Argument]
-) -> StepGraph:
-    """The graph of a call, without data."""
-    recorder, numbers, given = GraphRecorder(), iter(range(len(arguments))), list[DraftCall]()
-
-    def stand_in(x: Tensor) -> Tensor:
-        number = next(numbers)
-        layout = arguments[number].layout
-        if layout is None and not x.dim():  # a number that the function may read
-            return x.detach().clone()
-        out = without_data(x).requires_grad_(x.requires_grad)
-        if layout is None:
-            recorder.leaves({"input": [(str(number), out)]})
-        else:
-            given.append(recorder.given(out, str(number), layout))
-        return out
-
-    own: Any = map_tensors((tuple(args), dict(kwargs)), stand_in)
-    name = getattr(function, "__qualname__", str(function))
-    try:
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), OperatorMode(recorder.run), _Functions(recorder):
-            out = function(*own[0], **own[1])
-    except MixedError as error:
-        raise LayoutError(
-            f"{name} uses a distributed tensor that is no argument ({str(error).partition(';')[0]}): give it as one"
-        ) from error
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
-            raise
-        raise LayoutError(
-            f"{name} does not run without data ({str(error).partition('. ')[0]}): plan a function that asks for no "
-            "values, such as the part before or after"
-        ) from error
-    return recorder.graph(nested_tensors(out), given)
-
-
-class _Functions(TorchFunctionMode):
-    """Within the block functions of torch are called by a recorder."""
-
-    def __init__(self, recorder: GraphRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        tensors = tensors_in((args, kwargs))
-        if tensors and not any(map(has_only_shape, tensors)):  # numbers that the function may read
-            with disable_modes():
-                return func(*args, **(kwargs or {}))
-        return self.recorder.function(func, args, kwargs or {})
 
 
 def _lines(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Iterator[PlannedLine]:
@@ -285,84 +214,3 @@ def _moved(call: GraphCall, chosen: StepPlan, topology: Topology) -> float:
 
 def _number(x: float) -> str:
     return f"{x:.3f}"
-
-
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-class _Owned(NamedTuple):
-    """A parameter, its gradient, and what an optimiser keeps for it."""
-
-    parameter: Tensor
-    gradient: Tensor
-    state: dict[str, Any]
-
-
-def plan_steps(optimizer: OptimizerT) -> OptimizerT:
-    """Choose the layouts of all calls of an optimiser's step together, once it has states; return the optimiser.
-
-    Muon, and others that multiply the matrices that they step on, then gather each of them once, or split the work,
-    whichever takes less time; by itself each product of a step is split as is cheapest for it. Parameters and states
-    stay where they are. The step is traced without data when they or gradients have new shapes or layouts. One with a
-    closure is not planned.
-
-        optimizer = dshard.parallel.plan_steps(torch.optim.Muon(model.parameters()))
-
-    Raises:
-        LayoutError: in a step that reads values of distributed tensors.
-    """
-    run = optimizer.step
-    plans, seen = dict[tuple[Argument, ...], FunctionPlan](), set[tuple[Argument, ...]]()
-
-    @wraps(run)
-    def step(self: OptimizerT, closure: Any = None) -> Any:
-        owned = _owned(self)
-        key = tuple(map(argument_like, nested_tensors(owned)))
-        if closure is not None or all(argument.layout is None for argument in key):
-            return run(closure)
-        if key not in seen and not all(
-            each.state for each in owned
-        ):  # states have the layouts in which steps make them
-            seen.add(key)
-            return run()
-        if key not in plans:
-            plans[key] = plan_function(_step_of(self), owned)
-        if not plans[key].has_products:  # each call is cheapest where its operands lie
-            return run()
-        with plans[key].followed():
-            return run()
-
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    return optimizer
-
-
-def _step_of(optimizer: Optimizer) -> Callable[[Sequence[_Owned]], None]:
-    """A step of an optimiser as a function of parameters, gradients and states."""
-
-    def step(owned: Sequence[_Owned]) -> None:
-        _like(optimizer, owned).step()
-
-    step.__qualname__ = f"{type(optimizer).__name__}.step"
-    return step
-
-
-def _owned(optimizer: Optimizer) -> list[_Owned]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [_Owned(p.detach(), p.grad, {**optimizer.state.get(p, {})}) for p in parameters]
-
-
-def _like(optimizer: Optimizer, owned: Sequence[_Owned]) -> Optimizer:
-    """An optimiser as this one, without its hooks, of other parameters."""
-    rest = iter(owned)
-    own = object.__new__(type(optimizer))
-    vars(own).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    vars(own).update({name: OrderedDict() for name in _HOOKS})
-    own.state, own.param_groups = defaultdict(dict), []
-    for group in optimizer.param_groups:
-        taken = [next(rest) for p in group["params"] if p.grad is not None]
-        for each in taken:
-            each.parameter.grad = each.gradient
-            own.state[each.parameter] = each.state
-        own.param_groups.append({**group, "params": [each.parameter for each in taken]})
-    return own

@@ -276,9 +276,9 @@ class GraphRecorder:
         finally:
             self.within_function = False
         if any(self._kind(each.operands) == "made" for each in self.operators[first:]):
-            results, memory = [out] if isinstance(out, Tensor) else tensors_in(out), {*map(_memory_of, operands)}
+            results, memory = [out] if isinstance(out, Tensor) else tensors_in(out), {*map(memory_of, operands)}
             made = tuple([self.numbers.get(id(x)) for x in results])
-            is_view = any(_memory_of(x) in memory for x in results)
+            is_view = any(memory_of(x) in memory for x in results)
             name, place = getattr(func, "__name__", str(func)), self.places[-1]
             call = FunctionCall(name, *place, 0, tuple(self.modules.begun), numbers, made, is_view)
             self.called.append(_Called(call, first, len(self.operators)))
@@ -439,7 +439,8 @@ def _specs(op: Operator | None, numbers: Sequence[int], tensors: Sequence[Tensor
     return specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
 
 
-def _memory_of(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """What tensors of one memory have in common."""
     return x.untyped_storage()._cdata if x.layout == torch.strided else -id(x)
 
 
