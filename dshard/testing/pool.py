@@ -178,7 +178,12 @@ def _share_gloo_device() -> None:
     """
     device = _GLOO.create_default_device()
 
-    def make_on_device(self: object, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def make_on_device(
+        self: object, store: Store, rank: int, size: int, timeout: timedelta, **of_other_torch: object
+    ) -> None:
+        if any(of_other_torch.values()):  # what options do not say
+            _MAKE_GROUP(self, store, rank, size, timeout=timeout, **of_other_torch)
+            return
         options = _GLOO._Options()
         options._devices, options._timeout = [device], timeout
         _MAKE_GROUP(self, store, rank, size, options)

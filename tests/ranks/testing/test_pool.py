@@ -7,7 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +155,17 @@ def test_process_groups_share_the_thread_that_wakes_without_work() -> None:
     with RankPool(2, "gloo") as pool:
         for names in pool.run(threads_of_many_groups):
             assert names.count("gloo_tcp_loop") == 1
+
+
+def group_that_later_torch_makes() -> float:
+    make: Any = dist.ProcessGroupGloo
+    group = make(dist.HashStore(), 0, 1, timeout=timedelta(seconds=9), of_later_torch=False)
+    group.allreduce([x := torch.ones(())]).wait()
+    return x.item() * group.options._timeout.total_seconds()
+
+
+def test_arguments_of_later_torch_that_ask_for_nothing_are_taken(pool: RankPool) -> None:
+    assert pool.run(group_that_later_torch_makes) == [9.0] * N_RANKS
 
 
 def loaded(module: str) -> bool:
