@@ -269,21 +269,48 @@ def test_the_function_of_torch_is_the_same_operator() -> None:
 # -- memory and prices
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_is_a_third_of_that_of_whole_logits(dtype: torch.dtype) -> None:
-    """Rows are four times the features here: the gradient of the weight is summed in single precision."""
-    x = torch.empty(4096, 512, dtype=dtype, device="meta", requires_grad=True)
-    weight = torch.empty(8192, 512, dtype=dtype, device="meta", requires_grad=True)
-    target = torch.empty(4096, dtype=torch.int64, device="meta")
+SIZES = [(4, 512, 8192), (4, 1024, 32000), (4, 2048, 128256), (6, 512, 8192), (6, 512, 50257), (6, 4096, 128256)]
+"""Rows for each feature, features and classes."""
+
+
+def chunked_and_whole(dtype: torch.dtype, size: tuple[int, int, int], topology: Topology) -> list[Recorded]:
+    """A step of the loss by chunks, and one by whole logits."""
+    times, features, classes = size
+    x = torch.empty(times * features, features, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(classes, features, dtype=dtype, device="meta", requires_grad=True)
+    target = torch.empty(times * features, dtype=torch.int64, device="meta")
 
     def step(loss: Any) -> None:
         x.grad = weight.grad = None
         loss().backward()
 
-    chunked = record(lambda: step(lambda: linear_cross_entropy(x, weight, target)))
-    by_whole_logits = record(lambda: step(lambda: F.cross_entropy(F.linear(x, weight), target)))
-    assert chunked.peak <= by_whole_logits.peak / 3
+    ways = (
+        lambda: linear_cross_entropy(x, weight, target),
+        lambda: F.cross_entropy(F.linear(x, weight), target),
+    )
+    return [record(lambda: step(way), topology) for way in ways]  # noqa: B023
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_a_third_of_that_of_whole_logits(dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    """Rows are four times the features, or in half precision six: the weight's gradient is summed in single."""
+    topology = Topology.preset("cpu")
+    chunked, by_whole_logits = chunked_and_whole(dtype, size, topology)
+    if dtype is torch.float32 or size[0] == 6:
+        assert chunked.peak <= by_whole_logits.peak / 3
     assert chunked.flops == by_whole_logits.flops
+    assert work(chunked, topology) <= 1.1 * work(by_whole_logits, topology)
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size[1] > 512], ids=str)
+@pytest.mark.parametrize("preset", ["dgx-h100", "dgx-a100"])
+def test_the_work_of_single_precision_is_that_of_whole_logits_on_gpus_too(
+    preset: str, size: tuple[int, int, int]
+) -> None:
+    topology = Topology.preset(preset)
+    chunked, by_whole_logits = chunked_and_whole(torch.float32, size, topology)
+    assert work(chunked, topology) <= 1.1 * work(by_whole_logits, topology)
 
 
 WAYS: list[tuple[str | None, ...]] = [("_0", "_0"), ("v", "v"), ("_0", "v"), ("v", "_0"), ("_0", "d")]
