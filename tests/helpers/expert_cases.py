@@ -15,7 +15,7 @@ from torch import Tensor
 import dshard
 from dshard import Layout, Mesh, Partial, Placement, Replicate, Shard, StrategyError
 from dshard.comm import plain
-from dshard.rules.expert_loops import LOOPS, ExpertLoops
+from dshard.rules.expert_loops import EXPERTS, ExpertLoops
 from dshard.testing import distribute, whole
 
 MESHES = (
@@ -129,7 +129,7 @@ def _layout(rng: Random, mesh: Mesh, x: Tensor) -> Layout:
 def forced(case: ExpertCase) -> Iterator[ExpertLoops | None]:
     """None for the choice, and the loops of all candidates on one axis, or of some on several."""
     yield None
-    every = [*product(LOOPS, repeat=case.mesh.ndim)]
+    every = [*product(EXPERTS.loops, repeat=case.mesh.ndim)]
     yield from Random(str(case)).sample(every, min(10, len(every)))
 
 
