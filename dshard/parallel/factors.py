@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from torch import nn
@@ -180,14 +181,16 @@ class FactorClasses:
                     self.classes.packed.setdefault(nodes[0], sizes[factors[0]])
                     factors = factors[1:]
                 self._read(factors, nodes, sizes, by_factor)
+        is_product = False
         if rule.chosen is not None:
             self.experts.note(rule, by_factor, module)
         else:
-            self._note_uses(rule, module, operands)
+            is_product = self._note_uses(rule, module, operands)
         for term, n in zip(rule.outputs, results, strict=True):
             made = [self._made(term, i, n, operands, rule, by_factor) for i in range(len(term))]
             self.dims[n] = tuple(made)
-        self._follow(operands, results)
+        if not is_product:
+            self._follow(operands, results)
         self._pack(operands, results)
 
     def _pack(self, operands: Sequence[int], results: Sequence[int]) -> None:
@@ -243,17 +246,22 @@ class FactorClasses:
                     break
         return nodes or (self.classes.new(shape[i]),)
 
-    def _note_uses(self, rule: Rule, module: str, operands: Sequence[int]) -> None:
-        """Note the dims of parameters, or of views of them, that a matmul or a look-up sums over."""
+    def _note_uses(self, rule: Rule, module: str, operands: Sequence[int]) -> bool:
+        """Note the dims of parameters, or of views of them, that a matmul or a look-up sums over.
+
+        A dim of a view may be several of the parameter. Returns whether the call is a matmul of a parameter.
+        """
         factors = {factor for out in rule.outputs for dim in out for factor in dim}
+        is_product = False
         for term, n in zip(rule.inputs, operands, strict=True):
             name = self.names.get(n)
             if name is None or len(operands) < 2:
                 continue
-            own = self.parameters[name]
+            own = self._dims_of(name)
             dims = [
-                (own.index(node), bool(set(dim) & factors))
-                for dim, node in zip(term, self.nodes(n), strict=True)
+                (own[node], bool(set(dim) & factors))
+                for dim, nodes in zip(term, self.nodes(n), strict=True)
+                for node in nodes
                 if node in own and dim
             ]
             summed, left = (tuple(i for i, stays in dims if stays is in_output) for in_output in (False, True))
@@ -261,16 +269,22 @@ class FactorClasses:
             indices = None if positions is None else tuple(node for dim in self.nodes(positions) for node in dim)
             if summed:
                 self.uses.append(Use(name, module, summed, left, indices))
+                is_product = is_product or indices is None
+        return is_product
 
     def _follow(self, operands: Sequence[int], results: Sequence[int]) -> None:
         """Name views of a parameter, and rows chosen from it, after the parameter."""
         name = self.names.get(operands[0])
         if name is None:
             return
-        own = {nodes for nodes in self.parameters[name] if nodes}
+        own = self._dims_of(name).keys()
         for n in results:
-            if len(own & set(self.nodes(n))) >= min(2, len(own)):
+            if len(own & set(chain.from_iterable(self.nodes(n)))) >= min(2, len(own)):
                 self.names[n] = name
+
+    def _dims_of(self, name: str) -> dict[int, int]:
+        """The dim of a parameter that has each factor."""
+        return {node: dim for dim, nodes in enumerate(self.parameters[name]) for node in nodes}
 
 
 def trace_factors(

@@ -1,7 +1,7 @@
 """Roles of parameter dims in a strategy: residual or inner features, contracted or produced by a matmul.
 
-The residual stream is the class with the most parameter dims among those that several matmuls produce. A class that
-one matmul produces and another contracts is inner: the heads of an attention, the width of a feed-forward block. A
+The residual stream is the class with the most parameter dims among those that several matmuls produce, or a matmul and
+the input. A class that one matmul produces and another contracts is inner: the heads of an attention, the width of a feed-forward block. A
 class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as the residual stream;
 fewer entries are not worth sharding. A class narrower than the residual stream, between it and wider inner features, is
 latent: what attention compresses keys and values to, the rank of an adapter.
@@ -16,6 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 from dshard.parallel.factors import Dims, ModelTrace, TracedDim, Use
 
@@ -125,8 +126,9 @@ def _products(traced: ModelTrace, parameters: dict[str, tuple[Role, ...]]) -> di
 
 
 def _residual(traced: ModelTrace) -> int | None:
-    """The class of the residual stream: the most frequent among those that several matmuls or look-ups produce."""
+    """The class of the residual stream: the most frequent of those that several matmuls, look-ups or inputs make."""
     producers = Counter(traced.parameters[use.parameter][i].group for use in traced.uses for i in use.left)
+    producers.update({dim.group for dims in traced.inputs for dim in dims})
     counts = Counter(dim.group for dims in traced.parameters.values() for dim in dims if dim.group is not None)
     several = [c for c in counts if producers[c] > 1]
     return max(several, key=lambda c: (counts[c], -c), default=None)
@@ -175,15 +177,19 @@ def _inner(traced: ModelTrace, residual: int | None, width: int) -> set[int]:
 
 
 def _latent(traced: ModelTrace, inner: set[int], width: int) -> set[int]:
-    """Inner classes narrower than the residual stream that a matmul expands to, or compresses from, a wider inner one.
+    """Inner classes narrower than the residual stream that a matmul expands to, or compresses from, wider inner ones.
 
-    That matmul is sharded by the wider class, so that sharding the narrow one would only have it gathered again.
+    That matmul is sharded by the wider ones, so that sharding the narrow ones would only have them gathered again. The
+    classes of one side, such as heads and their features, are as wide as their product.
     """
     latent: set[int] = set()
     for use in _main_uses(traced).values():
-        classes = {traced.parameters[use.parameter][i].group for i in (*use.summed, *use.left)}
-        sizes = {c: _size(traced, c) for c in inner & classes}
-        latent |= {c for c, size in sizes.items() if size < min(width, max(sizes.values()))}
+        classes = [dim.group for dim in traced.parameters[use.parameter]]
+        sides = [inner & {classes[i] for i in dims} for dims in (use.summed, use.left)]
+        sizes = [prod(_size(traced, c) for c in side) for side in sides]
+        for side, size in zip(sides, sizes, strict=True):
+            if size < min(width, max(sizes)):
+                latent |= side
     return latent if width < sys.maxsize else set()
 
 
