@@ -1,10 +1,10 @@
 """Roles of parameter dims in a strategy: residual or inner features, contracted or produced by a matmul.
 
 The residual stream is the class with the most parameter dims among those that several matmuls produce, or a matmul and
-the input. A class that one matmul produces and another contracts is inner: the heads of an attention, the width of a feed-forward block. A
-class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as the residual stream;
-fewer entries are not worth sharding. A class narrower than the residual stream, between it and wider inner features, is
-latent: what attention compresses keys and values to, the rank of an adapter.
+the input. A class that one matmul produces and another contracts is inner: the heads of an attention, the width of a
+feed-forward block. A class that only one matmul has, such as a vocabulary, counts as inner if it is at least as wide as
+the residual stream; fewer entries are not worth sharding. A class narrower than the residual stream, between it and
+wider inner features, is latent: what attention compresses keys and values to, the rank of an adapter.
 
 Experts are the class that says so in the rule of a layer of experts; features within each of them are inner if a mesh
 axis may shard them there.

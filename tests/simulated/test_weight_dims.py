@@ -118,9 +118,8 @@ def test_megatron_shards_inner_features_wherever_a_weight_has_them(block: str, n
 @pytest.mark.parametrize("block", ["d h k", "h d k"])
 def test_weights_of_several_dims_send_no_more_than_those_of_linear_layers(block: str) -> None:
     batch, mesh = torch.empty(8, 6, WIDTH), Mesh((8,), ("tp",))
-    theirs, ours = (
-        plan_model(blocks(make, 2), mesh, "megatron", batch).cost.nbytes for make, _ in (BLOCKS["linear"], BLOCKS[block])
-    )
+    models = [blocks(BLOCKS[name][0], 2) for name in ("linear", block)]
+    theirs, ours = (plan_model(model, mesh, "megatron", batch).cost.nbytes for model in models)
     assert ours <= theirs
 
 
