@@ -22,10 +22,9 @@ from dshard.comm import MOVES, has_only_shape, listen
 from dshard.comm import CommEvent as Sent
 from dshard.core.alike_operators import AlikeOperators
 from dshard.core.context import planning_context
-from dshard.core.local_work import LocalCall, host_seconds
+from dshard.core.local_work import LocalCall, host_seconds, strided_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
 from dshard.core.spec import is_for_shapes
-from dshard.core.trees import tensors_in
 from dshard.cost import StepClock, copy_seconds, predicted_seconds
 from dshard.mesh import Mesh
 from dshard.topology import Topology
@@ -176,10 +175,10 @@ class StepTimeline:
         """Run an operator on local tensors, and record it."""
         if is_for_shapes():  # nothing is kept of what is asked for shapes alone
             return self.call(func, args, kwargs)
-        operands = tensors_in((args, kwargs))
+        operands = strided_in((args, kwargs))
         before = {x.untyped_storage()._cdata for x in operands}
         out = self.call(func, args, kwargs)
-        outputs = tensors_in(out)
+        outputs = strided_in(out)
         if not (self.real or self.for_shapes) and any(x.dim() and not has_only_shape(x) for x in outputs):
             self.real = True
             self.memory.clear()

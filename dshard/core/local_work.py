@@ -64,6 +64,11 @@ class LocalCall(NamedTuple):
         return seconds - topology.launch if topology.dispatch else seconds
 
 
+def strided_in(tree: object) -> list[Tensor]:
+    """The tensors among the leaves that have a storage, which sparse gradients do not."""
+    return [x for x in tensors_in(tree) if x.layout == torch.strided]
+
+
 @plain()
 @disable_modes()
 def seconds_of_local_work(run: Callable[[], object], topology: Topology) -> float:
@@ -71,10 +76,10 @@ def seconds_of_local_work(run: Callable[[], object], topology: Topology) -> floa
     calls: list[LocalCall] = []
 
     def called(func: Any, args: Args, kwargs: Kwargs) -> object:
-        operands = tensors_in((args, kwargs))
+        operands = strided_in((args, kwargs))
         before = {x.untyped_storage()._cdata for x in operands}
         out = func(*args, **kwargs)
-        fresh = [x for x in tensors_in(out) if x.untyped_storage()._cdata not in before]
+        fresh = [x for x in strided_in(out) if x.untyped_storage()._cdata not in before]
         calls.append(LocalCall(func, args, kwargs, out, operands, fresh))
         return out
 

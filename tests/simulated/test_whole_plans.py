@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from helpers.planned_models import Adapted as SmallAdapted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dshard import Layout, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
+from dshard import Layout, LayoutError, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
 from dshard.comm import plain, planning
 from dshard.layout import layout_of, replicated
 from dshard.parallel import Auto, Plan, Precision, plan_model
-from dshard.parallel.auto import names
+from dshard.parallel.auto import names, unfoldings
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.reachable_state import ReachableState
@@ -223,6 +224,36 @@ def test_auto_is_at_most_as_dear_as_names(shape: tuple[int, ...], sizes: tuple[i
 
     assert auto.cost.seconds <= min(names)
     assert shape != (8, 8) or auto.cost.seconds * 1.1 < min(names)
+
+
+def named_seconds(model: nn.Module, args: Any, mesh: Mesh) -> dict[tuple[str, str], float]:
+    """The seconds of each name and mixture of two that the model allows, on the mesh or one that it unfolds to."""
+    found = dict[tuple[str, str], float]()
+    for unfolded in unfoldings(mesh, most=max(2, mesh.ndim)):
+        for name in names(unfolded.ndim, experts=any("router" in name for name, _ in model.named_parameters())):
+            with suppress(StrategyError):
+                found[str(unfolded), name] = plan_model(model, unfolded, name, *args).cost.seconds
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "preset"),
+    [
+        ("gpt", (2, 2), "cpu"),
+        *[
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in product(FAMILIES, [(4,), (2, 2), (8,), (2, 4)], ["dgx-h100", "dgx-a100", "cpu"])
+        ],
+    ],
+)
+def test_no_name_nor_mixture_of_names_is_cheaper_than_auto(family: str, shape: tuple[int, ...], preset: str) -> None:
+    """All of them, of which the search traces sixteen."""
+    mesh = Mesh(shape, ("x", "y")[: len(shape)])
+    model, args = as_meta(language_model(family, layers=1).float(), batch(8))
+    with use_topology(Topology.preset(preset)):
+        auto, by_name = plan_model(model, mesh, Auto(seconds=inf), *args), named_seconds(model, args, mesh)
+    assert len(by_name) > 16
+    assert auto.cost.seconds <= min(by_name.values()) * (1 + 1e-9), min(by_name, key=lambda name: by_name[name])
 
 
 def test_prices_of_the_planner_are_those_of_the_traced_step() -> None:
@@ -470,3 +501,12 @@ def test_what_a_call_writes_to_is_not_moved_before(forbidden: str) -> None:
 
         for own, buffer in zip(model.buffers(), alone.buffers(), strict=True):
             torch.testing.assert_close(whole(own), buffer)
+
+
+@pytest.mark.parametrize("strategy", ["data", "auto"])
+def test_sparse_gradients_of_tables_are_refused_in_words(strategy: str) -> None:
+    tokens = torch.zeros(8, 3, dtype=torch.long)
+    with simulated(MESHES[0]):
+        model = nn.Sequential(nn.Embedding(30, 12, sparse=True), nn.Linear(12, 4))
+        with pytest.raises(LayoutError, match=r"leave out sparse=True, and give the table to Adam"):
+            parallelize(model, MESHES[0], strategy, tokens)(tokens)
