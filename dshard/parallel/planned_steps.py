@@ -5,9 +5,9 @@ Design: docs/design/0029-planning-the-whole.md
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,6 @@ from dshard.parallel.step_owners import OwnersPlan, OwnersStep, owners_plan
 from dshard.torch_private import no_functions
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Owned(NamedTuple):
@@ -39,7 +38,8 @@ def plan_steps(optimizer: OptimizerT) -> OptimizerT:
     Muon, and others that multiply the matrices that they step on, then gather each of them once, or split the work, or
     each rank owns some matrices and multiplies these for all, whichever takes less time; by itself each product of a
     step is split as is cheapest for it. Parameters and states stay where they are. The step is traced without data when
-    they or gradients have new shapes or layouts. One with a closure is not planned.
+    they or gradients have new shapes or layouts. One with a closure is not planned, nor one of parameters on several
+    meshes: give those of each mesh an optimiser of their own.
 
         optimizer = dshard.parallel.plan_steps(torch.optim.Muon(model.parameters()))
 
@@ -53,7 +53,7 @@ def plan_steps(optimizer: OptimizerT) -> OptimizerT:
     def step(self: OptimizerT, closure: Any = None) -> Any:
         owned = _owned(self)
         key = tuple(map(argument_like, nested_tensors(owned)))
-        if closure is not None or all(argument.layout is None for argument in key):
+        if closure is not None or len({own.layout.mesh for own in key if own.layout is not None}) != 1:
             return run(closure)
         if key not in seen and not all(each.state for each in owned):
             seen.add(key)  # states have the layouts in which steps make them
@@ -63,14 +63,13 @@ def plan_steps(optimizer: OptimizerT) -> OptimizerT:
         layouts, owners = plans[key]
         if owners is not None:
             waiting = OwnersStep(owners, owned[0].parameter.device)
-            out = _run_within(self, run, waiting)
+            out = _run_within(self, run, waiting, waiting.finish)
             if waiting.differs:
                 del plans[key]
             return out
         if not layouts.has_products:  # each call is cheapest where its operands lie
             return run()
-        with layouts.followed():
-            return run()
+        return _run_within(self, run, layouts.followed())
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
@@ -104,23 +103,34 @@ class _Step:
     def __call__(self, owned: Sequence[_Owned]) -> None:
         with no_functions():
             own, before = _like(self.optimizer, owned), {*map(id, nested_tensors(owned))}
-        own.step()
+        _step_without_hooks(own)
         self.keeps_results = any(id(x) not in before for x in _kept(own))
+
+
+def _step_without_hooks(optimizer: Optimizer) -> None:
+    """Step, but run no hooks of the optimiser, nor of all optimisers."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def _kept(optimizer: Optimizer) -> list[Tensor]:
     return nested_tensors([[*optimizer.state.values()], optimizer.param_groups])
 
 
-def _run_within(optimizer: Optimizer, run: Callable[[], Any], step: OwnersStep) -> Any:
-    """Run a step whose products owners run, which ends before the optimiser's hooks after steps begin."""
+def _run_within(
+    optimizer: Optimizer,
+    run: Callable[[], Any],
+    block: AbstractContextManager[Any],
+    finish: Callable[[], object] = lambda: None,
+) -> Any:
+    """Run a step within a block, and then `finish`, after the hooks before steps and before those after them."""
     entered = ExitStack()
 
     def leave(*_: object) -> None:
         entered.close()
-        step.finish()
+        finish()
 
-    before = optimizer.register_step_pre_hook(lambda *_: _enter(entered, step))
+    before = optimizer.register_step_pre_hook(lambda *_: _enter(entered, block))
     after = optimizer.register_step_post_hook(leave)
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
     try:
@@ -131,8 +141,8 @@ def _run_within(optimizer: Optimizer, run: Callable[[], Any], step: OwnersStep) 
         after.remove()
 
 
-def _enter(stack: ExitStack, step: OwnersStep) -> None:
-    stack.enter_context(step)
+def _enter(stack: ExitStack, block: AbstractContextManager[Any]) -> None:
+    stack.enter_context(block)
 
 
 def _owned(optimizer: Optimizer) -> list[_Owned]:
@@ -141,11 +151,10 @@ def _owned(optimizer: Optimizer) -> list[_Owned]:
 
 
 def _like(optimizer: Optimizer, owned: Sequence[_Owned]) -> Optimizer:
-    """An optimiser as this one, without its hooks, of other parameters."""
+    """An optimiser as this one, of other parameters."""
     rest = iter(owned)
     own = object.__new__(type(optimizer))
     vars(own).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    vars(own).update({name: OrderedDict() for name in _HOOKS})
     own.state, own.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
         taken = [next(rest) for p in group["params"] if p.grad is not None]

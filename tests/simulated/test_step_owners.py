@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dshard import DTensor, Mesh, Replicate, Shard, Topology, distribute_tensor, trace, use_topology
 from dshard.parallel import plan_steps
@@ -205,9 +206,19 @@ def test_hooks_of_steps_see_the_parameters_before_and_after() -> None:
 
             each.register_step_pre_hook(note)
             each.register_step_post_hook(note)
+        counts = [0, 0]
+
+        def count(optimizer: Any, *_: object) -> None:
+            counts[run.both.index(optimizer)] += 1
+            assert all(p.detach().sum() is not None for group in optimizer.param_groups for p in group["params"])
+
+        every = [register_optimizer_step_pre_hook(count), register_optimizer_step_post_hook(count)]
         for n in range(3):
             run.step(n)
+        for handle in every:
+            handle.remove()
         assert seen[0][-14:] == pytest.approx(seen[1][-14:])
+        assert counts == [6, 6]
         assert len(run.both[1]._optimizer_step_post_hooks) == len(run.both[1]._optimizer_step_pre_hooks) == 1
 
 
@@ -227,3 +238,28 @@ def test_one_matrix_is_gathered() -> None:
         run = Run(muon(), LINE, [[S(0)]], [(256, 256)])
         run.step(0)
         assert [event.op for event in run.step(1)] == ["redistribute"]
+
+
+@pytest.mark.parametrize("way", ["two meshes", "plain ones among them"])
+def test_parameters_of_several_kinds_step_as_on_one_device(way: str) -> None:
+    shapes = [(16, 24)] * 4
+    torch.manual_seed(7)
+    starts, grads = drawn(shapes), [drawn(shapes) for _ in range(3)]
+    with simulated(GRID):
+
+        def laid_out(i: int, x: Tensor) -> Tensor:
+            if i % 2:
+                return distribute_tensor(x.clone(), GRID, [S(0), S(1)])
+            return distribute_tensor(x.clone(), LINE, [S(0)]) if way == "two meshes" else x.clone()
+
+        alone = [nn.Parameter(x.clone()) for x in starts]
+        mine = [nn.Parameter(laid_out(i, x)) for i, x in enumerate(starts)]
+        both = torch.optim.Muon(alone, lr=0.1), plan_steps(torch.optim.Muon(mine, lr=0.1))
+        for given in grads:
+            for i, (p, q, grad) in enumerate(zip(alone, mine, given, strict=True)):
+                p.grad, q.grad = grad, laid_out(i, grad)
+            for each in both:
+                each.step()
+        for p, q in zip(alone, mine, strict=True):
+            found = whole(q.detach()) if isinstance(q, DTensor) else q.detach()
+            torch.testing.assert_close(found, p.detach(), atol=5e-3, rtol=2e-2)
