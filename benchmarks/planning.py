@@ -35,7 +35,7 @@ from dshard.explain import explain_matmul
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
@@ -156,7 +156,7 @@ def steps(ranks: int) -> Iterator[list[str]]:
         topology = Topology.preset("dgx-h100", nodes=max(1, mesh.size // 8))
         clear_caches()
         times = [time.process_time()]
-        graph = trace_step(model, (), batch).copies()
+        graph = record_step(model, (), batch).graph().copies()
         times.append(time.process_time())
         tables = StepTables(graph, mesh, topology)
         times.append(time.process_time())

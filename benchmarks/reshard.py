@@ -34,10 +34,12 @@ from dshard import Layout, Mesh, Placement, Replicate, Shard, Topology
 from dshard.comm import DeviceMesh, bind, init_device_mesh, reshard, runtime_of
 from dshard.launch.processes import share_cores
 from dshard.reshard import ReshardPlan, plan_reshard
-from dshard.reshard.reshard_plan import plan_of_form
 from dshard.tables import text_table
 from dshard.tools.calibrate.rounds import Clock
 from dshard.topology import Layer
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from helpers.plans_of_one_form import plan_of_form
 
 LETTERS: dict[str, Placement] = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "S2": Shard(2)}
 PER_HOST = 2

@@ -86,15 +86,6 @@ def record_step(
         ) from error
 
 
-def trace_step(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> StepGraph:
-    """The graph of the step of `model` on these inputs.
-
-    Raises:
-        LayoutError: a pass that does not run without data, of a model or a batch that has none.
-    """
-    return record_step(model, args, kwargs).graph()
-
-
 def _recorded(
     model: nn.Module,
     args: Sequence[object],

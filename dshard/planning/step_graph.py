@@ -1,6 +1,6 @@
 """The graph of a traced step: values, and calls of operators with their rules.
 
-It is made by `dshard.parallel.trace_step`, without data, for one size of inputs; whoever plans the step reads it alone.
+`dshard.parallel.trace_step` makes it, without data, for one size of inputs; whoever plans the step reads it alone.
 """
 
 from __future__ import annotations

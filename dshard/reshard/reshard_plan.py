@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from dshard.caches import cached
-from dshard.errors import LayoutError, MeshError
+from dshard.errors import MeshError
 from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
@@ -171,26 +171,6 @@ def _scheduled(empty: ReshardPlan, chosen: Sequence[Draft], seed: int | None) ->
     before, after = (0.0 if plan is None else plan.seconds for plan in (empty.first, empty.last))
     seconds = before + chains_seconds(chains, empty.itemsize, empty.network) + after
     return replace(empty, chains=chains, makespan=makespan, seconds=seconds)
-
-
-def plan_of_form(
-    src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, topology: Topology, form: Form, *, balance: bool
-) -> ReshardPlan:
-    """A simple plan, for comparison: every task in one form, in the order of the source's regions.
-
-    Each piece comes from the sender with the least to send so far, or without `balance` from the first replica.
-    """
-    _check(src, dst, tuple(shape), topology)
-    if src.partial_axes() or dst.partial_axes():
-        raise LayoutError(f"a plan of one form moves values, not terms: [{src}] -> [{dst}]; use plan_reshard")
-    network = host_network_of(topology)
-    empty, unit_tasks = _without_chains(src, dst, tuple(shape), itemsize, network)
-    candidates = [
-        draft
-        for number, task in enumerate(unit_tasks)
-        for draft in drafts(task, form, network, number if balance else 0)
-    ]
-    return _scheduled(empty, [d if balance else replace(d, heads=d.heads[:1]) for d in candidates], None)
 
 
 def _check(src: Layout, dst: Layout, shape: Shape, topology: Topology) -> None:

@@ -23,7 +23,7 @@ from dshard.dispatch.planned_calls import Cursor, PlannedCall
 from dshard.parallel import Plan
 from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.step_price import StepPrices
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import PlannedFunctions, as_plan
 from dshard.placements import Shard
 from dshard.planning.local_seconds import run_by_executor
@@ -100,7 +100,7 @@ def model_and_batch(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
 def planned_step(family: str, shape: tuple[int, ...]) -> tuple[Plan, list[Sent], Seconds]:
     """The plan of a step in which bytes that are held have a price, all collectives that it says, and its seconds."""
     (model, args), mesh = model_and_batch(family), mesh_of(shape)
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-7))
     plan = replace(as_plan(graph, chosen, mesh), ndim=args[0].dim())
     with use_topology(SLOW):

@@ -20,7 +20,7 @@ from dshard.core.trees import tensors_in
 from dshard.core.wrapper import wrap
 from dshard.layout import replicated
 from dshard.parallel import plan_model
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.planning.local_seconds import LocalSeconds, gradient_sum_seconds, local_seconds
 from dshard.planning.step_graph import GraphCall, StepGraph
 from dshard.rules.expand import Expansion, Operand, expand, sharded_anyway, sizes_of
@@ -54,7 +54,7 @@ BATCH = tuple(torch.zeros(8, TOKENS, dtype=torch.long) for _ in range(2))
 
 def traced(block: str) -> tuple[nn.Module, StepGraph]:
     model = Language(block)
-    return model, trace_step(model, BATCH, {})
+    return model, record_step(model, BATCH, {}).graph()
 
 
 def expansions(call: GraphCall, mesh: Mesh = MESH) -> Iterator[Expansion]:
@@ -148,7 +148,9 @@ def test_alternatives_have_seconds_of_their_own(block: str) -> None:
 
 
 def test_work_that_is_sharded_takes_its_share_of_the_seconds() -> None:
-    (linear,) = trace_step(nn.Linear(4096, 4096, bias=False), (torch.empty(4096, 4096, device="meta"),), {}).calls
+    (linear,) = (
+        record_step(nn.Linear(4096, 4096, bias=False), (torch.empty(4096, 4096, device="meta"),), {}).graph().calls
+    )
     mesh = Mesh((2, 2), ("x", "y"))
     by_rows = {each.rows: local_seconds(linear, each, PRESET).forward for each in expansions(linear, mesh)}
     work = {rows: seconds - PRESET.launch for rows, seconds in by_rows.items()}

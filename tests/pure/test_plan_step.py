@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dshard import Mesh, Topology, plan_model, use_topology
 from dshard.layout import Layout
 from dshard.parallel import Auto, auto
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.placements import Replicate, Shard
 from dshard.planning import deadline
 from dshard.planning.plan_step import plan_step
@@ -55,7 +55,7 @@ class Chain(nn.Module):
 def tables_of(parts: list[str], sizes: tuple[int, int], mesh: Mesh, topology: Topology) -> StepTables:
     with torch.device("meta"):
         model, x = Chain(parts, sizes[1]), torch.empty(sizes, requires_grad=True)
-    return StepTables(trace_step(model, (x,), {}).copies(), mesh, topology)
+    return StepTables(record_step(model, (x,), {}).graph().copies(), mesh, topology)
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_packed_layers_send_what_separate_ones_do(mesh: Mesh, topology: Topology
     for packed in (False, True):
         with torch.device("meta"):
             model, x = Gated(1024, 4096, packed), torch.empty(64, 1024, requires_grad=True)
-        tables = StepTables(trace_step(model, (x,), {}).copies(), mesh, topology)
+        tables = StepTables(record_step(model, (x,), {}).graph().copies(), mesh, topology)
         plan = plan_step(tables)
         names = {value.number: value.name for value in tables.graph.parameters()}
         stored = next(layout for n, layout in plan.parameters.items() if names[n] == "gate.weight")
@@ -207,7 +207,7 @@ def test_a_search_ends_at_its_deadline_with_a_choice_and_a_bound(reads: int, mon
 def test_tables_are_given_up_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
     with torch.device("meta"):
-        graph = trace_step(Chain(["linear", "relu"], 64), (torch.empty(64, 64),), {}).copies()
+        graph = record_step(Chain(["linear", "relu"], 64), (torch.empty(64, 64),), {}).graph().copies()
     monkeypatch.setattr(deadline, "process_time", lambda: next(clock))
 
     with pytest.raises(deadline.TimeIsOver):

@@ -8,7 +8,7 @@ from torch import nn
 
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.placements import Replicate, Shard
 from dshard.planning.local_seconds import ExecutedCall, executed, run_by_executor
 from dshard.topology import Topology
@@ -23,7 +23,7 @@ def test_a_call_of_renamed_axes_costs_as_much_and_returns_renamed_layouts(
     rows: tuple[int | None, ...], topology: Topology
 ) -> None:
     with torch.device("meta"):
-        graph = trace_step(nn.LayerNorm(16), (torch.empty(8, 16, requires_grad=True),), {})
+        graph = record_step(nn.LayerNorm(16), (torch.empty(8, 16, requires_grad=True),), {}).graph()
     (call,) = graph.calls
     placements = tuple([Replicate() if row is None else Shard(row) for row in rows])
     whole = Layout(MESH, (Replicate(),) * 3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard.parallel import register_experts
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.planning.step_graph import GraphCall, StepGraph, Value, common_module
 from dshard.rules.rule import factor_sizes
 
@@ -125,7 +125,7 @@ def traced(name: str) -> tuple[nn.Module, tuple[Tensor, ...], StepGraph]:
     make, batch = CASES[name]
     torch.manual_seed(0)
     model, args = make().double(), batch()
-    return model, args, trace_step(model, args, {})
+    return model, args, record_step(model, args, {}).graph()
 
 
 def computed(graph: StepGraph, model: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
@@ -221,7 +221,7 @@ def test_other_ways_to_run_a_call_come_with_their_rules() -> None:
 
 def test_a_tied_weight_is_one_value_with_two_uses() -> None:
     model = Words(tied=True)
-    graph = trace_step(model, words(), {})
+    graph = record_step(model, words(), {}).graph()
 
     (weight,) = [x for x in graph.parameters() if x.name == "embed.weight"]
     assert [graph.calls[call].module for call, _ in weight.uses] == ["embed", "head"]
@@ -265,7 +265,7 @@ def test_what_is_written_in_place_is_a_new_value() -> None:
 
 def test_a_layer_of_experts_is_one_call() -> None:
     register_experts(type(OwnModel().experts), "e f d, e d f, e f d", counts=("count",))
-    graph = trace_step(OwnModel(), (torch.randn(3, 5, 8),), {})
+    graph = record_step(OwnModel(), (torch.randn(3, 5, 8),), {}).graph()
 
     (experts,) = [call for call in graph.calls if call.name == "experts"]
     assert experts.module == "experts"
@@ -275,7 +275,7 @@ def test_a_layer_of_experts_is_one_call() -> None:
 
 def test_modules_that_are_run_twice_make_calls_of_two_visits() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
-    graph = trace_step(nn.Sequential(shared, nn.ReLU(), shared), (activations().float(),), {})
+    graph = record_step(nn.Sequential(shared, nn.ReLU(), shared), (activations().float(),), {}).graph()
 
     assert [(each.module, each.visit, each.ordinal, each.begun) for each in graph.functions] == [
         ("0", 0, 0, ("", "0")),

@@ -32,7 +32,7 @@ from dshard.parallel import Auto, Plan, Precision, model_plan, plan_model
 from dshard.parallel.auto import PlanSearch
 from dshard.parallel.plan_limits import Words, dim_words, limits_of, refined_axes
 from dshard.parallel.plan_values import Pins
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.placements import Placement
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_limits import WORDS
@@ -134,7 +134,7 @@ def test_an_edited_plan_is_the_one_that_is_searched_with_its_pins(free: Plan) ->
 
 def test_the_runner_up_is_the_least_of_all_other_layouts(free: Plan) -> None:
     model, args = small()
-    graph, name = trace_step(model, args, {}).copies(), "head.weight"
+    graph, name = record_step(model, args, {}).graph().copies(), "head.weight"
     assert free.search is not None
     space: Any = free.search.space
     least = plan_step(space.tables, space.weights).total
@@ -157,7 +157,7 @@ def test_the_runner_up_is_the_least_of_all_other_layouts(free: Plan) -> None:
 @pytest.mark.parametrize("forbid", [{"x": "batch"}, {"y": ["features", "batch"]}, {"x": WORDS, "y": "sequence"}])
 def test_no_call_shards_what_an_axis_may_not(forbid: dict[str, Any]) -> None:
     model, args = without_data(4096, 256, 64, 512)
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     own: Words = {axis: frozenset([words] if isinstance(words, str) else words) for axis, words in forbid.items()}
     words, limits = dim_words(graph), limits_of(graph, MESH, {}, own, {})
 
@@ -181,7 +181,7 @@ def test_no_call_shards_what_an_axis_may_not(forbid: dict[str, Any]) -> None:
 
 def test_dims_count_what_rules_join() -> None:
     model, args = small()
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     words = dim_words(graph)
     attention = next(call for call in graph.calls if call.name == "scaled_dot_product_attention")
 

@@ -34,7 +34,7 @@ from dshard.comm import CommEvent, listen
 from dshard.core.observe import Decision, observing
 from dshard.ops.fused_loss.chunked_loss import rows_of_chunk
 from dshard.ops.fused_loss.fused_choice import FusedCandidates
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.rules.expand import Expansion
 from dshard.simulate import Recorded, record
 from dshard.testing import distribute, simulated, whole
@@ -454,7 +454,7 @@ def test_models_that_compute_their_loss(strategy: str) -> None:
 
 
 def test_a_traced_step_has_the_loss_as_one_call() -> None:
-    graph = trace_step(Labeller().double(), (torch.randn(8, 8, dtype=torch.float64), torch.arange(8)), {})
+    graph = record_step(Labeller().double(), (torch.randn(8, 8, dtype=torch.float64), torch.arange(8)), {}).graph()
     loss = graph.calls[-1]
     assert loss.name == "linear_cross_entropy"
     assert str(loss.rule) == "_0 [d], [v] [d], _0 -> "

@@ -18,7 +18,7 @@ from dshard import Layout, Mesh, Replicate, Shard, Topology, distribute_batch, p
 from dshard.layout import layout_of
 from dshard.parallel import Plan, plan_model
 from dshard.parallel.plan_files import plan_from
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
@@ -29,7 +29,7 @@ MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))]
 
 
 def chosen_plan(model: nn.Module, args: Any, mesh: Mesh, preset: str) -> tuple[StepGraph, StepPlan, Plan]:
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, Topology.preset(preset)), Weights(memory=1e-6))
     return graph, chosen, replace(as_plan(graph, chosen, mesh), ndim=4)
 

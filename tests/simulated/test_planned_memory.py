@@ -18,7 +18,7 @@ from dshard.parallel.plan_table import PlanTable, RankedPlan, ranked
 from dshard.parallel.plan_values import Cost, Memory, Plan
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import StepPrices
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import PLANNED, as_plan
 from dshard.planning.call_candidates import candidates
 from dshard.planning.plan_step import plan_step
@@ -40,7 +40,11 @@ def test_bytes_of_a_plan_are_those_of_its_traced_step(case: tuple[str, tuple[int
     """At the end of either pass; what is there for a moment within one is not counted."""
     family, shape = case
     model, args, kwargs = model_and_batch(family)
-    graph, prices, mesh = trace_step(model, args, kwargs).copies(), StepPrices(model, args, kwargs), mesh_of(shape)
+    graph, prices, mesh = (
+        record_step(model, args, kwargs).graph().copies(),
+        StepPrices(model, args, kwargs),
+        mesh_of(shape),
+    )
     with use_topology(TOPOLOGY):
         tables = StepTables(graph, mesh, TOPOLOGY)
         for weights in (Weights(), Weights(memory=1e-9)):
@@ -70,7 +74,7 @@ def test_a_price_is_that_of_a_step_whose_operators_all_run(family: str, monkeypa
 
 def test_experts_are_planned_in_the_ragged_form_too() -> None:
     model, args, kwargs = model_and_batch("mixtral")
-    graph = trace_step(model, args, kwargs)
+    graph = record_step(model, args, kwargs).graph()
     call = next(call for call in graph.calls if call.name == "experts")
 
     loops = {candidate.rows for candidate in candidates(call, mesh_of((2, 2)), TOPOLOGY)}

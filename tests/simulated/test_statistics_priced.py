@@ -22,7 +22,7 @@ from dshard.core.trees import tensors_in
 from dshard.core.wrapper import wrap
 from dshard.layout import replicated
 from dshard.ops.small_reductions import SMALL_REDUCTIONS
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.planning.local_seconds import local_seconds
 from dshard.planning.step_graph import GraphCall
 from dshard.rules.expand import Expansion, Operand, Order, expand, sharded_anyway, sizes_of
@@ -54,7 +54,7 @@ class Alone(nn.Module):
 
 def call_of(name: str, dtype: torch.dtype) -> GraphCall:
     """The call of the function in a traced step."""
-    (call,) = trace_step(Alone(name, dtype), (torch.zeros(ROWS, dtype=torch.int64),), {}).calls
+    (call,) = record_step(Alone(name, dtype), (torch.zeros(ROWS, dtype=torch.int64),), {}).graph().calls
     return call
 
 

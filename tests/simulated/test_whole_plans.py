@@ -30,7 +30,7 @@ from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import StepPrices, price
-from dshard.parallel.trace_step import record_step, trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
@@ -130,7 +130,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 
 
 def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights: Weights) -> Plan:
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     plan = as_plan(graph, plan_step(StepTables(graph, mesh, topology), weights), mesh)
     return replace(plan, ndim=args[0].dim())
 
@@ -168,7 +168,7 @@ def test_packed_layers_run_in_blocks(mesh: Mesh) -> None:
     alone = copy.deepcopy(model)
     expected = alone(*args)
     expected.backward()
-    tables = StepTables(trace_step(model, args, {}).copies(), mesh, Topology.preset("dgx-h100"))
+    tables = StepTables(record_step(model, args, {}).graph().copies(), mesh, Topology.preset("dgx-h100"))
     pins = {"qkv.weight": Shard(0, blocks=3), "gated.weight": Shard(0, blocks=2)}
     pins |= dict.fromkeys(("out.weight", "down.weight"), Shard(1))
     pinned = tables.pinned({name: Layout(mesh, (shard,) * mesh.ndim) for name, shard in pins.items()})
@@ -259,7 +259,7 @@ def test_no_name_nor_mixture_of_names_is_cheaper_than_auto(family: str, shape: t
 def test_prices_of_the_planner_are_those_of_the_traced_step() -> None:
     mesh, topology = Mesh((2, 4), ("x", "y")), Topology.preset("dgx-h100")
     model, args = without_data(32000, 1024, 8, 1024)
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, topology))
     with use_topology(topology):
         cost = price(model, as_plan(graph, chosen, mesh), args, {})
@@ -298,7 +298,7 @@ def test_adapters_share_the_latencies_of_their_own_reductions(preset: str) -> No
         model = nn.Sequential(SmallAdapted(4096, 16384, 16), nn.GELU(), SmallAdapted(16384, 4096, 16)).bfloat16()
         args = (torch.empty(4096, 4096, dtype=torch.bfloat16),)
     mesh, topology = Mesh((8,), ("x",)), Topology.preset(preset)
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, topology))
     with use_topology(topology):
         cost = price(model, as_plan(graph, chosen, mesh), args, {})
@@ -313,7 +313,7 @@ def test_the_sum_of_the_gradients_of_a_tied_weight_is_work() -> None:
     for tied in (False, True):
         with torch.device("meta"):
             model, tokens = Language(32000, 256, 4, tied), torch.empty(8, 64, dtype=torch.long)
-        graph = trace_step(model, (tokens, tokens), {}).copies()
+        graph = record_step(model, (tokens, tokens), {}).graph().copies()
         whole_weights = {name: replicated(mesh) for name, _ in model.named_parameters()}
         chosen = plan_step(StepTables(graph, mesh, topology).pinned(whole_weights), Weights(beside=0.0))
         with use_topology(topology):
@@ -384,7 +384,7 @@ def test_a_step_receives_the_bytes_that_were_planned(preset: str, family: str, s
     topology, size = Topology.preset(preset), (16, 1024, 2048) if preset == "dgx-h100" else (8, 64, 512)
     heads, width, vocabulary = size
     model, args = as_meta(language_model(family, width, vocabulary, heads).float(), batch(2, width, vocabulary))
-    graph, mesh = trace_step(model, args, {}).copies(), mesh_of(shape)
+    graph, mesh = record_step(model, args, {}).graph().copies(), mesh_of(shape)
     chosen = plan_step(StepTables(graph, mesh, topology), Weights(memory=1e-7 if preset == "cpu" else 0.0))
     received = planned_bytes(graph, chosen, topology)
     prices, plan = StepPrices(model, args, {}), as_plan(graph, chosen, mesh)

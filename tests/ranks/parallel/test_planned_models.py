@@ -19,7 +19,7 @@ from dshard import Replicate, Shard, Topology, parallelize, use_topology
 from dshard.errors import StrategyError
 from dshard.parallel import Auto, Plan, model_plan
 from dshard.parallel.boundary import own_boundary
-from dshard.parallel.trace_step import trace_step
+from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
@@ -37,7 +37,7 @@ PRICES = {"time": Weights(), "memory": Weights(memory=1e-7)}
 def planned(family: str, shape: tuple[int, ...], weights: Weights) -> tuple[Plan, dict[str, int]]:
     """The plan of a model of this family, and the bytes that it says each pass receives, without those of numbers."""
     model, args, mesh = language_model(family, **SIZES), batch(4, 16, SIZES["vocabulary"]), mesh_of(shape)
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, SLOW), weights)
     received = planned_bytes(graph, chosen, SLOW)
     of_passes = {d: sum(n for (_, each), n in received.items() if each == d) for d in ("forward", "backward")}
@@ -101,7 +101,7 @@ def test_planned_models_send_what_was_planned_on_eight_ranks(family: str) -> Non
 def by_rows() -> Plan:
     """A plan of four ranks that reads images by rows, and labels whole."""
     (model, args), mesh = classifier(), mesh_of((4,))
-    graph = trace_step(model, args, {}).copies()
+    graph = record_step(model, args, {}).graph().copies()
     plan = as_plan(graph, plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-7)), mesh)
     assert plan.inputs == {"": (Shard(0),), "targets.labels": (Replicate(),)}
     return replace(plan, ndim=4)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from helpers.plans_of_one_form import plan_of_form
 from helpers.reshard_cases import Case, case_of, meshes_of, paper_network, reshards
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,6 @@ from dshard.core.context import use_topology
 from dshard.placements import REDUCE_OPS
 from dshard.reshard import order, plan_reshard
 from dshard.reshard.chains import FORMS, Form
-from dshard.reshard.reshard_plan import plan_of_form
 from dshard.rules.strategy import completed_layout
 from dshard.testing import RankPool, count_traffic, distribute, parts, rank_pool, simulated, whole, whole_numbers
 
