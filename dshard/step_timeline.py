@@ -140,13 +140,11 @@ class StepTimeline:
         self.events: list[Event] = []
         self.running: list[Decision] = []
         self.joined: dict[int, tuple[Event, Decision]] = {}
-        self.levels: list[tuple[str, int]] = []
-        """With `for_shapes`, each operator on a tensor and the bytes alive after it."""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record what runs within the block."""
-        observed = observing(self._dispatched, self._waited)
+        observed = observing(self.dispatched, self.waited, self.found)
         with listen(self._sent, copies=self._copied), observed as self.running, OperatorMode(self.run):
             yield
 
@@ -186,28 +184,37 @@ class StepTimeline:
         if self.real and all(map(has_only_shape, outputs)):
             return out
         self.memory.existed(operands)
-        if self.memory.add(outputs):
-            self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
-        if self.for_shapes and operands:
-            self.levels.append((str(func), self.memory.alive()))
+        self.hold(outputs)
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in before]
         call = LocalCall(func, args, kwargs, out, operands, fresh)
         if call.works and not MOVES.value():
             flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
             seconds = call.seconds(flops, topology)
-            self.events.append(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
+            self.add(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
         return out
 
-    def _dispatched(self, decision: Decision) -> None:
+    def add(self, event: Event) -> None:
+        """Record an event."""
+        self.events.append(event)
+
+    def hold(self, outputs: Sequence[Tensor]) -> None:
+        """Count what an operator has made."""
+        if self.memory.add(outputs):
+            self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
+
+    def found(self, told: object) -> None:
+        """Heed what operators tell of themselves: nothing."""
+
+    def dispatched(self, decision: Decision) -> None:
         """Record the host's time of a distributed operator, before the work within it."""
         seconds = host_seconds(decision.op, self.topology or decision.topology)
         if seconds:
-            self.events.append(Event(decision.op, "step", "compute", seconds))
+            self.add(Event(decision.op, "step", "compute", seconds))
 
     def _copied(self, nbytes: int) -> None:
         """Record the copies in memory of a step of a redistribution, priced as the planner does."""
         topology = self.topology or planning_context().topology_of(Mesh((1,)))
-        self.events.append(Event(_COPY, "step", "compute", copy_seconds(nbytes, topology)))
+        self.add(Event(_COPY, "step", "compute", copy_seconds(nbytes, topology)))
 
     def _sent(self, event: Sent) -> None:
         self.sends = True
@@ -219,12 +226,12 @@ class StepTimeline:
             topology = self.topology or planning_context().topology_of(event.mesh)
             collective = replace(collective, waits=False, overlap=topology.overlap(event.mesh, axes))
             self.joined[id(decision)] = collective, decision
-        self.events.append(collective)
+        self.add(collective)
 
-    def _waited(self, decision: Decision) -> None:
+    def waited(self, decision: Decision) -> None:
         """Record that the following events wait for a joined collective."""
         if id(decision) in self.joined:
-            self.events.append(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
+            self.add(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, count, groupby
-from math import prod, sqrt
+from math import sqrt
 from operator import attrgetter
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -31,7 +32,7 @@ from dshard.caches import Cache
 from dshard.core.context import planning_context
 from dshard.core.joined_moves import begin_lane, run_alone
 from dshard.core.moves import LocalRedistribution, count_write
-from dshard.core.observe import OBSERVERS
+from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, is_leaf, wrap_in_flight
 from dshard.cost import predicted_seconds
@@ -43,9 +44,6 @@ _MOST = 16384
 """With more ways to redistribute gradients on a mesh than this, those that a pass does not need are forgotten."""
 _NUMBER, _OF, _MOVE, _KEY, _LOCAL, _OWN = map(attrgetter, ("leaf.number", "leaf.of", "move", "key", "local", "own"))
 """The attributes that are read of each gradient in each pass, without a call of Python."""
-
-GRADIENTS: comm.Scoped[float, float] = comm.Scoped("gradients", prod)
-"""By how many times a model has more gradients than the part of it that runs: buckets are cut as for all of them."""
 
 
 class GradientLeaf:
@@ -84,6 +82,18 @@ class GradientLeaf:
 
 Key: TypeAlias = tuple[int, object]
 """The number of a leaf, and what stands for how its gradient is redistributed."""
+
+
+class Arrived(NamedTuple):
+    """Told to observers: the gradient of a leaf, by the id of the tensor, has arisen, and waits for its bucket."""
+
+    leaf: int
+
+
+class Begins(NamedTuple):
+    """Told to observers: a bucket with the gradients of these leaves begins, by the decision that is made next."""
+
+    leaves: tuple[int, ...]
 
 
 class GradientInFlight:
@@ -271,6 +281,8 @@ def join(leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool
     if number < 0 or not move.plan.steps or (type(local) is not Tensor and comm.traced(local)):
         return None
     pending = GradientInFlight(leaf, local, move, own)
+    if OBSERVERS:
+        tell_observers(partial(Arrived, leaf.of))
     _running(number).add(pending)
     spec = move.spec
     return wrap_in_flight(pending, spec if spec.dtype is local.dtype else spec.with_dtype(local.dtype))
@@ -337,7 +349,7 @@ def _cut(pendings: list[GradientInFlight]) -> Iterable[list[GradientInFlight]]:
     if lane is None:
         return [pendings]
     sizes = [pending.move.plan.busiest() * pending.move.spec.itemsize for pending in pendings]
-    limit = bucket_bytes(int(sum(sizes) * GRADIENTS.value()), lane, planning_context().topology_of(lane.mesh))
+    limit = bucket_bytes(sum(sizes), lane, planning_context().topology_of(lane.mesh))
     buckets, nbytes = [list[GradientInFlight]()], 0
     for pending, size in zip(pendings, sizes, strict=True):
         if nbytes and nbytes >= limit:
@@ -370,6 +382,8 @@ def _begin(members: Sequence[GradientInFlight]) -> None:
             comm.follow(pending.stream, (_LOCAL(pending),))
     if not waiting:
         return
+    if OBSERVERS:
+        tell_observers(partial(Begins, tuple(map(_OF, waiting))))
     if len(waiting) == 1:
         (pending,) = waiting
         move, local = pending.move, _LOCAL(pending)

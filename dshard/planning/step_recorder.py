@@ -7,9 +7,9 @@ below it are, and of those without a rule the ones that they decompose into.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,6 @@ from dshard.torch_private import OpOverload, is_transforming, no_functions, no_t
 
 ONE = replicated(Mesh((1,), ("one",)))
 """The layout of whole tensors, of which operators' rules are asked."""
-
-
-SignedCall: TypeAlias = tuple[str, Hashable]
-"""The module that makes a call, and the call's signature."""
 
 
 class _Place(NamedTuple):
@@ -365,12 +361,6 @@ class GraphRecorder:
             module.register_forward_hook(leave, always_call=True)
 
     # -- the graph
-
-    def signatures(self) -> list[SignedCall]:
-        """The operators, in order."""
-        values = [replace(x, needs_grad=t.requires_grad) for x, t in zip(self.values, self.tensors, strict=True)]
-        calls = [each.as_call(-1, values) for each in self.operators]
-        return [(call.module, call.signature) for call in calls]
 
     def graph(self, outputs: Sequence[Tensor], given: Sequence[DraftCall] = ()) -> StepGraph:
         """The calls and values of the pass; `outputs` are the tensors that it returned, `given` what was given to it.

@@ -13,6 +13,7 @@ from helpers.planned_models import batch, language_model, mesh_of
 
 from dshard import Topology, use_topology
 from dshard.core.alike_operators import AlikeOperators
+from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name
 from dshard.parallel.plan_table import PlanTable, RankedPlan, ranked
 from dshard.parallel.plan_values import Cost, Memory, Plan
@@ -63,7 +64,7 @@ def test_a_price_is_that_of_a_step_whose_operators_all_run(family: str, monkeypa
 
     def costs() -> list[Cost]:
         prices, mesh = StepPrices(model, args, kwargs), mesh_of((2, 2))
-        roles = roles_of(prices._trace())
+        roles = roles_of(trace_factors(model, args, kwargs))
         return [prices(plan_by_name(roles, name, mesh)[0]) for name in ("data x megatron", "fsdp x fsdp")]
 
     with use_topology(TOPOLOGY):
