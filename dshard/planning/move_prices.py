@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations, product
 
 import torch
@@ -10,11 +10,16 @@ from torch import Tensor
 
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
+from dshard.planning.least_moves import least_moves
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.layout_state import State
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import space_of
 from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
+
+FEW = 256
+"""So many moves are bounded one by one."""
 
 
 def completion(layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Layout, float]:
@@ -48,6 +53,7 @@ class MovePrices:
         self.layouts: list[Layout] = []
         self.of_states: dict[State, int] = {}
         self.seconds = torch.zeros(0, 0, dtype=torch.float64)
+        self.asked = torch.zeros(0, 0, dtype=torch.bool)
         self.known = torch.zeros(0, 0, dtype=torch.bool)
         self.priced = torch.zeros(0, 0, dtype=torch.bool)
 
@@ -59,22 +65,44 @@ class MovePrices:
             self.layouts = list(self.numbers)
             self.of_states = {self.space.state_of(layout): i for i, layout in enumerate(self.layouts)}
             grow = torch.nn.functional.pad
-            self.seconds, self.known, self.priced = (
-                grow(table, (0, new, 0, new)) for table in (self.seconds, self.known, self.priced)
+            self.seconds, self.asked, self.known, self.priced = (
+                grow(table, (0, new, 0, new)) for table in (self.seconds, self.asked, self.known, self.priced)
             )
             self.known.fill_diagonal_(True)
             self.priced.fill_diagonal_(True)
         return torch.tensor(numbers, dtype=torch.long)
 
-    def bound(self, sources: Tensor, destinations: Tensor) -> None:
-        """Have a lower bound for each move from one of the sources to one of the destinations."""
-        states = [self.space.state_of(layout) for layout in self.layouts]
-        rows, columns = sources.unique(), destinations.unique()
-        row, column = (~self.known[rows][:, columns]).nonzero().unbind(1)
-        src, dst, space = rows[row], columns[column], self.space
-        least = [space.least(states[i], states[j]) for i, j in zip(src.tolist(), dst.tolist(), strict=True)]
-        self.seconds[src, dst] = torch.tensor(least, dtype=torch.float64) / self.joined
-        self.known[src, dst] = True
+    def ask(self, sources: Tensor, destinations: Tensor) -> None:
+        """Have the moves from one of the sources to one of the destinations bounded next."""
+        self.asked[sources[:, None], destinations] = True
+
+    def bound(self) -> None:
+        """Have a lower bound for each move that was asked for."""
+        if int((self.asked & ~self.known).sum()) > FEW:
+            blocks = dict.fromkeys([tuple(layout.blocks.items()) for layout in self.layouts])
+            if all(self._bound_together(dict(cuts)) for cuts in blocks):
+                self.known |= self.asked  # by nothing, where blocks become others
+        states, space = [self.space.state_of(layout) for layout in self.layouts], self.space
+        rows, columns = (self.asked & ~self.known).nonzero(as_tuple=True)
+        each = [space.least(states[i], states[j]) for i, j in zip(rows.tolist(), columns.tolist(), strict=True)]
+        self.seconds[rows, columns] = torch.tensor(each, dtype=torch.float64) / self.joined
+        self.known[rows, columns] = True
+
+    def _bound_together(self, cuts: Mapping[int, int]) -> bool:
+        """Bound all moves to, from and between layouts of these blocks at once, unless there are too many."""
+        space, mesh = self.space, self.space.mesh
+        own = torch.tensor([dict(layout.blocks) == dict(cuts) for layout in self.layouts])
+        fits = [own[i] or (not x.blocks and not any(map(x.axes_of, cuts))) for i, x in enumerate(self.layouts)]
+        at = torch.tensor(fits).nonzero().squeeze(1)
+        whole = space_of(mesh, space.topology, unflattened_shape(space.shape, cuts), space.itemsize)
+        least = least_moves(whole, [whole.state_of(self.layouts[i].unflattened(cuts)) for i in at.tolist()])
+        if least is None:
+            return False
+        pairs = torch.meshgrid(at, at, indexing="ij")
+        new = (own[at][:, None] | own[at]) & ~self.known[pairs]
+        self.seconds[pairs] = torch.where(new, least / self.joined, self.seconds[pairs])
+        self.known[pairs] |= new
+        return True
 
     def price(self, src: int, dst: int) -> bool:
         """Price one move exactly, and so those on interchangeable mesh axes; return whether it was not before."""

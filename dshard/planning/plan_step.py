@@ -21,7 +21,7 @@ from dshard.layout import Layout
 from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.collector import uncollected
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
-from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
+from dshard.planning.eliminate import LIMIT, Solution, elimination_order, solve
 from dshard.planning.shifted_costs import ShiftedCosts, Spread
 from dshard.planning.step_tables import Parts, StepTables, Weights
 from dshard.torch_private import no_functions
@@ -30,14 +30,14 @@ EVEN = Weights()
 """All seconds count, and no bytes."""
 CLOSE = 1e-9
 """Bounds that differ by this part of themselves are equal."""
-CHOICES = 8
-"""How many choices are priced, at most, before costs are shifted anew."""
-SLOW = 0.9
-"""Costs are no longer shifted alone where that left more than this part of what is between the bounds."""
+QUICK, SLOW = 0.5, 0.01
+"""Costs are shifted again where that took more than this part of what is between the bounds: the first, at first; and
+at last, before tables are larger where they are cut."""
 SMALLEST, LARGEST = 1_200_000, 8 * LIMIT
 """The most entries of a table at first, and where smaller ones tell no more."""
-GROWTH = 4
-"""By this factor tables may be larger where a pass brought the bounds less than half as near to each other."""
+GROWTH, MOST = 4, 0.7
+"""By how much tables may be larger, or shifts slower, where a pass left more than this part of what was between the
+bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,7 @@ def plan_step(
     with uncollected(), no_functions():  # such as those that make tensors on another device
         search = _Search(tables, weights, most, passes, [torch.arange(len(domain)) for domain in tables.domains])
         with suppress(TimeIsOver):
-            _eliminate(search, None, deadline)
-            if search.is_open():
-                _eliminate(search, _shift(search, deadline), deadline)
+            _narrow(search, deadline)
         calls = [tables.domains[tables.domain_of[call.number]][search.best[call.number]] for call in tables.graph.calls]
         stored, bound = tables.stored(search.best, weights), min(search.bound, most)  # those above were dropped
     return StepPlan(tuple(calls), stored, weights, search.parts, bound, search.prices, search.count)  # type: ignore[arg-type]
@@ -158,8 +156,6 @@ class _Search:
         for variable, own in solution.excess(deadline).items():
             domain = self.tables.domain_of[variable]
             excess[domain] = torch.minimum(excess[domain], own) if domain in excess else own
-        if isinstance(solution, Solution):
-            self.tables.price_likely(self.alive, excess, self.most * (1 + CLOSE) - bound, deadline)
         kept = {domain: bound + own <= self.most * (1 + CLOSE) for domain, own in excess.items()}
         if not all(each.any() for each in kept.values()):  # by what was rounded, even the best choice has too much
             self.bound = self.most
@@ -170,44 +166,18 @@ class _Search:
         return before - sum(map(len, self.alive))
 
 
-def _shift(search: _Search, deadline: Deadline) -> ShiftedCosts:
-    """Bound the least sum by shifts of costs, until tables are small, or these tell no more."""
-    costs, gap = ShiftedCosts(len(search.tables.domain_of), search.tables.uses, search.compact()), inf
-    while True:
-        costs.improve(deadline)
-        for _ in range(CHOICES):
-            deadline.check()
-            if not search.price(costs.choice):
-                break
-            costs.replace(search.compact())
-        bound = costs.bound
-        if search.is_over(bound):
-            return costs
-        search.drop(costs, bound, deadline)
-        before, gap = gap, search.most - search.bound
-        if gap > SLOW * before or elimination_order(search.sizes(), search.tables.uses, SMALLEST).is_exact:
-            return costs
-        costs.replace(search.compact())
-
-
-def _eliminate(search: _Search, costs: ShiftedCosts | None, deadline: Deadline) -> None:
-    """Find the least sum by elimination, perhaps of shifted costs, with tables that grow where they are cut."""
-    limit, gap = SMALLEST, inf
-    order: EliminationOrder | None = None
-    ordered: tuple[list[int], int] = [], 0
+def _narrow(search: _Search, deadline: Deadline) -> None:
+    """Bring the bounds together by elimination; where its tables are cut, of costs that are shifted before."""
+    costs = ShiftedCosts(len(search.tables.domain_of), search.tables.uses, search.compact())
+    limit, quick, gap, order = SMALLEST, QUICK, inf, elimination_order(search.sizes(), costs.uses, SMALLEST)
     while search.is_open():
         until = deadline if search.best else ENDLESS
         until.check()
-        sizes, uses = search.sizes(), search.tables.uses
-        if costs is None:
-            tables = search.tables.tables(search.weights, search.alive)
-        else:
-            costs.replace(search.compact())
-            costs.improve(until)
-            uses, tables = costs.shared()
-        if order is None or not (order.is_exact or ordered == (sizes, limit)):
-            order, ordered = elimination_order(sizes, uses, limit), (sizes, limit)
-        solution = solve(order, tables, until)
+        if not order.is_exact:
+            if _shift(search, costs, quick, until):
+                return
+            order = elimination_order(search.sizes(), costs.uses, limit)
+        solution = solve(order, costs.shared(), until)
         new = search.price(solution.choice)
         if search.is_over(solution.bound):
             return
@@ -216,8 +186,21 @@ def _eliminate(search: _Search, costs: ShiftedCosts | None, deadline: Deadline) 
         if not new and not dropped and (order.is_exact or limit >= LARGEST):
             search.passes = search.count
             return
-        if not order.is_exact and search.most - search.bound > gap / 2:
-            if costs is None and limit > SMALLEST:
-                return
-            limit = min(GROWTH * limit, LARGEST)
+        if not order.is_exact and search.most - search.bound > MOST * gap:
+            quick, limit = (quick / GROWTH, limit) if quick > SLOW else (quick, min(GROWTH * limit, LARGEST))
         gap = search.most - search.bound
+        costs.replace(search.compact())
+
+
+def _shift(search: _Search, costs: ShiftedCosts, quick: float, deadline: Deadline) -> bool:
+    """Shift costs while that is quick, and drop candidates; whether the bound is the last one."""
+    rise, bound = inf, costs.bound
+    while rise > quick * (search.most - bound) > 0:
+        costs.improve(deadline)
+        rise, bound = costs.bound - bound, costs.bound
+    new = search.price(costs.choice)
+    if search.is_over(bound):
+        return True
+    if search.drop(costs, bound, deadline) or new:
+        costs.replace(search.compact())
+    return False

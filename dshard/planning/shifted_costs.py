@@ -178,7 +178,12 @@ class ShiftedCosts:
         for end, shift in zip(ends, self.known[key], strict=True):
             self.shifts[end.use][end.dim] = shift
 
-    def shared(self) -> tuple[list[NamedTable], dict[Hashable, Tensor]]:
+    @property
+    def uses(self) -> list[NamedTable]:
+        """The tables of `shared` with their variables."""
+        return [*[NamedTable(kind, (v,)) for v, kind in enumerate(self.kinds)], *self.between]
+
+    def shared(self) -> dict[Hashable, Tensor]:
         """Tables of equal sums, from all uses of one the same is shifted: what is from the one in the middle."""
         of = defaultdict[Hashable, list[list[Tensor]]](list)
         for (name, _), shifts in zip(self.between, self.shifts, strict=True):
@@ -191,7 +196,7 @@ class ShiftedCosts:
         for kind in dict.fromkeys(self.kinds):
             own = sum([self.tables[name].whole() for name in kind[0]], torch.zeros(()))
             whole[kind] = sum([middle[name][dim][self.tables[name].rows[dim]] for name, dim in kind[1]], own)
-        return [*[NamedTable(kind, (v,)) for v, kind in enumerate(self.kinds)], *self.between], whole
+        return whole
 
     def excess(self, deadline: Deadline = ENDLESS) -> dict[int, Tensor]:
         """By how much any choice in which a variable has a value exceeds the bound, at least; of alike ones for one.

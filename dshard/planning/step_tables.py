@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import combinations, pairwise, product
-from math import inf, prod, sqrt
+from math import prod, sqrt
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -39,8 +39,6 @@ from dshard.topology import Topology
 from dshard.torch_private import no_functions
 
 N = TypeVar("N", float, Tensor)
-LIKELY = 8
-"""How many moves of an edge are priced at once beside those of a choice."""
 NEVER = 1e6
 """Seconds of a move that is not made."""
 MOMENTS = 2
@@ -201,6 +199,7 @@ class StepTables:
                     self._add_end(value, value.producer)
             self.of_calls = len(self.domains), len(self.domain_of), len(self.uses)
             self._add_parameters()
+            self._bound()
 
     def pinned(self, stored: Mapping[str, Layout | StoredLimit]) -> StepTables:
         """The tables of plans that store parameters, by name, in these layouts; prices are known to both."""
@@ -217,7 +216,12 @@ class StepTables:
         other.work, other.parameters = dict(self.work), {}
         with no_functions():
             other._add_parameters()
+            other._bound()
         return other
+
+    def _bound(self) -> None:
+        for prices in self.prices.values():
+            prices.bound()
 
     # -- what there is
 
@@ -288,9 +292,9 @@ class StepTables:
             of = torch.tensor([numbers.setdefault(each, len(numbers)) for each in own])
             made, wanted = map(prices.add, zip(*numbers, strict=True))
             pairs = self._pairs(prices, domains[1], operand)
-            prices.bound(made, pairs.used)
+            prices.ask(made, pairs.used)
             if value.needs_grad:
-                prices.bound(pairs.gradients, wanted)
+                prices.ask(pairs.gradients, wanted)
             saved = self._copies(value, prices, (made, pairs.used), keeps)
             self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, stays, saved)
         self.uses.append(NamedTable(key, (producer, call)))
@@ -341,9 +345,9 @@ class StepTables:
                     used = [prices.layouts[i] for i in pairs.used.unique().tolist()]
                     own = limit.of(_layouts(value, self.mesh, used))
                 stored = prices.add(own)
-                prices.bound(stored, pairs.used)
+                prices.ask(stored, pairs.used)
                 if value.needs_grad:
-                    prices.bound(pairs.gradients, stored)
+                    prices.ask(pairs.gradients, stored)
                 held = self._held(value, own) * (variable is None)
                 used = [prices.layouts[i] for i in pairs.used.tolist()]
                 saved = self._copies(value, prices, (stored, pairs.used), (True, False))
@@ -385,12 +389,8 @@ class StepTables:
 
     # -- tables
 
-    def tables(self, weights: Weights, alive: Sequence[Tensor]) -> dict[Hashable, Tensor]:
-        """All tables by name, of the values of each domain that are alive."""
-        return {name: spread.whole() for name, spread in self._spread(weights, alive)}
-
     def compact(self, weights: Weights, alive: Sequence[Tensor]) -> dict[Hashable, Spread]:
-        """Those tables with one row for all values of alike layouts."""
+        """All tables by name, of the values of each domain that are alive, with one row for all of alike layouts."""
         return {name: spread.compact() for name, spread in self._spread(weights, alive)}
 
     def _spread(self, weights: Weights, alive: Sequence[Tensor]) -> Iterator[tuple[Hashable, Spread]]:
@@ -478,31 +478,6 @@ class StepTables:
             if not more:
                 return best, new
 
-    def price_likely(
-        self, alive: Sequence[Tensor], excess: Mapping[int, Tensor], most: float, deadline: Deadline = ENDLESS
-    ) -> None:
-        """Price some moves of each edge: between the candidates whose choices exceed the bound by the least.
-
-        Those that exceed it by more than `most` are none that are looked for.
-        """
-        for edge in self.edges.values():
-            deadline.check()
-            ends = [
-                _least_of(of, size, alive[domain], excess[domain])
-                for of, size, domain in zip(
-                    (edge.of, edge.pairs.of), (len(edge.made), len(edge.pairs.used)), edge.domains, strict=True
-                )
-            ]
-            score = torch.maximum(ends[0][:, None], ends[1][None])
-            known = edge.prices.priced[edge.made][:, edge.pairs.used]
-            if edge.needs_grad:
-                known = known & edge.prices.priced[edge.pairs.gradients][:, edge.wanted].T
-            score[known | (score > most)] = inf
-            for at in score.flatten().topk(min(LIKELY, score.numel()), largest=False).indices.tolist():
-                made, pair = divmod(at, score.shape[1])
-                if score[made, pair] < inf:
-                    self._price_edge(edge, made, pair)
-
     def stored(self, choice: Sequence[int], weights: Weights) -> dict[int, Layout]:
         """The layout in which each parameter is stored, by its number, if a choice is made."""
         layouts: dict[int, Layout] = {}
@@ -519,11 +494,6 @@ class StepTables:
 def local_bytes(value: Value, layout: Layout) -> int:
     """The bytes of a value that the first rank has in a layout."""
     return layout.local_numel(value.shape) * value.itemsize
-
-
-def _least_of(of: Tensor, size: int, alive: Tensor, excess: Tensor) -> Tensor:
-    """For each layout the least excess of the candidates that have it, infinite without any."""
-    return torch.full((size,), inf, dtype=torch.float64).scatter_reduce(0, of[alive], excess, "amin")
 
 
 def _buckets(graph: StepGraph, mesh: Mesh, topology: Topology) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def test_an_integer_program_finds_no_better_plan_of_a_step(problem: tuple[StepTa
     sizes = [len(tables.domains[domain]) for domain in tables.domain_of]
     alive = [torch.arange(len(domain)) for domain in tables.domains]
     scale = weights.of(plan.parts) or 1.0
-    own = {name: table / scale for name, table in tables.tables(weights, alive).items()}
+    own = {name: table.whole() / scale for name, table in tables.compact(weights, alive).items()}
 
     assert least(sizes, tables.uses, own, integral=True) == pytest.approx(1.0, rel=1e-6)
     assert least(sizes, tables.uses, own, integral=False) <= 1 + 1e-6  # in a few steps of a tied layer 1 % less

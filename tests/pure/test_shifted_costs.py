@@ -44,7 +44,7 @@ def test_no_choice_has_a_smaller_sum_than_the_bound(problem: Problem, sweeps: in
     assert trivial <= costs.bound + 1e-9
     assert costs.bound <= min(sums) + 1e-9
     assert total(factors, tables, costs.choice) >= min(sums)
-    uses, shared = costs.shared()
+    uses, shared = costs.uses, costs.shared()
     assert [total(uses, shared, choice) for choice in choices] == pytest.approx(sums)
     for variable, excess in costs.excess().items():
         for value in range(sizes[variable]):
