@@ -177,9 +177,10 @@ def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[UnitShare]:
     """Count the parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
     crossing_parts: Counter[UnitShare] = Counter()
     for group in groups:
-        if group[0] // inner == group[-1] // inner:  # ranks are in order: one unit has them all
+        first, last = group[0] // inner, group[-1] // inner
+        if first == last:  # ranks are in order: one unit has them all
             continue
-        counts = Counter(map(inner.__rfloordiv__, group))
+        counts: dict[int, int] = {first: 1, last: 1} if len(group) == 2 else Counter(map(inner.__rfloordiv__, group))
         if len(counts) > 1:
             parents: dict[int, list[int]] = {}
             for unit in sorted(counts):
