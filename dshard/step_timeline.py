@@ -144,7 +144,7 @@ class StepTimeline:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record what runs within the block."""
-        observed = observing(self.dispatched, self.waited, self.found)
+        observed = observing(self._dispatched, self._waited, self.found)
         with listen(self._sent, copies=self._copied), observed as self.running, OperatorMode(self.run):
             yield
 
@@ -205,7 +205,7 @@ class StepTimeline:
     def found(self, told: object) -> None:
         """Heed what operators tell of themselves: nothing."""
 
-    def dispatched(self, decision: Decision) -> None:
+    def _dispatched(self, decision: Decision) -> None:
         """Record the host's time of a distributed operator, before the work within it."""
         seconds = host_seconds(decision.op, self.topology or decision.topology)
         if seconds:
@@ -228,7 +228,7 @@ class StepTimeline:
             self.joined[id(decision)] = collective, decision
         self.add(collective)
 
-    def waited(self, decision: Decision) -> None:
+    def _waited(self, decision: Decision) -> None:
         """Record that the following events wait for a joined collective."""
         if id(decision) in self.joined:
             self.add(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))

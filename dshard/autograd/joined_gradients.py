@@ -36,6 +36,7 @@ from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, is_leaf, wrap_in_flight
 from dshard.cost import predicted_seconds
+from dshard.mesh import Mesh
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
 
@@ -90,10 +91,15 @@ class Arrived(NamedTuple):
     leaf: int
 
 
-class Begins(NamedTuple):
-    """Told to observers: a bucket with the gradients of these leaves begins, by the decision that is made next."""
+class BucketBegins(NamedTuple):
+    """Told to observers: a bucket of a mesh, with the gradients of these leaves, begins, until one is `BucketBegun`."""
 
+    mesh: Mesh
     leaves: tuple[int, ...]
+
+
+class BucketBegun(NamedTuple):
+    """Told to observers: the bucket has begun, and its gradients are where they were packed."""
 
 
 class GradientInFlight:
@@ -383,23 +389,23 @@ def _begin(members: Sequence[GradientInFlight]) -> None:
     if not waiting:
         return
     if OBSERVERS:
-        tell_observers(partial(Begins, tuple(map(_OF, waiting))))
-    if len(waiting) == 1:
-        (pending,) = waiting
-        move, local = pending.move, _LOCAL(pending)
-        if len(move.plan.steps) > 1:  # begun, its first collective would hold it and a buffer until the end of the pass
-            reduced = run_alone(move, local, "redistribute", (pending.leaf.of,))
-            pending.local, pending.finish = None, lambda: reduced
-            return
-        if not OBSERVERS:
-            pending.finish = move.begin_or_run(local, pending.own and not pending.leaf.is_packed)
-            pending.local, pending.leaf.is_packed = None, False
-            return
-    name, leaves = "redistribute", ()
+        tell_observers(partial(BucketBegins, waiting[0].move.plan.src.mesh, tuple(map(_OF, waiting))))
+    first = waiting[0]
+    if len(waiting) == 1 and len(first.move.plan.steps) > 1:
+        # begun, its first collective would hold it and a buffer until the end of the pass
+        reduced = run_alone(first.move, _LOCAL(first), "redistribute", (first.leaf.of,))
+        first.local, first.finish = None, lambda: reduced
+    elif len(waiting) == 1 and not OBSERVERS:
+        first.finish = first.move.begin_or_run(_LOCAL(first), first.own and not first.leaf.is_packed)
+        first.local, first.leaf.is_packed = None, False
+    else:
+        name, leaves = "redistribute", ()
+        if OBSERVERS:
+            name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
+            leaves = tuple(map(_OF, waiting))
+        own = all(map(_OWN, waiting))
+        ends = begin_lane([*map(_MOVE, waiting)], [*map(_LOCAL, waiting)], name, leaves, own)
+        for pending, end in zip(waiting, ends, strict=True):
+            pending.local, pending.finish, pending.leaf.is_packed = None, end, True
     if OBSERVERS:
-        name = f"gradients of {len(waiting)} leaves" if len(waiting) > 1 else name
-        leaves = tuple(map(_OF, waiting))
-    own = all(map(_OWN, waiting))
-    ends = begin_lane([*map(_MOVE, waiting)], [*map(_LOCAL, waiting)], name, leaves, own)
-    for pending, end in zip(waiting, ends, strict=True):
-        pending.local, pending.finish, pending.leaf.is_packed = None, end, True
+        tell_observers(BucketBegun)

@@ -60,17 +60,13 @@ class Workspace:
         self.free.clear()
 
 
-def borrowed_now() -> int:
-    """Bytes that all workspaces have lent now."""
-    return sum(space.held for space in tuple(WORKSPACES))
-
-
-def pooled(sizes: Mapping[int, int]) -> int:
-    """Bytes of those storages, by address, that are buffers of workspaces: of them what is lent counts, by itself.
+def lent_beside(sizes: Mapping[int, int]) -> int:
+    """Bytes that all workspaces have lent now, less those of their buffers among these storages, by address.
 
     Free buffers, which on real ranks persist between steps, are not in use.
     """
-    return sum([sizes.get(buffer.cdata, 0) for space in tuple(WORKSPACES) for buffer in space.storages])
+    spaces = tuple(WORKSPACES)
+    return sum([space.held - sum([sizes.get(buffer.cdata, 0) for buffer in space.storages]) for space in spaces])
 
 
 class Session:

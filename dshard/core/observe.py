@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from dshard.comm import Scoped, collectives_of, crossing_event, outside_graphs
 from dshard.comm.events import unheard
 from dshard.comm.scoped import since_none
-from dshard.comm.workspace import borrowed_now, pooled
+from dshard.comm.workspace import lent_beside
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
@@ -258,7 +258,7 @@ class Allocations:
         """Add the storages of an operator's outputs; return whether `alive` exceeds `most` now."""
         for x in outputs:
             self._note(x, x.untyped_storage().nbytes())
-        return self.total + borrowed_now() > self.most
+        return self.alive() > self.most
 
     def _note(self, x: Tensor, size: int) -> None:
         storage = x.untyped_storage()
@@ -274,7 +274,7 @@ class Allocations:
 
     def alive(self) -> int:
         """Bytes of the storages that still exist, and of the buffers that workspaces have lent."""
-        return self.total + borrowed_now() - pooled(self.sizes)
+        return self.total + lent_beside(self.sizes)
 
     def clear(self) -> None:
         """Count nothing of what there is now, and forget the peak."""

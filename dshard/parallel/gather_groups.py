@@ -43,17 +43,12 @@ def blocks_of(model: nn.Module) -> Iterator[str]:
 
     Without lists, the entries of the outermost `nn.Sequential`s. Other weights are gathered with the model itself.
     """
-    for path in lists_of_blocks(model):
+    kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
+    containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
+    for path in [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]:
         for name, child in model.get_submodule(path).named_children():
             if next(child.parameters(), None) is not None:
                 yield f"{path}.{name}".lstrip(".")
-
-
-def lists_of_blocks(model: nn.Module) -> list[str]:
-    """The paths of the outermost lists of modules; without any, those of the outermost `nn.Sequential`s."""
-    kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
-    containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
-    return [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
 
 
 def block_within(blocks: Sequence[str], path: str) -> str:

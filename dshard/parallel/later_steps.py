@@ -8,16 +8,14 @@ so each bucket is moved to where its last gradient has arisen, with the memory t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from dshard.autograd.joined_gradients import Arrived, Begins
+from dshard.autograd.joined_gradients import Arrived, BucketBegins, BucketBegun
 from dshard.core.alike_operators import AlikeOperators
-from dshard.core.observe import Decision
 from dshard.mesh import Mesh
 from dshard.step_timeline import Event, StepTimeline
 from dshard.topology import Topology
@@ -33,19 +31,13 @@ class _Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """A bucket that begins: the bytes alive before, at most while it does, and after, and its events."""
+    """A bucket that begins: what is told of it, the bytes alive before, at most and after, and its events."""
 
-    leaves: tuple[int, ...]
+    told: BucketBegins
     before: int
     most: int
-    after: int | None = None
-    decision: Decision | None = None
+    after: int = 0
     events: list[Event] = field(default_factory=list)
-
-    @property
-    def grown(self) -> int:
-        """Bytes that are alive because it has begun."""
-        return (self.before if self.after is None else self.after) - self.before
 
 
 Entry: TypeAlias = Event | int | _Arrival | _Bucket
@@ -58,60 +50,30 @@ class LaterSteps(StepTimeline):
     def __init__(self, topology: Topology, known: Iterable[Tensor], alike: AlikeOperators[Any]) -> None:
         super().__init__(topology, known, for_shapes=True, alike=alike)
         self.log: list[Entry] = []
-        self.last: _Bucket | None = None
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record what runs within the block."""
-        with super().recorded():
-            yield
-            self._open()
+        self.begins: _Bucket | None = None
 
     def add(self, event: Event) -> None:
         """Record an event."""
-        bucket = self._open()
-        (self.log if bucket is None else bucket.events).append(event)
+        (self.log if self.begins is None else self.begins.events).append(event)
 
     def hold(self, outputs: Sequence[Tensor]) -> None:
         """Count what an operator has made."""
         self.memory.add(outputs)
-        alive, bucket = self.memory.alive(), self._open()
-        if bucket is None:
-            self.log.append(alive)
+        if self.begins is None:
+            self.log.append(self.memory.alive())
         else:
-            bucket.most = max(bucket.most, alive)
+            self.begins.most = max(self.begins.most, self.memory.alive())
 
     def found(self, told: object) -> None:
         """Heed gradients that have arisen, and buckets that begin."""
+        alive = self.memory.alive()
         if isinstance(told, Arrived):
-            self.log.append(_Arrival(told.leaf, self.memory.alive()))
-        elif isinstance(told, Begins):
-            self._open()
-            alive = self.memory.alive()
-            self.last = _Bucket(told.leaves, alive, alive)
-            self.log.append(self.last)
-
-    def dispatched(self, decision: Decision) -> None:
-        """Record the begin of an operator."""
-        if self.last is not None and self.last.decision is None:
-            self.last.decision = decision
-        super().dispatched(decision)
-
-    def _open(self) -> _Bucket | None:
-        """The bucket that is beginning now."""
-        last = self.last
-        if last is None or last.after is not None:
-            return None
-        if last.decision is None or any(each is last.decision for each in self.running):
-            return last
-        last.after = self.memory.alive()
-        return None
-
-    def waited(self, decision: Decision) -> None:
-        """Record that what follows waits for a collective."""
-        if self.last is not None and self.last.after is None:
-            self.last.after = self.memory.alive()
-        super().waited(decision)
+            self.log.append(_Arrival(told.leaf, alive))
+        elif isinstance(told, BucketBegins):
+            self.begins = _Bucket(told, alive, alive)
+            self.log.append(self.begins)
+        elif isinstance(told, BucketBegun) and self.begins is not None:
+            self.begins.after, self.begins = alive, None
 
     def complete(self) -> bool:
         """Order the events as in later steps; False if a bucket has begun before the backward pass was at its end."""
@@ -122,21 +84,20 @@ class LaterSteps(StepTimeline):
                     return False
                 arrived[entry.leaf] = n
             elif isinstance(entry, _Bucket):
-                assert entry.decision is not None
-                mesh = entry.decision.operands[0].layout.mesh
-                turns[mesh] = max(turns.get(mesh, 0), *(arrived[leaf] for leaf in entry.leaves))
+                mesh, leaves = entry.told
+                turns[mesh] = max(turns.get(mesh, 0), *(arrived[leaf] for leaf in leaves))
                 due[turns[mesh]].append(entry)
         moved = 0
         for n, entry in enumerate(self.log):
             if isinstance(entry, Event):
                 self.events.append(entry)
             elif isinstance(entry, _Bucket):
-                moved -= entry.grown
+                moved -= entry.after - entry.before
             else:
                 alive = entry.alive if isinstance(entry, _Arrival) else entry
                 self.memory.most = max(self.memory.most, alive + moved)
                 for bucket in due.get(n, ()):
                     self.memory.most = max(self.memory.most, alive + moved + bucket.most - bucket.before)
                     self.events += bucket.events
-                    moved += bucket.grown
+                    moved += bucket.after - bucket.before
         return True
