@@ -106,6 +106,17 @@ def test_a_pin_may_name_a_tied_parameter_by_any_of_its_names() -> None:
     assert plan.placements("embedding.weight") == (Shard(0), Shard(1))
 
 
+@pytest.mark.parametrize("name", ["data x fsdp", "fsdp x megatron", "megatron x megatron"])
+def test_a_name_can_say_where_parameters_lie_and_leave_the_rest_to_the_search(name: str) -> None:
+    model, args = small()
+    with use_topology(H100):
+        named = plan_model(model, MESH, name, *args)
+        plan = plan_model(model, MESH, Auto(pins=named.parameters), *args)
+    assert {own: plan.placements(own) for own in named.parameters} == named.parameters
+    assert plan.cost.seconds <= 1.05 * named.cost.seconds
+    assert plan.cost.memory.parameters == named.cost.memory.parameters
+
+
 def test_pins_hold_on_the_axes_into_which_theirs_is_unfolded() -> None:
     plan = planned(Mesh((4,), ("x",)), pins={"head.weight": "x:S(1)"}, forbid={"x": "batch"})
 
