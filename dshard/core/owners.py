@@ -18,7 +18,7 @@ from dshard.caches import cached
 from dshard.comm import Program, Request, Session, flat_exchange, local_part, run_program
 from dshard.comm.pieces import view_of
 from dshard.core.context import planning_context
-from dshard.core.observe import NEEDED, OBSERVERS, Decision, observed
+from dshard.core.observe import ASKED, OBSERVERS, Decision, observed
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.cost import PlannedCollective, copy_seconds, planned_collective
@@ -154,7 +154,7 @@ def _busiest(sizes: Callable[..., Sizes], tensors: tuple[OwnedTensor, ...], mesh
 def _decision(mesh: Mesh, ins: tuple[OwnedTensor, ...], outs: tuple[OwnedTensor, ...], op: str) -> Decision:
     topology = planning_context().topology_of(mesh)
     operands = tuple([Operand(x.layout, x.shape, x.itemsize) for x in ins])
-    return Decision(op, operands, topology, exchanges=planned_exchanges(mesh, ins, outs, topology), why=NEEDED)
+    return Decision(op, operands, topology, exchanges=planned_exchanges(mesh, ins, outs, topology), why=ASKED)
 
 
 def _to_owners(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dshard import DTensor, Mesh, Replicate, Shard, Topology, distribute_tensor, trace, use_topology
+from dshard import DTensor, Mesh, Replicate, Shard, Topology, distribute_tensor, strict, trace, use_topology
+from dshard.core.observe import Decision, observing
 from dshard.parallel import plan_steps
 from dshard.placements import Placement
 from dshard.testing import simulated, whole
@@ -231,6 +232,19 @@ def test_products_that_states_keep_have_no_owners() -> None:
         for p, q in zip(run.alone, run.mine, strict=True):
             torch.testing.assert_close(whole(q.detach()), p.detach())
             torch.testing.assert_close(whole(run.both[1].state[q]["last"]), run.both[0].state[p]["last"])
+
+
+def test_exchanges_are_planned_in_the_trace_and_asked_for() -> None:
+    with simulated(LINE), use_topology(Topology.preset("dgx-h100")):
+        run = Run(muon(), LINE, [[S(0)]], [(32, 16)] * 8)
+        run.step(0)
+        run.step(1)
+        decisions: list[Decision] = []
+        with strict(), observing(decisions.append):
+            sent = run.step(2)
+        (planned,) = [each for each in decisions if each.exchanges]
+        assert planned.op == "Muon.step"
+        assert [each.nbytes for each in planned.collectives()] == [event.nbytes for event in sent]
 
 
 def test_one_matrix_is_gathered() -> None:
