@@ -195,7 +195,7 @@ def _narrow(search: _Search, deadline: Deadline) -> None:
 def _shift(search: _Search, costs: ShiftedCosts, quick: float, deadline: Deadline) -> bool:
     """Shift costs while that is quick, and drop candidates; whether the bound is the last one."""
     rise, bound = inf, costs.bound
-    while rise > quick * (search.most - bound) > 0:
+    while rise == inf or rise > quick * (search.most - bound) > 0:
         costs.improve(deadline)
         rise, bound = costs.bound - bound, costs.bound
     new = search.price(costs.choice)
