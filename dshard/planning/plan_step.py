@@ -190,6 +190,8 @@ def _narrow(search: _Search, deadline: Deadline) -> None:
             quick, limit = (quick / GROWTH, limit) if quick > SLOW else (quick, min(GROWTH * limit, LARGEST))
         gap = search.most - search.bound
         costs.replace(search.compact())
+        if not order.is_exact and dropped > sum(map(len, search.alive)):  # then nothing may be cut any more
+            order = elimination_order(search.sizes(), costs.uses, limit)
 
 
 def _shift(search: _Search, costs: ShiftedCosts, quick: float, deadline: Deadline) -> bool:
