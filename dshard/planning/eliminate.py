@@ -5,7 +5,8 @@ factors that mention it, and taking the least over its values: a new factor over
 have more than `limit` entries is made in several, each of some of the terms (mini-buckets, Dechter and Rish 2003):
 the sum of least values bounds the least sum from below, and is equal to it where nothing was cut. Before, what each of
 them takes at least for a value of the variable is shared out evenly among them, which makes the bound larger (moment
-matching, Flerova, Ihler, Dechter and Otten 2011).
+matching, Flerova, Ihler, Dechter and Otten 2011). A variable with one value is no dim of what is made: a step has
+thousands, most of which have one left after a few passes, and a tensor at most 64 dims.
 
 Tables are named. Eliminations of factors of the same names in the same pattern are one *node*, worked out once however
 often the problem has it: the blocks of a model that repeats one are as quick as one block, and variables between them
@@ -62,12 +63,16 @@ class _Elimination(NamedTuple):
 class EliminationOrder:
     """An order of elimination: its nodes, and the variables that each serves.
 
-    It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables; `cuts` are the
-    numbers of nodes in order, those of one factor that was cut together; `roots` the number of times that a node ends a
-    part of the problem; `is_exact` says that no factor was cut.
+    It serves smaller sizes than those that it was made for, too. `tables` are the names of given tables, each with its
+    dims of variables with several values, and `constants` the names of those that have none, with the times that the
+    problem has each; `fixed` are the variables with one value. `cuts` are the numbers of nodes in order, those of one
+    factor that was cut together; `roots` the number of times that a node ends a part of the problem; `is_exact` says
+    that no factor was cut.
     """
 
-    tables: tuple[Hashable, ...]
+    tables: tuple[tuple[Hashable, tuple[int, ...]], ...]
+    constants: Mapping[Hashable, int]
+    fixed: tuple[int, ...]
     nodes: tuple[Node, ...]
     cuts: tuple[tuple[int, ...], ...]
     eliminations: tuple[_Elimination, ...]
@@ -118,7 +123,7 @@ class Solution:
                 seen = torch.where(seen.isnan(), inf, seen)
                 before = outside[child]
                 outside[child] = seen if before is None else torch.minimum(before, seen)
-        excess: dict[int, Tensor] = {}
+        excess = {variable: torch.zeros(1, dtype=torch.float64) for variable in order.fixed}
         for variable, made in order.eliminations:
             for node, _ in made:  # of several, each bounds from below
                 known = excess.get(variable)
@@ -169,13 +174,19 @@ class _Orderer:
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[NamedTable], limit: int) -> None:
         self.sizes, self.limit = tuple(sizes), limit
-        self.names: dict[Hashable, int] = {}
+        self.names: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        self.constants: dict[Hashable, int] = {}
         self.nodes: dict[_Key, Node] = {}
         self.numbers: dict[_Key, int] = {}
         self.kinds: dict[tuple[_Key, ...], int] = {}
         self.of: list[dict[_Made, None]] = [{} for _ in sizes]
         for table, variables in factors:
-            self._add(_Made(-1 - self.names.setdefault(table, len(self.names)), variables, 0))
+            dims = tuple([dim for dim, variable in enumerate(variables) if sizes[variable] > 1])
+            if dims:
+                number = self.names.setdefault((table, dims), len(self.names))
+                self._add(_Made(-1 - number, tuple([variables[dim] for dim in dims]), 0))
+            else:
+                self.constants[table] = self.constants.get(table, 0) + 1
         self.cuts: list[_Cut | None] = [None] * len(sizes)
         self.alike = defaultdict[int, dict[int, None]](dict)
         self.waiting: list[_Rank] = []
@@ -203,7 +214,9 @@ class _Orderer:
                 near |= self._eliminate(variable, cut, made)
             self._look(near)
         nodes, is_exact = tuple([self.nodes[key] for key in self.numbers]), all(len(cut) == 1 for cut in cuts)
-        return EliminationOrder(tuple(self.names), nodes, tuple(cuts), tuple(eliminations), roots, is_exact)
+        fixed = tuple([variable for variable, size in enumerate(self.sizes) if size == 1])
+        of = tuple(self.names), self.constants, fixed
+        return EliminationOrder(*of, nodes, tuple(cuts), tuple(eliminations), roots, is_exact)
 
     def _add(self, factor: _Made) -> None:
         for variable in factor.variables:
@@ -306,11 +319,13 @@ def solve(order: EliminationOrder, tables: Mapping[Hashable, Tensor], deadline: 
     Raises:
         TimeIsOver: the deadline came first.
     """
-    of_nodes = _NodeTables(order, [tables[name] for name in order.tables])
+    given = [tables[name].reshape([tables[name].shape[dim] for dim in dims]) for name, dims in order.tables]
+    of_nodes = _NodeTables(order, given)
     for cut in order.cuts:
         deadline.check()
         of_nodes.add(cut)
     bound = sum([float(of_nodes.least[root]) * times for root, times in order.roots.items()])
+    bound += sum([float(tables[name].sum()) * times for name, times in order.constants.items()])
     return Solution(bound, _choice(order, of_nodes.table), of_nodes)
 
 

@@ -65,6 +65,16 @@ def test_no_choice_has_a_smaller_sum(problem: Problem, limit: int) -> None:
             assert solution.bound + float(excess[value]) <= with_value + 1e-12
 
 
+def test_variables_of_one_value_are_no_dims() -> None:
+    """A tensor has at most 64 dims; a variable in the middle has a table with each of 100 others, of one value."""
+    tables: dict[object, Tensor] = {i: torch.tensor([[float(i)], [100.0 - i]]).double() for i in range(101)}
+    factors = [*(NamedTable(i, (0, 1 + i)) for i in range(100)), NamedTable(100, (101, 102))]
+    tables[100] = torch.tensor([[7.0]]).double()
+    solution = solve(elimination_order([2, *[1] * 102], factors), tables)
+    assert (solution.bound, solution.choice[0]) == (99 * 50 + 7.0, 0)
+    assert solution.excess()[0].tolist() == [0.0, 100.0]
+
+
 def test_parts_of_a_cut_agree_on_their_variable() -> None:
     """Each part alone takes nothing for a value of the variable for which the other one takes 1."""
     tables: dict[object, Tensor] = {
