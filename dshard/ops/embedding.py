@@ -86,9 +86,9 @@ def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def embedding_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`torch.nn.functional.embedding` as one operator."""
-    indices, table, padding, max_norm, _, by_frequency, sparse = bind_arguments(NAMES, args, kwargs)
-    if max_norm is not None or by_frequency or sparse:
+    """`torch.nn.functional.embedding` as one operator, whose gradient is strided."""
+    indices, table, padding, max_norm, _, by_frequency, _ = bind_arguments(NAMES, args, kwargs)
+    if max_norm is not None or by_frequency:
         return None
     shapes = [tuple(x.shape) for x in (table, indices)]
 

@@ -348,8 +348,12 @@ def cheapest(
         coarser = [each.shape for each in worth if each.ndim + 1 == unfolded.ndim]
         if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
             continue  # no mesh of which this is the next finer one was worth it
+        plans = [*uniform(roles, unfolded)] if unfolded.ndim <= max(2, mesh.ndim) else []
+        plans.sort(key=lambda plan: not _is_of_alike(plan, mesh))
+        if unfolded == mesh and plans and not limited:  # the planner may take all of the time
+            search.price(plans[0])
         try:
-            deadline = search.deadline if search.priced else ENDLESS
+            deadline = search.deadline if search.solved else ENDLESS
             tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names, deadline)
         except TimeIsOver:
             break
@@ -358,8 +362,6 @@ def cheapest(
         if tables is None or any(each.tables is tables for each in search.priced):
             worth.add(unfolded)
         bounds = dict[tuple[Layout, ...], float]()
-        plans = [*uniform(roles, unfolded)] if unfolded.ndim <= max(2, mesh.ndim) else []
-        plans.sort(key=lambda plan: not _is_of_alike(plan, mesh))
         for plan in plans:
             if tables is None or limited or search.is_over():
                 named.append((0.0, plan))

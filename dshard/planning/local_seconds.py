@@ -1,7 +1,8 @@
 """Seconds of the local work of a call of a step, forward and backward: its own kernels, run without data.
 
 So a plan is priced by what the executor will record: all operators that torch runs for a call on local tensors of a
-strategy's shapes, priced each as `StepTimeline` prices them.
+strategy's shapes, priced each as `StepTimeline` prices them. Where an operator has other arguments on each rank, as a
+slice or the groups of a norm have, the executor runs it: autograd would take those of whole tensors backward.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from torch import Tensor
 
 from dshard.caches import Cache
 from dshard.comm import plain, planning
-from dshard.core.call import Call, LocalOp
+from dshard.core.call import LocalOp
 from dshard.core.context import use_topology
 from dshard.core.local_work import host_seconds
 from dshard.core.observe import OperatorMode, observing
-from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import contiguous_spec, specs_of
-from dshard.core.trees import replace_leaves, tensors_in
+from dshard.core.spec import contiguous_spec
+from dshard.core.trees import tensors_in
 from dshard.core.wrapper import wrap
 from dshard.dispatch.registry import find
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Mesh
-from dshard.planning.step_graph import GraphCall, OperandSlot, Value
+from dshard.planning.step_graph import GraphCall, Value
 from dshard.redistribute.axis_roles import roles
 from dshard.rules.expand import Expansion
 from dshard.rules.strategy import Strategy
@@ -57,13 +57,14 @@ def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alt
     """The seconds of a call's local work on the first rank, by an expansion of its rule, or by an `alternative`.
 
     By the rule the kernels run on tensors without data of the local shapes; by an alternative, of which only the
-    layouts of the operands count, the executor itself does. Cached by the call's signature and the local shapes.
+    layouts of the operands count, or with arguments of its own on each rank the executor itself does. Cached by the
+    call's signature and the local shapes.
     """
     shapes, results = _local_shapes(expansion.inputs, call.operands), _local_shapes(expansion.outputs, call.results)
     key = call.signature, alternative, shapes, results, topology
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:
-        if alternative:
+        if alternative or _has_local_arguments(call):
             seconds = executed(call, expansion.inputs, topology).local
         else:
             seconds = _by_kernels(call, kernel_of(call, expansion), shapes, topology)
@@ -81,53 +82,32 @@ def _local_shapes(layouts: Sequence[Layout], values: Sequence[Value]) -> tuple[S
     )
 
 
+def _has_local_arguments(call: GraphCall) -> bool:
+    """Whether the call is of an operator that has other arguments on each rank."""
+    op = find(call.function) if call.kernel is None and isinstance(call.function, OpOverload) else None
+    return op is not None and op.kernel is not None
+
+
 def kernel_of(call: GraphCall, expansion: Expansion) -> LocalOp | None:
-    """What the first rank runs on its local operands in place of the function, if it does not run that."""
-    function, layouts = call.function, expansion.inputs
-    strategy, first = cast(Strategy, expansion), (0,) * layouts[0].mesh.ndim
-    if call.kernel is not None:
-        return call.kernel(strategy, first)
-    if not isinstance(function, OpOverload):
+    """What the first rank runs on its local operands in place of a function, if it does not run that."""
+    if call.kernel is None:
         return None
-    op = find(function)
-    if op is None or op.kernel is None:
-        return None
-    operands, outs = map(_without_data, (call.operands, call.results))
-    specs = tuple(specs_of(layouts, operands, torch.device("meta")))
-    args, kwargs = replace_leaves(call.arguments, lambda x: specs[x.number] if isinstance(x, OperandSlot) else x)
-    return op.kernel(Call(function, args, kwargs, specs, tuple(outs)).at(strategy, first))
-
-
-def _without_data(values: Sequence[Value]) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in values]
+    return call.kernel(cast(Strategy, expansion), (0,) * expansion.inputs[0].mesh.ndim)
 
 
 @plain()
 @disable_modes()
 def _by_kernels(call: GraphCall, kernel: LocalOp | None, shapes: Sequence[Shape], topology: Topology) -> LocalSeconds:
-    """The seconds of a call and its backward pass on local tensors without data, in place of which a kernel may run.
-
-    Of an operator the kernel runs below autograd, as in the executor; of a function autograd records it.
-    """
+    """The seconds of a call and its backward pass on local tensors without data; a kernel may run in its place."""
     timeline = StepTimeline(topology, for_shapes=True)
-    below = kernel if call.kernel is None else None
-
-    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        nonlocal below
-        if below is None or func is not call.function:
-            return timeline.run(func, args, kwargs)
-        once, below = below, None
-        with OperatorMode(run):
-            return once(*args, **kwargs)
-
     operands = [
         torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.needs_grad)
         for shape, x in zip(shapes, call.operands, strict=True)
     ]
     with torch.enable_grad():
         operands = [x.clone() for x in operands]  # no leaves, to which a call may not write
-    with torch.enable_grad(), OperatorMode(run):
-        out = (call.run if call.kernel is None else kernel or call.run)(*operands)
+    with torch.enable_grad(), OperatorMode(timeline.run):
+        out = (kernel or call.run)(*operands)
         forward, saved = timeline.seconds("compute"), _saved(timeline, tensors_in(out))
         _backward(call, out, operands)
     return LocalSeconds(forward, timeline.seconds("compute") - forward, saved)

@@ -216,7 +216,7 @@ def test_a_search_without_time_gives_a_plan_with_a_bound(case: str) -> None:
     assert free.search is not None
     assert 1.0 <= (hurried.certificate or 0.0) < float("inf")
     assert (hurried.bound or 0.0) <= free.search.seconds * (1 + 1e-8)
-    assert len(hurried.search.tried) == 1
+    assert [each.strategy for each in hurried.search.tried] in (["planned", "data x data"], ["data x data", "planned"])
 
 
 def test_strategies_by_name_are_priced_before_the_mesh_is_refined(monkeypatch: pytest.MonkeyPatch) -> None:
