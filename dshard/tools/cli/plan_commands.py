@@ -181,7 +181,7 @@ def add_plan_model(kinds: Commands) -> None:
     parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of each device (the preset's)")
     names = "a name as parallelize has it, on every folding, or planned; repeatable (those that are common)"
     parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help=names)
-    parser.add_argument("--seconds", type=parse_seconds, default=50.0, metavar="N", help="to price plans in (50)")
+    parser.add_argument("--seconds", type=parse_seconds, default=40.0, metavar="N", help="to price plans in (40)")
     parser.add_argument("--top", type=parse_positive, default=SHOWN, metavar="N", help=f"how many to show ({SHOWN})")
     parser.add_argument("--out", type=parse_output, metavar="FILE", help="write the fastest as a plan, for parallelize")
     _add_model(parser)
