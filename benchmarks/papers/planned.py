@@ -115,7 +115,8 @@ class _Search:
             prices.add([Layout(self.mesh, tuple(letters[letter] for letter in own)) for own in self.domains[domain]])
             for domain, letters in ((source, made), (target, read))
         ]
-        prices.bound(*numbers)
+        prices.ask(*numbers)
+        prices.bound()
         self.moves[source, target] = prices, *numbers
         self.factors.append(NamedTable((source, target), (source, target)))
 

@@ -333,12 +333,7 @@ def cheapest(
         StrategyError: none fits in memory; a pin that cannot be met, or a step that does not run without data.
         LayoutError, MeshError: pins and words of names that are none.
     """
-    limited = bool(auto.pins or auto.forbid)
-    if limited and graph is None:
-        raise StrategyError(
-            "pins and forbid are of layouts chosen together, which takes a step that runs without data, and this one "
-            "does not: leave them out, or place parameters by name"
-        )
+    limited = _is_limited(auto, graph)
     search = PlanSearch(auto, options, price, graph)
     named = list[tuple[float, Plan]]()
     worth = {mesh}
@@ -348,8 +343,7 @@ def cheapest(
         coarser = [each.shape for each in worth if each.ndim + 1 == unfolded.ndim]
         if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
             continue  # no mesh of which this is the next finer one was worth it
-        plans = [*uniform(roles, unfolded)] if unfolded.ndim <= max(2, mesh.ndim) else []
-        plans.sort(key=lambda plan: not _is_of_alike(plan, mesh))
+        plans = _by_name(roles, unfolded, mesh)
         if unfolded == mesh and plans and not limited:  # the planner may take all of the time
             search.price(plans[0])
         try:
@@ -377,12 +371,29 @@ def cheapest(
     return search.result(names, named)
 
 
+def _is_limited(auto: Auto, graph: StepGraph | None) -> bool:
+    """Whether there are pins or words, which strategies by name do not keep."""
+    limited = bool(auto.pins or auto.forbid)
+    if limited and graph is None:
+        raise StrategyError(
+            "pins and forbid are of layouts chosen together, which takes a step that runs without data, and this one "
+            "does not: leave them out, or place parameters by name"
+        )
+    return limited
+
+
 def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
     """The place of a strategy by name among those to try: a mixture takes about the mean of what it mixes."""
     if _is_of_alike(plan, mesh):
         return 0, least
     known = [of_alike[part] for part in plan.strategy.split(" x ") if part in of_alike]
     return (1, sum(known) / len(known)) if known else (2, least)
+
+
+def _by_name(roles: Roles, unfolded: Mesh, mesh: Mesh) -> list[Plan]:
+    """The strategies by name on a mesh that `mesh` unfolds to, those of all axes alike first."""
+    plans = uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ()
+    return sorted(plans, key=lambda plan: not _is_of_alike(plan, mesh))
 
 
 def _is_of_alike(plan: Plan, mesh: Mesh) -> bool:

@@ -123,6 +123,7 @@ def plan_function(function: Callable[..., Any], /, *args: object, **kwargs: obje
 
     By itself each operator takes the layouts that are cheapest for it, which may be dear for the next:
 
+        >>> import torch
         >>> from dshard import Mesh, Replicate, Shard, distribute_tensor, plan_function
         >>> from dshard.testing import simulated
         >>> mesh = Mesh((4,), ("x",))

@@ -132,7 +132,8 @@ def _run_within(
 
     before = optimizer.register_step_pre_hook(lambda *_: _enter(entered, block))
     after = optimizer.register_step_post_hook(leave)
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+    hooks: Any = after.hooks_dict_ref()  # torch's, in which this one is to be the first
+    hooks.move_to_end(after.id, last=False)
     try:
         with entered:
             return run()
