@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -87,7 +88,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", one_in(2, WAYS))
 def test_owners_step_as_one_device_with_two_exchanges(way: str) -> None:
     mesh, ways = WAYS[way]
     shapes = TALL if way == "packed" else SHAPES
@@ -99,7 +100,10 @@ def test_owners_step_as_one_device_with_two_exchanges(way: str) -> None:
             run.check()
 
 
-@pytest.mark.parametrize("options", [{"nesterov": False}, {"weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}])
+@pytest.mark.parametrize(
+    "options",
+    one_in(3, [{"weight_decay": 0.0, "nesterov": False}, {"weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}]),
+)
 def test_owners_keep_to_the_options(options: dict[str, Any]) -> None:
     mesh, ways = WAYS["mixed"]
     with simulated(mesh), use_topology(Topology.preset("dgx-h100")):
