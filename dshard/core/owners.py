@@ -83,10 +83,11 @@ def sizes_from_owners(tensors: tuple[OwnedTensor, ...], mesh: Mesh, at: Coordina
     return tuple(send.values()), tuple(recv.values())
 
 
+@cached("exchanges", 1024)
 def busiest(sizes: Callable[..., Sizes], tensors: tuple[OwnedTensor, ...], mesh: Mesh) -> int:
     """The bytes that the busiest rank receives from the others."""
-    received = [(sizes(tensors, mesh, at)[1], i) for i, at in enumerate(mesh.coordinates())]
-    return max(sum(own) - own[i] for own, i in received)
+    received = [(i, sizes(tensors, mesh, at)[1]) for i, at in enumerate(mesh.coordinates())]
+    return max(sum(own) - own[i] for i, own in received)
 
 
 def run_on_owners(mesh: Mesh, runs: Sequence[OwnedRun], tensors: Sequence[Wrapper], op: str) -> list[Wrapper]:
@@ -123,7 +124,7 @@ def planned_exchanges(
     mesh: Mesh, ins: tuple[OwnedTensor, ...], outs: tuple[OwnedTensor, ...], topology: Topology
 ) -> tuple[PlannedCollective, ...]:
     """The two exchanges that bring tensors to their owners and others back."""
-    nbytes = _busiest(sizes_to_owners, ins, mesh), _busiest(sizes_from_owners, outs, mesh)
+    nbytes = busiest(sizes_to_owners, ins, mesh), busiest(sizes_from_owners, outs, mesh)
     return tuple([planned_collective("all_to_all", mesh, mesh.names, n, topology) for n in nbytes if n])
 
 
@@ -142,13 +143,6 @@ def _copies(
     own += [(x, peer) for x in outs for peer in mesh.coordinates() if x.owner == at]
     copied = [*sent, *[x.nbytes(peer) for x, peer in own]]
     return sum([copy_seconds(nbytes, topology) for nbytes in copied if nbytes])
-
-
-@cached("exchanges", 1024)
-def _busiest(sizes: Callable[..., Sizes], tensors: tuple[OwnedTensor, ...], mesh: Mesh) -> int:
-    """The bytes that the busiest rank receives from the others."""
-    received = [(i, sizes(tensors, mesh, at)[1]) for i, at in enumerate(mesh.coordinates())]
-    return max(sum(own) - own[i] for i, own in received)
 
 
 def _decision(mesh: Mesh, ins: tuple[OwnedTensor, ...], outs: tuple[OwnedTensor, ...], op: str) -> Decision:
@@ -209,7 +203,7 @@ def _exchange(
     pieces = [x.contiguous().reshape(-1).view(dtype) for x in sent if x.numel()]
     buffer = torch.cat(pieces) if pieces else like[0].new_empty(0, dtype=dtype)
     received, start = buffer, 0
-    if _busiest(sizes, tensors, mesh):
+    if busiest(sizes, tensors, mesh):
         send, recv = (tuple([n // dtype.itemsize for n in each]) for each in sizes(tensors, mesh, at))
         received = (yield Request(flat_exchange(mesh, mesh.names, at, send, recv), buffer))()
 
