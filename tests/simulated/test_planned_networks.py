@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 
 from dshard import Mesh, Topology, parallelize, plan_model, use_topology
@@ -115,7 +116,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", one_in(2, NETWORKS))
 def test_networks_are_planned_call_by_call_and_compute_what_one_device_does(network: str) -> None:
     make, inputs = NETWORKS[network]
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)

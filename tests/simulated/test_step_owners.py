@@ -88,7 +88,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", one_in(2, WAYS))
+@pytest.mark.parametrize("way", one_in(3, WAYS))
 def test_owners_step_as_one_device_with_two_exchanges(way: str) -> None:
     mesh, ways = WAYS[way]
     shapes = TALL if way == "packed" else SHAPES

@@ -260,7 +260,6 @@ def test_no_name_nor_mixture_of_names_is_cheaper_than_auto(family: str, shape: t
 @pytest.mark.parametrize(
     ("family", "shape", "preset"),
     [
-        ("gpt", (2, 4), "cpu"),
         *[
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in product(FAMILIES, [(2, 2), (2, 4)], ["dgx-h100", "dgx-a100", "cpu"])
