@@ -132,12 +132,13 @@ class _Functions(TorchFunctionMode):
             with disable_modes():
                 return func(*args, **arguments)
         seen, versions = [self.seen(x) for x in operands], [x._version for x in operands]
-        first = len(self.recorder.called)
+        first, known = len(self.recorder.called), {*self.numbers} - {*map(id, operands)}
         out = self.recorder.function(func, args, arguments)
         if operands:
             written = frozenset([x.memory for x, y, n in zip(seen, operands, versions, strict=True) if y._version != n])
             before = frozenset(self.memory)
-            results = tuple([self.seen(x) for x in nested_tensors(out) if has_only_shape(x)])
+            new = [x for x in nested_tensors(out) if id(x) not in known]  # not a gradient that an attribute holds
+            results = tuple([self.seen(x) for x in new if has_only_shape(x)])
             within = first if len(self.recorder.called) > first else None
             made = frozenset([x.memory for x in results]) - before
             self.called.append(SeenFunction(name_of(func), tuple(seen), results, made, written, within))

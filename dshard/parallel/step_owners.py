@@ -178,6 +178,8 @@ class OwnersStep(TorchFunctionMode):
         self.plan, self.device, self.at = plan, device, 0
         self.waiting: list[_Waiting] = []
         self.given: dict[int, Tensor] = {}  # the tensor, by the id of its twin
+        self.twins: dict[int, Tensor] = {}  # the twin, by the id of its tensor
+        self.for_all = set[int]()  # the ids of tensors without data that all ranks will make, such as constants
         self.differs = False
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -188,6 +190,8 @@ class OwnersStep(TorchFunctionMode):
             self.at += 1
             if n >= len(planned) or planned[n].name != name or len(planned[n].operands) != len(tensors):
                 self._run_by_cost(f"calls {name}")
+            elif not self._are_planned(n, tensors):
+                self._run_by_cost(f"calls {name} on other tensors")
             elif n in self.plan.part_of or n in self.plan.late:
                 return self._wait(n, func, args, kwargs)
         if self.differs:
@@ -196,7 +200,21 @@ class OwnersStep(TorchFunctionMode):
         made = [x for x in nested_tensors(out) if has_only_shape(x) and not isinstance(x, Wrapper)]
         if made:
             self.waiting.append(_Waiting(_EVERY, func, args, kwargs, out))
+            self.for_all.update(map(id, made))
         return out
+
+    def _are_planned(self, n: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether the operands of a call are those of the plan: one tensor for each twin, and one twin for each."""
+        waits = n in self.plan.part_of or n in self.plan.late
+        for twin, x in zip(self.plan.functions[n].operands, tensors, strict=True):
+            if not isinstance(x, Wrapper):
+                is_planned = x is twin or id(x) in self.for_all
+            else:
+                pair = self.given.get(id(twin), x), self.twins.get(id(x), twin)
+                is_planned = not waits or (pair[0] is x and pair[1] is twin)
+            if not is_planned:
+                return False
+        return True
 
     def _wait(self, n: int, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """The result of a call, without data; or the tensor to which it will write."""
@@ -209,7 +227,7 @@ class OwnersStep(TorchFunctionMode):
             own = next(twins)
             if own is x or not isinstance(x, Wrapper):  # what a part, or a call that waits for all, has made
                 return x
-            self.given[id(own)] = x
+            self.given[id(own)], self.twins[id(x)] = x, own
             return own
 
         own = replace_tensors((args, kwargs), twin)

@@ -199,6 +199,38 @@ def test_a_step_with_other_calls_runs_by_cost_and_is_planned_anew() -> None:
         assert [event.op for event in sent][:2] == ["Polar.step"] * 2
 
 
+class OtherState(torch.optim.Optimizer):
+    """A step that reads one state twice and, from the fourth on, another one the second time, by the same functions."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "one": torch.full_like(p, 0.5), "two": torch.full_like(p, -2.0)}
+            state["step"] += 1
+            x = p.grad @ p.grad.mT @ p.grad / 1000
+            p.add_(x * state["one"])
+            p.add_(x * state["one" if state["step"] < 4 else "two"])
+
+
+def test_a_step_on_other_tensors_by_the_same_functions_runs_by_cost() -> None:
+    with simulated(LINE), use_topology(Topology.preset("dgx-h100")):
+        run = Run(OtherState, LINE, WAYS["fsdp"][1])
+        for n in range(3):
+            sent = run.step(n)
+        assert [event.op for event in sent][:2] == ["OtherState.step"] * 2
+        with pytest.warns(
+            UserWarning, match=r"OtherState\.step was planned to call mul, and calls mul on other tensors"
+        ):
+            run.step(3)
+        for p, q in zip(run.alone, run.mine, strict=True):
+            torch.testing.assert_close(whole(q.detach()), p.detach())
+
+
 def test_hooks_of_steps_see_the_parameters_before_and_after() -> None:
     with simulated(LINE), use_topology(Topology.preset("dgx-h100")):
         run = Run(muon(), LINE, WAYS["fsdp"][1])
