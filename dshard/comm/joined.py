@@ -7,7 +7,7 @@ the buffer received; gathered ones are copied out of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -48,12 +48,12 @@ def lane_of(plan: Plan) -> Lane | None:
     return Lane(plan.src.mesh, tuple((c.kind, c.axes, c.op) for c in (each.collective for each in moved)))
 
 
-def joined(plans: Sequence[Plan], dtype: torch.dtype) -> Moving:
+def joined(plans: tuple[Plan, ...], dtype: torch.dtype) -> Moving:
     """Plans of one lane as one collective, ready to run on a local tensor of each, all cast to `dtype`."""
 
     def planned(itemsize: int) -> list[Planned]:
         copies = [(COPY, (), elements * itemsize) for elements in _packed(plans)]
-        sent = joined_received(tuple(plans))
+        sent = joined_received(plans)
         return [*copies, *[(kind, axes, elements * itemsize) for kind, axes, elements in sent]]
 
     def text() -> str:
@@ -62,13 +62,20 @@ def joined(plans: Sequence[Plan], dtype: torch.dtype) -> Moving:
     return Moving(plans[0].src.mesh, partial(_steps, plans), planned, text=text, dtype=dtype)
 
 
-def _packed(plans: Sequence[Plan]) -> Iterator[int]:
+@cached("collective steps", 4096)
+def _packed(plans: tuple[Plan, ...]) -> tuple[int, ...]:
     """The elements that each step copies: each tensor once, into a buffer that is sent, or out of one received."""
-    for members in zip(*[plan.shaped_stages() for plan in plans], strict=True):
-        yield sum([max(own.local_numel(shape), after(step, own).local_numel(shape)) for step, own, shape in members])
+    stages = zip(*[plan.shaped_stages() for plan in plans], strict=True)
+    return tuple(
+        [
+            sum([max(own.local_numel(shape), after(step, own).local_numel(shape)) for step, own, shape in members])
+            for members in stages
+        ]
+    )
 
 
-def _steps(plans: Sequence[Plan], at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
+@cached("collective steps", 4096)
+def _steps(plans: tuple[Plan, ...], at: Coordinate, dtype: torch.dtype, backend: Backend) -> Steps:
     moved = [moved_in(plan, at) or [] for plan in plans]
     return tuple(step for members in zip(*moved, strict=True) for step in _joined(members, dtype, backend))
 

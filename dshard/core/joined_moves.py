@@ -102,7 +102,7 @@ def _joined(moves: Sequence[LocalRedistribution]) -> comm.Moving:
     cache, key = planning_context().moves, tuple(moves)
     joined: comm.Moving | None = cache.get(key)
     if joined is None:
-        return cache.add(key, comm.joined([move.plan for move in moves], moves[0].spec.dtype))  # type: ignore[no-any-return]
+        return cache.add(key, comm.joined(tuple([move.plan for move in moves]), moves[0].spec.dtype))  # type: ignore[no-any-return]
     cache.hits += 1
     return joined
 
