@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
 
 from dshard.chrome import Bar, to_chrome
 from dshard.comm import MOVES, has_only_shape, listen
 from dshard.comm import CommEvent as Sent
-from dshard.core.alike_operators import AlikeOperators
+from dshard.core.alike_operators import AlikeCalls, AlikeOperators
 from dshard.core.context import planning_context
 from dshard.core.local_work import LocalCall, host_seconds, strided_in
 from dshard.core.observe import Allocations, Decision, OperatorMode, observing
@@ -117,6 +117,13 @@ _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of bytes alive, and how many equal counts in a row end the wait."""
 
 
+class _Work(NamedTuple):
+    """The event of calls that are alike on one topology, if they do any work."""
+
+    topology: Topology
+    event: Event | None
+
+
 class StepTimeline:
     """Records every local operator, also those of distributed operators, and every collective, on a topology.
 
@@ -132,10 +139,10 @@ class StepTimeline:
         known: Iterable[Tensor] = (),
         *,
         for_shapes: bool = False,
-        alike: AlikeOperators[Any] | None = None,
+        alike: AlikeOperators[_Work] | None = None,
     ) -> None:
         self.topology, self.memory, self.for_shapes = topology, Allocations(known), for_shapes
-        self.call = _call if alike is None else alike.result
+        self.alike = alike
         self.real = self.sends = False
         self.events: list[Event] = []
         self.running: list[Decision] = []
@@ -172,10 +179,9 @@ class StepTimeline:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on local tensors, and record it."""
         if is_for_shapes():  # nothing is kept of what is asked for shapes alone
-            return self.call(func, args, kwargs)
-        operands = strided_in((args, kwargs))
-        before = {x.untyped_storage()._cdata for x in operands}
-        out = self.call(func, args, kwargs)
+            return self._call(func, args, kwargs)[1]
+        operands = strided_in((*args, *kwargs.values()))
+        alike, out = self._call(func, args, kwargs)
         outputs = strided_in(out)
         if not (self.real or self.for_shapes) and any(x.dim() and not has_only_shape(x) for x in outputs):
             self.real = True
@@ -185,13 +191,23 @@ class StepTimeline:
             return out
         self.memory.existed(operands)
         self.hold(outputs)
-        fresh = [t for t in outputs if t.untyped_storage()._cdata not in before]
-        call = LocalCall(func, args, kwargs, out, operands, fresh)
-        if call.works and not MOVES.value():
-            flops, topology = call.flops(), self.topology or planning_context().topology_of(Mesh((1,)))
-            seconds = call.seconds(flops, topology)
-            self.add(Event(str(func.overloadpacket.__name__), "step", "compute", seconds, flops))
+        if MOVES.value():
+            return out
+        topology = self.topology or planning_context().topology_of(Mesh((1,)))
+        work: _Work | None = None if alike is None else alike.note
+        if work is None or work.topology is not topology:
+            before = {x.untyped_storage()._cdata for x in operands}
+            fresh = [t for t in outputs if t.untyped_storage()._cdata not in before]
+            work = _Work(topology, _work_of(LocalCall(func, args, kwargs, out, operands, fresh), topology))
+            if alike is not None:
+                alike.note = work
+        if work.event is not None:
+            self.add(work.event)
         return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[AlikeCalls[_Work] | None, Any]:
+        """The result of an operator, and the calls that are alike, if it was answered for these."""
+        return (None, func(*args, **kwargs)) if self.alike is None else self.alike.run(func, func, args, kwargs)
 
     def add(self, event: Event) -> None:
         """Record an event."""
@@ -199,7 +215,7 @@ class StepTimeline:
 
     def hold(self, outputs: Sequence[Tensor]) -> None:
         """Count what an operator has made."""
-        if self.memory.add(outputs):
+        if self.memory.add(outputs) > self.memory.most:
             self.memory.most = max(self.memory.most, self.stable_bytes(self.memory.most))
 
     def found(self, told: object) -> None:
@@ -234,8 +250,12 @@ class StepTimeline:
             self.add(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+def _work_of(call: LocalCall, topology: Topology) -> Event | None:
+    """The local work of an operator on a topology; None for a view, which does none."""
+    if not call.works:
+        return None
+    flops = call.flops()
+    return Event(str(call.func.overloadpacket.__name__), "step", "compute", call.seconds(flops, topology), flops)
 
 
 def event_seconds(event: Sent, topology: Topology | None = None) -> float:

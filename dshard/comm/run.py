@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.collective import CollectiveReport
 from dshard.comm.drive import Make, Results
@@ -52,7 +53,8 @@ def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
     return [each for each in _planned(plan, itemsize) if each[0] != COPY]
 
 
-def _planned(plan: Plan, itemsize: int) -> list[Planned]:
+@cached("collective steps", 65536)
+def _planned(plan: Plan, itemsize: int) -> tuple[Planned, ...]:
     """The bytes that each step of a plan copies in memory, and its collective, if it runs one."""
     mesh, entries = plan.src.mesh, list[Planned]()
     for stage in plan.shaped_stages():
@@ -60,7 +62,7 @@ def _planned(plan: Plan, itemsize: int) -> list[Planned]:
         entries.append((COPY, step.axes, load.copied * itemsize))
         if kind is not None and len(mesh.peers(step.axes, (0,) * mesh.ndim)) > 1:
             entries.append((kind, step.axes, load.received * itemsize))
-    return entries
+    return tuple(entries)
 
 
 def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:

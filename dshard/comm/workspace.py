@@ -22,7 +22,7 @@ from dshard.placements import ReduceOp
 
 Pool = tuple[torch.device, torch.dtype, bool, Stream | None]
 WORKSPACES: WeakSet[Workspace] = WeakSet()
-"""All workspaces: that of this process, and those of runs without data."""
+"""All workspaces that have buffers: that of this process, and those of runs without data."""
 
 
 @dataclass(eq=False)
@@ -38,9 +38,6 @@ class Workspace:
     held: int = 0
     peak: int = 0
     storages: set[StorageWeakRef] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        WORKSPACES.add(self)
 
     @contextmanager
     def session(self, runtime: Runtime | None = None) -> Iterator[PooledSession]:
@@ -65,7 +62,7 @@ def lent_beside(sizes: Mapping[int, int]) -> int:
 
     Free buffers, which on real ranks persist between steps, are not in use.
     """
-    spaces = tuple(WORKSPACES)
+    spaces = tuple(WORKSPACES) if WORKSPACES else ()
     return sum([space.held - sum([sizes.get(buffer.cdata, 0) for buffer in space.storages]) for space in spaces])
 
 
@@ -157,6 +154,7 @@ class PooledSession(Session):
             storage = torch.empty(size, dtype=dtype, device=like.device)
             pool.allocations += 1
             pool.storages.add(StorageWeakRef(storage.untyped_storage()))
+            WORKSPACES.add(pool)
         number = _number(storage)
         self.lent[number], self.nbytes[number] = (kind, storage), size * dtype.itemsize
         pool.held += size * dtype.itemsize

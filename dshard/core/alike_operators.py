@@ -7,7 +7,8 @@ function of what its arguments are without data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -22,7 +23,6 @@ Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _KINDS = (Tensor, nn.Parameter)
 _DEVICE = torch.device("meta")
 """Where tensors without data are."""
-_UNKNOWN: Any = object()
 
 
 class _Several(NamedTuple):
@@ -32,44 +32,55 @@ class _Several(NamedTuple):
     forms: tuple[Form | None, ...]
 
 
+@dataclass(slots=True, eq=False)
+class AlikeCalls(Generic[T]):
+    """Calls that are alike: what their results are without data, and what the caller notes of them.
+
+    `result` is None where results share memory with operands, or are no tensors.
+    """
+
+    result: Form | _Several | None
+    note: T | None = None
+
+
 class AlikeOperators(Generic[T]):
     """Runs operators; of those that are alike on tensors without data the first, and makes tensors like its results.
 
-    It answers operators whose results have memory of their own, and no others: no views, no writes. `notes` is what the
-    caller found out of them, by their keys.
+    It answers operators whose results have memory of their own, and no others: no views, no writes.
     """
 
     def __init__(self) -> None:
-        self.results: dict[Hashable, Form | _Several | None] = {}
-        self.notes: dict[Hashable, T] = {}
+        self.known: dict[Hashable, AlikeCalls[T]] = {}
         self.is_functional: dict[Function, bool] = {}
 
-    def run(self, func: Function, run: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Hashable | None, Any]:
-        """What calls that are alike have in common, and the result of `func`, of which `run` is the fastest form.
+    def run(
+        self, func: Function, run: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> tuple[AlikeCalls[T] | None, Any]:
+        """The calls that are alike, and the result of `func`, of which `run` is the fastest form.
 
         None for a view, a write, or a call of tensors with data.
         """
         key = self._key(func, args, kwargs)
-        known = _UNKNOWN if key is None else self.results.get(key, _UNKNOWN)
-        if known is _UNKNOWN or known is None:
+        if key is None:
+            return None, run(*args, **kwargs)
+        alike = self.known.get(key)
+        if alike is None:
             out = run(*args, **kwargs)
-            if known is _UNKNOWN and key is not None:
-                self.results[key] = _forms(out, args, kwargs)
-            return key, out
+            alike = self.known[key] = AlikeCalls(_forms(out, args, kwargs))
+            return alike, out
+        known = alike.result
+        if known is None:
+            return alike, run(*args, **kwargs)
         if isinstance(known, _Several):
-            return key, known.kind([None if form is None else _tensor(form) for form in known.forms])
-        return key, _tensor(known)
-
-    def result(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """The result of `func`."""
-        return self.run(func, func, args, kwargs)[1]
+            return alike, known.kind([None if form is None else _tensor(form) for form in known.forms])
+        return alike, _tensor(known)
 
     def _key(self, func: Function, args: Args, kwargs: Kwargs) -> Hashable | None:
         is_functional = self.is_functional.get(func)
         if is_functional is None:
             is_functional = self.is_functional[func] = _is_functional(func)
         parts: list[Hashable] = [func, torch.get_default_dtype()]
-        if not (is_functional and _add(parts, args) and _add(parts, kwargs)):
+        if not (is_functional and _add(parts, args) and (not kwargs or _add_named(parts, kwargs))):
             return None
         key = tuple(parts)
         try:
@@ -87,21 +98,32 @@ def _is_functional(func: Function) -> bool:
     return all(each.alias_info is None for each in ends)
 
 
-def _add(parts: list[Hashable], x: Any) -> bool:
-    """Add what is known of an argument without data; whether there is nothing else."""
-    if isinstance(x, Tensor):
-        if type(x) not in _KINDS or x.device != _DEVICE or x.layout != torch.strided or x.is_complex():
+def _add(parts: list[Hashable], args: Sequence[Any]) -> bool:
+    """Add what is known of arguments without data; whether there is nothing else."""
+    for x in args:
+        kind = type(x)
+        if kind in _KINDS:
+            dtype = x.dtype
+            if x.device != _DEVICE or x.layout != torch.strided or dtype.is_complex:
+                return False
+            parts.append((x.shape, x.stride(), dtype))
+        elif isinstance(x, Tensor):
             return False
-        parts.append((x.shape, x.stride(), x.dtype))
-    elif isinstance(x, list | tuple):
-        parts.append((type(x), len(x)))
-        return all(_add(parts, each) for each in x)
-    elif isinstance(x, dict):
-        parts.append((dict, *x))
-        return all(_add(parts, each) for each in x.values())
-    else:
-        parts.append((type(x), x))
+        elif isinstance(x, list | tuple):
+            parts.append((kind, len(x)))
+            if not _add(parts, x):
+                return False
+        elif isinstance(x, dict):
+            if not _add_named(parts, x):
+                return False
+        else:
+            parts.append((kind, x))
     return True
+
+
+def _add_named(parts: list[Hashable], args: Mapping[str, Any]) -> bool:
+    parts.append((dict, *args))
+    return _add(parts, [*args.values()])
 
 
 def _forms(out: Any, args: Args, kwargs: Kwargs) -> Form | _Several | None:

@@ -252,21 +252,23 @@ class Allocations:
     def existed(self, tensors: Iterable[Tensor]) -> None:
         """Take the storages of an operator's operands for known, unless an operator made them."""
         for x in tensors:
-            self._note(x, 0)
+            storage = x.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self._note(storage, 0)
 
-    def add(self, outputs: Iterable[Tensor]) -> bool:
-        """Add the storages of an operator's outputs; return whether `alive` exceeds `most` now."""
+    def add(self, outputs: Iterable[Tensor]) -> int:
+        """Add the storages of an operator's outputs; return the bytes that are `alive` now."""
         for x in outputs:
-            self._note(x, x.untyped_storage().nbytes())
-        return self.alive() > self.most
+            storage = x.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self._note(storage, storage.nbytes())
+        return self.alive()
 
-    def _note(self, x: Tensor, size: int) -> None:
-        storage = x.untyped_storage()
+    def _note(self, storage: UntypedStorage, size: int) -> None:
         address = storage._cdata
-        if address not in self.sizes:
-            self.sizes[address] = size
-            self.total += size
-            self.storages[address] = ref(storage, partial(self._gone, address))
+        self.sizes[address] = size
+        self.total += size
+        self.storages[address] = ref(storage, partial(self._gone, address))
 
     def _gone(self, address: int, storage: object) -> None:
         self.total -= self.sizes.pop(address)

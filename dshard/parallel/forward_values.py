@@ -50,33 +50,50 @@ _COUNTING = frozenset(
 """Functions without gradients, the sizes of whose results depend on values."""
 
 
-def _is_counting(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    if func in (torch.where, Tensor.where):
-        return len(args) + len(kwargs) == 1
-    if func is F.one_hot:
-        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1)
-    if func in _REPEATS:
-        return len(args) == 1 and kwargs.get("output_size") is None
-    return func in _COUNTING
-
-
 _REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
+_COUNTING_SOMETIMES: dict[Function, Callable[[Args, Kwargs], bool]] = {
+    **dict.fromkeys((torch.where, Tensor.where), lambda args, kwargs: len(args) + len(kwargs) == 1),
+    F.one_hot: lambda args, kwargs: (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1,
+    **dict.fromkeys(_REPEATS, lambda args, kwargs: len(args) == 1 and kwargs.get("output_size") is None),
+}
+"""Functions that are as those of `_COUNTING` with some arguments."""
 
 
-def _other_form(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
-    """The call written as others, among them functions of `QUESTIONS`; None for most calls."""
-    row = FUNCTIONS.get(func)
-    if row is not None and row.rewrites:
-        return partial(row.handler, func, args, kwargs)
-    if func is Tensor.cpu and _has_no_data(args[0]):
-        return lambda: args[0]
-    if func is Tensor.to and _has_no_data(args[0]) and _names_device(*args[1:], *kwargs.values()):
-        return lambda: _without_devices(args, kwargs)
-    if func in (Tensor.__getitem__, Tensor.__setitem__) and _has_mask(args):
-        return lambda: func(args[0], without_masks(*args[:2]), *args[2:])
-    if func in _REPEATS and any(isinstance(x, Tensor) for x in (*args[1:2], kwargs.get("repeats"))):
-        return lambda: repeated(func, args, kwargs)
-    return None
+def _is_counting(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    sometimes = _COUNTING_SOMETIMES.get(func)
+    return func in _COUNTING if sometimes is None else sometimes(args, kwargs)
+
+
+def _by_handler(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any]:
+    return partial(FUNCTIONS[func].handler, func, args, kwargs)
+
+
+def _without_copy(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    return (lambda: args[0]) if _has_no_data(args[0]) else None
+
+
+def _in_place(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    is_moved = _has_no_data(args[0]) and _names_device(*args[1:], *kwargs.values())
+    return (lambda: _without_devices(args, kwargs)) if is_moved else None
+
+
+def _by_indices(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    return (lambda: func(args[0], without_masks(*args[:2]), *args[2:])) if _has_mask(args) else None
+
+
+def _repeated(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    by_tensor = any(isinstance(x, Tensor) for x in (*args[1:2], kwargs.get("repeats")))
+    return (lambda: repeated(func, args, kwargs)) if by_tensor else None
+
+
+_OTHER_FORMS: dict[Function, Callable[[Function, Args, Kwargs], Callable[[], Any] | None]] = {
+    **{func: _by_handler for func, row in FUNCTIONS.items() if row.rewrites},  # type: ignore[misc]
+    Tensor.cpu: _without_copy,
+    Tensor.to: _in_place,
+    **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _by_indices),
+    **dict.fromkeys(_REPEATS, _repeated),
+}
+"""By function, what gives a call in another form, of others, among them functions of `QUESTIONS`; None for most."""
 
 
 def _names_device(*args: object) -> bool:
@@ -130,7 +147,8 @@ class _Rewriting(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        again = _other_form(func, args, kwargs)
+        form = _OTHER_FORMS.get(func)
+        again = None if form is None else form(func, args, kwargs)
         if again is None:
             return self._call(func, args, kwargs)
         with self:
@@ -303,8 +321,10 @@ class HostReads(_Rewriting):
 
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         is_counting = _is_counting(func, args, kwargs)
+        if not (is_counting or func in QUESTIONS):  # most
+            return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not (is_counting or func in QUESTIONS) or not any(map(_has_no_data, tensors)):
+        if not any(map(_has_no_data, tensors)):
             return func(*args, **kwargs)
         if self.rest is None:
             raise HostReadMissing

@@ -58,11 +58,11 @@ class LaterSteps(StepTimeline):
 
     def hold(self, outputs: Sequence[Tensor]) -> None:
         """Count what an operator has made."""
-        self.memory.add(outputs)
+        alive = self.memory.add(outputs)
         if self.begins is None:
-            self.log.append(self.memory.alive())
+            self.log.append(alive)
         else:
-            self.begins.most = max(self.begins.most, self.memory.alive())
+            self.begins.most = max(self.begins.most, alive)
 
     def found(self, told: object) -> None:
         """Heed gradients that have arisen, and buckets that begin."""

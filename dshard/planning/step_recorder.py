@@ -222,12 +222,12 @@ class GraphRecorder:
         numbers = [] if self.paused else [self.number(x) for x in tensors]
         # before it runs, as it may write shapes
         specs = _specs(op, numbers, tensors) if func._schema.is_mutable else ()
-        key, run = None, with_meta_form(func)
+        alike, run = None, with_meta_form(func)
         if self.alike.is_functional.get(func, True):
-            key, out = self.alike.run(func, run, args, kwargs)
+            alike, out = self.alike.run(func, run, args, kwargs)
         else:
             out = run(*args, **kwargs)
-        ruled = None if key is None else self.alike.notes.get(key)
+        ruled = None if alike is None else alike.note
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         writes = bool(numbers and outs) and outs[0] is tensors[0] and writes_first(func)  # or it is the operand itself
         if numbers and outs and (writes or outs[0] is not tensors[0]):
@@ -235,8 +235,8 @@ class GraphRecorder:
                 specs = specs or _specs(op, numbers, tensors)
                 arguments = with_tensors((args, kwargs), specs or map(OperandSlot, range(len(tensors))))
                 ruled = self._ruled(op, Call(func, arguments[0], arguments[1], tuple(specs), tuple(outs)), numbers)
-                if key is not None:
-                    self.alike.notes[key] = ruled
+                if alike is not None:
+                    alike.note = ruled
             self._record(func.overloadpacket.__name__, func, *ruled, tuple(numbers), outs)
             if writes:
                 self._note_write(outs[0])
