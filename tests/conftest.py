@@ -25,7 +25,7 @@ from dshard.launch.processes import PRELOADED
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.pool import shared_pools
 
-settings.register_profile("default", max_examples=16, deadline=None, derandomize=True, database=None)
+settings.register_profile("default", max_examples=12, deadline=None, derandomize=True, database=None)
 settings.register_profile(
     "thorough",
     max_examples=1000,
@@ -57,7 +57,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: t
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each rank and each command would compile dshard anew
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
-PRELOADED += ["pytest", "hypothesis"]  # which all files of tests import, each rank anew
+PRELOADED += ["pytest", "hypothesis", "dshard.parallel"]  # which files of tests import, each rank anew
 gc.disable()  # until all is collected: what is imported and collected stays, and each collection would walk it again
 CASES: Counter[str] = Counter()
 COUNTED: set[int] = set()

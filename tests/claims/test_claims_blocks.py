@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from helpers.transformer_layers import SHAPES
 from helpers.vision_transformer import batch, vision
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def test_a10_a_model_is_laid_out_by_one_line() -> None:
         torch.testing.assert_close(whole(model(images).detach()), expected.detach())
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "megatron-sp", "optimus", "atp"])
+@pytest.mark.parametrize("strategy", one_in(2, ["megatron-sp", "megatron", "optimus", "atp"]))
 def test_s13_the_last_product_of_a_checkpointed_block_is_not_repeated(strategy: str) -> None:
     mesh, found, gradients = SHAPES[strategy], {}, {}
     for keeps in ("all", "inputs"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest.mock import patch
 
 from dshard import Topology, init_device_mesh
 from dshard.comm import DeviceMesh
+from dshard.tools.calibrate import rounds
 
 
 @cache
@@ -15,11 +17,12 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 def measured(shape: tuple[int, ...], base: Topology | None) -> tuple[Topology, list[tuple[float, str]]]:
     heard: list[tuple[float, str]] = []
-    topology = Topology.measure(
-        mesh_of(shape),
-        base=base,
-        sizes=(1 << 12, 1 << 16, 1 << 18),
-        seconds=0.1,
-        progress=lambda done, what: heard.append((done, what)),
-    )
+    with patch.object(rounds, "WINDOW", 0.005):  # long ones are for figures that are used
+        topology = Topology.measure(
+            mesh_of(shape),
+            base=base,
+            sizes=(1 << 12, 1 << 16, 1 << 18),
+            seconds=0.1,
+            progress=lambda done, what: heard.append((done, what)),
+        )
     return topology, heard

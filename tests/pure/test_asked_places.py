@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 
-from helpers.sources import PACKAGE, SOURCES, parsed
+from helpers.sources import PACKAGE, SOURCES, nodes, parsed
 
 PLACES = {"LocalTensor", "is_meta", "is_outside"}
 """Names by which one asks whether ranks are simulated, and whether a tensor has no data, or this rank is outside."""
@@ -21,11 +21,11 @@ def name_of(node: ast.AST) -> str:
 
 def asks(tree: ast.AST, names: set[str]) -> Iterator[int]:
     """The lines on which one of these is called, read of a tensor, handed to a call, or compared with a type."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Call() if name_of(node.func) in names or any(name_of(arg) in names for arg in node.args):
                 yield node.lineno
-            case ast.Compare() if any(name_of(each) in names for each in ast.walk(node)):
+            case ast.Compare() if any(name_of(each) in names for each in nodes(node)):
                 yield node.lineno
             case ast.Attribute(attr="is_meta") if "is_meta" in names:
                 yield node.lineno

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers.sources import PACKAGE, SOURCES, parsed
+from helpers.sources import PACKAGE, SOURCES, nodes, parsed
 
 import dshard
 
@@ -55,7 +55,7 @@ LATE_LAYERS = frozenset(
 
 def imported(tree: ast.AST) -> Iterator[str]:
     """Every dotted name that the code imports, and torch.distributed where it is reached as an attribute."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Import(names=names):
                 yield from (name.name for name in names)
@@ -69,7 +69,7 @@ def late_importers(tree: ast.AST) -> set[str]:
     """The names of the functions with an import in their body."""
     return {
         function.name
-        for function in ast.walk(tree)
+        for function in nodes(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
     }
@@ -147,7 +147,7 @@ HEIGHT = {room: -i for i, rooms in enumerate(LAYERS) for room in re.findall(r"\w
 def needed(tree: ast.AST) -> set[str]:
     """The modules of dshard that the code imports: at its top, late, for types alone, or by a name in a string."""
     names = {*imported(tree)}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Constant(value=str(text)) if text in MODULES:
                 names.add(text)
@@ -244,7 +244,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     """But those of two packages that users name with their package, such as `redistribute.Plan` and `parallel.Plan`."""
     homes: dict[str, list[Path]] = {}
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(path.parent / "__init__.py")
     shared = {name: paths for name, paths in homes.items() if len(paths) > 1}

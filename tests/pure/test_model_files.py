@@ -174,7 +174,7 @@ NAMED = ("--strategy", "fsdp", "--strategy", "data", "--strategy", "expert")
 def test_the_table_says_what_was_read_and_has_as_many_rows_as_asked(small: str, tmp_path: Any, capsys: Any) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     for top in (2, 1):
-        command = ["plan", "model", "--devices", "4", "--model", small, *COMMON, "--out", str(plan), *NAMED]
+        command = ["plan", "model", "--devices", "2", "--model", small, *COMMON, "--out", str(plan), *NAMED]
         assert main([*command, "--top", str(top)]) == 0
         out = capsys.readouterr().out
         assert "2 layers, gated, " in out
@@ -188,7 +188,7 @@ def test_the_table_says_what_was_read_and_has_as_many_rows_as_asked(small: str, 
 def test_the_planner_is_a_row_whose_file_runs_as_it_is(small: str, tmp_path: Any, capsys: Any) -> None:
     path, options = tmp_path / "plan.json", ["--model", small, *COMMON]
     named = ["--strategy", "planned", "--strategy", "data", "--strategy", "fsdp"]
-    assert main(["plan", "model", "--devices", "4", *options, *named, "--json", "--out", str(path)]) == 0
+    assert main(["plan", "model", "--devices", "2", *options, *named, "--json", "--out", str(path)]) == 0
     rows = json.loads(capsys.readouterr().out)["plans"]
     assert len({tuple(map(str, (row["seconds"], row["received"], row["memory"]))) for row in rows}) == len(rows)
     (planned,) = [row for row in rows if row["strategy"] == "planned"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from helpers.sources import SOURCES, parsed
+from helpers.sources import SOURCES, nodes, parsed
 
 MOST_ATTRIBUTES, MOST_PARAMETERS, MOST_LINES = 15, 8, 60
 
@@ -30,7 +30,7 @@ def is_small(function: ast.FunctionDef) -> bool:
 
 
 def too_large(tree: ast.Module) -> Iterator[str]:
-    for each in ast.walk(tree):
+    for each in nodes(tree):
         if isinstance(each, ast.ClassDef) and len(attributes(each)) > MOST_ATTRIBUTES:
             yield f"class {each.name} has {len(attributes(each))} attributes"
         if isinstance(each, ast.FunctionDef) and not is_small(each):

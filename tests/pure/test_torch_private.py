@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers.sources import PACKAGE, SOURCES, parsed
+from helpers.sources import PACKAGE, SOURCES, nodes, parsed
 
 from dshard import DTensor, torch_private
 from dshard.dispatch import function_table
@@ -33,7 +33,7 @@ def private(name: str) -> bool:
 
 def defined(tree: ast.AST) -> Iterator[str]:
     """The names that a file gives to functions, classes, variables, attributes and slots."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -63,7 +63,7 @@ def is_operator(name: str) -> bool:
 
 def private_names(tree: ast.AST) -> Iterator[str]:
     """The private names of torch that a file uses, beside attributes in the table and operators."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
                 for alias in names:

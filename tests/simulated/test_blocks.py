@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor, nn
@@ -124,6 +124,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_operators_give_the_values_and_gradients_of_one_device(name: str, data: st.DataObject) -> None:
     function, sample = CALLS[name]

@@ -106,7 +106,7 @@ def test_a_pin_may_name_a_tied_parameter_by_any_of_its_names() -> None:
     assert plan.placements("embedding.weight") == (Shard(0), Shard(1))
 
 
-@pytest.mark.parametrize("name", ["data x fsdp", "fsdp x megatron", "megatron x megatron"])
+@pytest.mark.parametrize("name", one_in(3, ["fsdp x megatron", "data x fsdp", "megatron x megatron"]))
 def test_a_name_can_say_where_parameters_lie_and_leave_the_rest_to_the_search(name: str) -> None:
     model, args = small()
     with use_topology(H100):
@@ -203,7 +203,7 @@ def test_dims_count_what_rules_join() -> None:
 # -- seconds
 
 
-@pytest.mark.parametrize("case", one_in(3, ["tied", "chain", "language"]))
+@pytest.mark.parametrize("case", one_in(3, ["chain", "tied", "language"]))
 def test_a_search_without_time_gives_a_plan_with_a_bound(case: str) -> None:
     torch.manual_seed(0)
     model, args = language(4, tied=case == "tied")

@@ -36,7 +36,7 @@ HOSTS = Topology("of two", (Layer("node", 4, 1e9, hardware="network"), Layer("gp
     [
         ("mixtral", "eager", "expert"),
         ("gpt-oss", None, "fsdp x expert"),
-        ("deepseek", "batched_mm", "megatron"),
+        pytest.param("deepseek", "batched_mm", "megatron", marks=pytest.mark.thorough),
         ("qwen3-moe", "grouped_mm", "expert x megatron"),
         ("mixtral", "eager", "fsdp"),
     ],
@@ -174,13 +174,14 @@ def test_more_ranks_than_experts_are_warned_of() -> None:
         (Mesh((6,), ("x",)), BYTES, "expert", "fsdp x expert", {"x0": 3, "x1": 2}, ("x0",)),
         (Mesh((2, 6), ("a", "x")), BYTES, "data x expert", "data x fsdp x expert", {"a": 2, "x0": 3, "x1": 2}, ("x0",)),
         (MESH, HOSTS, "expert", "expert x expert", {"x0": 2, "x1": 2}, ()),
-        (
+        pytest.param(
             MESH,
             Topology("cpus", (Layer("host", None, 1e9), Layer("rank", 2, 1e10))),
             "expert",
             "expert x expert",
             {"x0": 2, "x1": 2},
             (),
+            marks=pytest.mark.thorough,
         ),
         (Mesh((8,), ("x",)), HOSTS, "expert", "fsdp x expert x expert", {"x0": 2, "x10": 2, "x11": 2}, ("x0",)),
         (MESH, BYTES, "expert", "expert", {"x": 4}, ()),

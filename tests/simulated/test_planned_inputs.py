@@ -49,7 +49,7 @@ def taken(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str
     return loss, layouts
 
 
-@pytest.mark.parametrize(("mesh", "preset"), one_way_each(MESHES, ["dgx-h100", "cpu"]))
+@pytest.mark.parametrize(("mesh", "preset"), one_way_each(MESHES, ["dgx-h100", "cpu"], every=len(MESHES)))
 def test_inputs_are_taken_as_they_are_read(mesh: Mesh, preset: str) -> None:
     model, args = classifier()
     alone = copy.deepcopy(model)

@@ -88,7 +88,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", one_in(3, WAYS))
+@pytest.mark.parametrize("way", one_in(6, [*WAYS][3:] + [*WAYS][:3]))
 def test_owners_step_as_one_device_with_two_exchanges(way: str) -> None:
     mesh, ways = WAYS[way]
     shapes = TALL if way == "packed" else SHAPES
@@ -125,7 +125,7 @@ def test_owners_step_on_matrices_in_half_precision() -> None:
             torch.testing.assert_close(whole(q.detach()), p.detach(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(("count", "parts"), [(8, 2), (4, 1), (3, 1), (9, 3)])
+@pytest.mark.parametrize(("count", "parts"), [(9, 3), (4, 1)])
 def test_each_rank_receives_its_own_matrices_and_its_shards(count: int, parts: int) -> None:
     shape, n = (32, 16), LINE.size
     with simulated(LINE), use_topology(Topology.preset("dgx-h100")):

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from torch import Tensor
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard, trace
@@ -27,8 +28,9 @@ CALLS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor, tuple
 OPERANDS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
 
 
-@pytest.mark.parametrize("placements", product(OPERANDS, (Replicate(), Shard(0))), ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "placements"), one_way_each(CALLS, [*product(OPERANDS, (Replicate(), Shard(0)))]), ids=str
+)
 def test_sums_are_those_of_one_device(name: str, placements: tuple[Placement, Placement]) -> None:
     """Indices and values sharded over both axes, the operand in any way: whole numbers, so that equal is equal."""
     call, index, shape = CALLS[name]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 from dshard import Mesh, parallelize, plan_model
@@ -123,8 +124,9 @@ def test_weights_of_several_dims_send_no_more_than_those_of_linear_layers(block:
     assert ours <= theirs
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "megatron-sp", "atp", "fsdp x megatron"])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("block", "strategy"), one_way_each(BLOCKS, ["megatron", "megatron-sp", "atp", "fsdp x megatron"])
+)
 def test_they_equal_one_device(block: str, strategy: str) -> None:
     alone = blocks(BLOCKS[block][0], 1, torch.float64)
     x = torch.randn(4, 6, WIDTH, dtype=torch.float64)

@@ -63,7 +63,7 @@ def against_the_plain_call(batch: list[Redistribution]) -> list[str]:
 @given(st.data())
 def test_what_is_waited_for_later_is_the_same(ranks: RankPool, cases_run: Counter[str], data: st.DataObject) -> None:
     cases = redistributions(st.sampled_from(MESHES), shapes(max_size=7), partial=REDUCE_OPS)  # type: ignore[arg-type]
-    batch = data.draw(st.lists(cases, min_size=20, max_size=20))
+    batch = data.draw(st.lists(cases, min_size=10, max_size=10))
     cases_run["asynchronous redistributions"] += len(batch)
 
     assert ranks.run(against_the_plain_call, batch) == [[]] * 4

@@ -283,7 +283,7 @@ def loaded_in_every_mix(every: int) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.thorough)])
 def test_states_of_any_layout_are_loaded_into_any_other(ranks: RankPool, every: int) -> None:
     assert ranks.run(loaded_in_every_mix, every, timeout=120.0) == [[]] * 4
 

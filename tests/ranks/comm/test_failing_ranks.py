@@ -373,7 +373,7 @@ def next_step() -> None:
 
 @pytest.mark.ranks
 def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
-    calls = list(ONE_RANK) if THOROUGH else [nan_under_anomaly, index_in_a_shard, hook, collective_of_graphs]
+    calls = list(ONE_RANK) if THOROUGH else [nan_under_anomaly, index_in_a_shard, collective_of_graphs]
     with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
 
@@ -393,7 +393,7 @@ def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_asks_alone_for_a_number_is_told_the_line_and_so_are_the_others() -> None:
-    calls = list(ALONE) if THOROUGH else [saved_alone, item, gathered_alone]
+    calls = list(ALONE) if THOROUGH else [item, gathered_alone]
     with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
 

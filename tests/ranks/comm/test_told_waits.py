@@ -50,13 +50,13 @@ def gathered(x: Any) -> Tensor:
 MADE_ALONE: dict[str, Callable[[Any], Any]] = {"norm": norm, "full_tensor": gathered}
 
 
-def late(name: str, seconds: float) -> tuple[list[str], list[float]]:
-    """The lines that this rank has written while rank 0 comes to two calls before the others, and what all compute."""
+def late(name: str, seconds: float, times: int = 2) -> tuple[list[str], list[float]]:
+    """The lines that this rank has written while rank 0 comes to some calls before the others, and what all compute."""
     x, written = weight(), io.StringIO()
     tell_waits(inf if dist.get_rank() else seconds)  # on a busy machine the others wait for long, too
     try:
         with patch.object(peer_failure, "PATIENCE", timedelta(seconds=SOON / 2)), contextlib.redirect_stderr(written):
-            for _ in range(2):
+            for _ in range(times):
                 if dist.get_rank():
                     time.sleep(4 * SOON)
                 value = torch.as_tensor(MADE_ALONE[name](x))
@@ -81,7 +81,7 @@ def test_the_rank_that_waits_tells_once_in_which_line_and_for_whom(name: str, ra
 
 
 def test_nothing_is_told_of_where_none_is_asked_for(ranks: RankPool) -> None:
-    assert [told for told, _ in ranks.run(late, "norm", inf)] == [[]] * 4
+    assert [told for told, _ in ranks.run(late, "norm", inf, 1)] == [[]] * 4
 
 
 def test_a_time_is_checked() -> None:

@@ -311,6 +311,7 @@ def exported_with_replicated_parameters() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_a_model_of_replicated_parameters_is_exported(ranks: RankPool) -> None:
     ranks.run(exported_with_replicated_parameters)
 

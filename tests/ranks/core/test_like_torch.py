@@ -20,7 +20,7 @@ def run(library: str, name: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", one_in(2, PROGRAMS))
+@pytest.mark.parametrize("name", one_in(4, PROGRAMS))
 @pytest.mark.parametrize("library", [pytest.param("torch", marks=pytest.mark.thorough), "dshard"])
 def test_a_program_for_distributed_tensors_holds(ranks: RankPool, library: str, name: str) -> None:
     assert ranks.run(run, library, name, timeout=120.0) == ["held"] * 4

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import tensor as torch_tensor
@@ -433,10 +434,13 @@ def run(name: str) -> None:
     SUBJECTS[name]()
 
 
-SLOW = {"compiled_styles": pytest.mark.thorough}  # a default run compiles enough elsewhere
+SLOW = ("compiled_styles",)  # a default run compiles enough elsewhere
+NAMES = [name for name in SUBJECTS if name not in SLOW]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SUBJECTS])
+@pytest.mark.parametrize(
+    "name", [*one_in(2, NAMES), *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)]
+)
 def test_programs_for_torchs_distributed_tensors_run(name: str, ranks: RankPool) -> None:
     ranks.run(run, name)

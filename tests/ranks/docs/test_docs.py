@@ -18,11 +18,12 @@ EVERY = [
     for i, source in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), 1)
 ]
 BLOCKS = [block for block in EVERY if "init_device_mesh(" not in block.values[1]]
+SLOW = ("transformers", "fullgraph")  # which four ranks take longer to import than to run all other programs
 ON_RANKS = [
-    pytest.param(*block.values, id=block.id, marks=[pytest.mark.thorough] * ("transformers" in block.values[1]))
+    pytest.param(*block.values, id=block.id, marks=[pytest.mark.thorough] * any(map(block.values[1].count, SLOW)))
     for block in EVERY
     if "init_device_mesh(" in block.values[1]
-]  # four ranks take as long to import transformers as to run all other programs
+]
 
 
 @pytest.mark.parametrize(("page", "source"), BLOCKS)

@@ -143,7 +143,7 @@ def stepped(row: str, path: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("row", one_in(2, LAYOUTS), ids=lambda row: row.splitlines()[-1])
+@pytest.mark.parametrize("row", one_in(4, LAYOUTS), ids=lambda row: row.splitlines()[-1])
 def test_a_layout_of_the_page_is_one_device(ranks: RankPool, row: str) -> None:
     close: dict[str, Any] = {"rtol": 5e-2, "atol": 5e-2, "check_dtype": False} if "bf16" in row else {}
 
@@ -152,7 +152,7 @@ def test_a_layout_of_the_page_is_one_device(ranks: RankPool, row: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("row", one_in(2, STEPS), ids=lambda row: row.splitlines()[0])
+@pytest.mark.parametrize("row", one_in(4, STEPS), ids=lambda row: row.splitlines()[0])
 def test_a_step_of_the_page_is_one_device(ranks: RankPool, row: str, tmp_path: Path) -> None:
     for laid, alone in ranks.run(stepped, row, str(tmp_path / "latest")):
         torch.testing.assert_close(laid, alone)

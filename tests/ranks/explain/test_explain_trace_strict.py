@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.default_cases import one_in
 from helpers.explained_programs import LAYOUTS, MESH, PROGRAMS, SHAPE
 from helpers.operator_samples import ELSEWHERE, SAMPLES
 from helpers.pipeline_models import LOSS, Where, errors, staged
@@ -122,7 +123,7 @@ def arguments_in(sample: tuple[Any, ...], layouts: Sequence[Layout]) -> Make:
     return make
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_in(2, PROGRAMS))
 def test_a_program_is_explained_traced_and_refused_alike(name: str) -> None:
     at = list(PROGRAMS).index(name)
     with simulated(MESH):

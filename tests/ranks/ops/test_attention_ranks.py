@@ -196,7 +196,7 @@ def held(every: int) -> list[tuple[str, float, list[tuple[str, int]], list[tuple
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("calls", [forced, held])
 def test_loops_are_what_one_device_computes_and_send_what_is_planned(ranks: RankPool, calls: Any, every: int) -> None:
     for of_ranks in zip(*ranks.run(calls, every), strict=True):

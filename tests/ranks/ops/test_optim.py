@@ -77,7 +77,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    one_way_each(OPTIMISERS, list(WAYS)),
+    one_way_each(OPTIMISERS, list(WAYS), every=2),
 )
 def test_optimisers_step_as_on_one_device(name: str, way: str) -> None:
     expected = trained(parameters(), OPTIMISERS[name], WAYS[way])

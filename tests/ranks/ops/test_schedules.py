@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.thorough] if THOROUGH else []
 
 
 def picked(name: str) -> list[Schedule]:
-    """All schedules of a mesh; of two axes a third, of the thousand of three every 37th, but all in a thorough run."""
-    return list(schedules(MESHES[name].ndim))[:: 1 if THOROUGH else (1, 3, 37)[MESHES[name].ndim - 1]]
+    """All schedules of a mesh; of two axes a third, of the thousand of three every 59th, but all in a thorough run."""
+    return list(schedules(MESHES[name].ndim))[:: 1 if THOROUGH else (1, 3, 59)[MESHES[name].ndim - 1]]
 
 
 CASES = [(name, schedule) for name in MESHES for schedule in picked(name)]
@@ -151,7 +151,7 @@ def as_one_of(rank: int, mesh: Mesh, picked: list[Schedule], sizes: tuple[int, i
 
 
 WIDE, TALL = (128, 64, 192), (192, 64, 128)
-FEW, SOME = (1, 1) if THOROUGH else (3, 17)
+FEW, SOME = (1, 1) if THOROUGH else (5, 31)
 ALONE = [
     (MESHES["4"], 1, 3, WIDE),
     (MESHES["2x3"], FEW, 0, (48, 24, 72)),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import THOROUGH
 from torch import Tensor, nn
 
 from dshard import DeviceMesh, Mesh, Replicate, Shard, Topology, parallelize, plan_model, use_topology
@@ -92,7 +93,7 @@ def ranked_by_name() -> PlanTable:
 def test_the_table_and_plan_model_agree_to_the_digit() -> None:
     model, x = build().to("meta"), batch().to("meta")
     with use_topology(Topology.preset("dgx-h100")):
-        for each in ranked_by_name().plans:
+        for each in ranked_by_name().plans[:: 1 if THOROUGH else 3]:
             plan = each.plan if each.plan.strategy == "planned" else each.plan.strategy
             assert plan_model(model, each.mesh, plan, x).cost == each.plan.cost
 

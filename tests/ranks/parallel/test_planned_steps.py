@@ -23,7 +23,7 @@ def does_what_is_planned(pool: RankPool, family: str, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("family", "shape"), one_way_each(FAMILIES, [(4,), (2, 2)], every=2))
+@pytest.mark.parametrize(("family", "shape"), one_way_each(FAMILIES, [(4,), (2, 2)], every=6))
 def test_a_step_does_what_is_planned(ranks: RankPool, family: str, shape: tuple[int, ...]) -> None:
     does_what_is_planned(ranks, family, shape)
 

@@ -132,6 +132,6 @@ def unlike_one_device(name: str, strategy: str) -> list[str]:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "strategy"), one_way_each(PROGRAMS, list(MESHES), every=2))
+@pytest.mark.parametrize(("name", "strategy"), one_way_each(PROGRAMS, list(MESHES), every=4))
 def test_a_program_of_data_parallelism_is_one_device(ranks: RankPool, name: str, strategy: str) -> None:
     assert ranks.run(unlike_one_device, name, strategy, timeout=120.0) == [[]] * 4

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 import dshard
@@ -107,7 +107,7 @@ def as_one_device(name: str, strategy: str) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "strategy"), list(product(PROGRAMS, WAYS)))
+@pytest.mark.parametrize(("name", "strategy"), one_way_each(PROGRAMS, list(WAYS)))
 def test_models_that_share_modules_learn_what_they_learn_on_one_device(
     ranks: RankPool, name: str, strategy: str
 ) -> None:

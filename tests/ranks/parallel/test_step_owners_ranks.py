@@ -192,7 +192,7 @@ def on_two_meshes(program: Callable[[LayOut, LayOut], list[float]], shape: tuple
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("program", "way"), one_way_each(PROGRAMS, MESHES, every=4))
+@pytest.mark.parametrize(("program", "way"), one_way_each(PROGRAMS, MESHES, every=5))
 def test_planned_steps_do_what_users_do_with_optimisers(
     ranks: RankPool, program: Callable[[LayOut, LayOut], list[float]], way: tuple[tuple[int, ...], str]
 ) -> None:

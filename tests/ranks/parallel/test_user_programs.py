@@ -93,7 +93,7 @@ def program_equals_one_device(name: str, strategy: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "strategy"), one_way_each(USERS, list(MESHES)[:-2], every=6))
+@pytest.mark.parametrize(("name", "strategy"), one_way_each(USERS, list(MESHES)[:-2], every=12))
 def test_a_program_logs_what_one_device_logs(ranks: RankPool, name: str, strategy: str) -> None:
     assert min(ranks.run(program_equals_one_device, name, strategy, timeout=120.0)) > 2
 

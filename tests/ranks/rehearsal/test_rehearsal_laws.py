@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import dshard
 from dshard import init_device_mesh, parallelize
 from dshard.rehearsal import region_backward
-from dshard.testing import RankPool
+from dshard.testing import RankPool, rank_pool
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "data": ((4,), ("dp",)),
@@ -35,7 +35,7 @@ FEW = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=2))
+@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=3))
 def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
@@ -86,9 +86,15 @@ def test_such_ranks_go_together_in_every_program(ranks: RankPool, name: str, pla
 # -- invariants
 
 
+@pytest.fixture
+def pair() -> RankPool:
+    """Two ranks, where two are as good as four."""
+    return rank_pool(2)
+
+
 def steps_of(mode: str) -> Any:
     """A small parallelized model on all ranks, and its steps."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     return parallelize(Keeping(), mesh, mode, torch.randn(ROWS, WIDTH))
 
@@ -103,13 +109,13 @@ def results_are_distributed() -> list[tuple[str, ...]]:
             seen.append(
                 (type(h).__name__, str(h.placements), str(tuple(h.shape)), str(h.requires_grad), str(h.is_leaf))
             )
-            assert h.to_local().shape == (ROWS // 4, WIDTH)
+            assert h.to_local().shape == (ROWS // 2, WIDTH)
     return seen
 
 
 @pytest.mark.ranks
-def test_results_are_distributed_tensors(ranks: RankPool) -> None:
-    for seen in ranks.run(results_are_distributed):
+def test_results_are_distributed_tensors(pair: RankPool) -> None:
+    for seen in pair.run(results_are_distributed):
         assert len({*seen}) == 1
 
 
@@ -128,8 +134,8 @@ def why_not() -> tuple[str, str, str]:
 
 
 @pytest.mark.ranks
-def test_it_says_what_differed(ranks: RankPool) -> None:
-    for answered, differed, off in ranks.run(why_not):
+def test_it_says_what_differed(pair: RankPool) -> None:
+    for answered, differed, off in pair.run(why_not):
         assert answered == ""
         assert differed.startswith("call 2 is linear, the record has linear at ")
         assert "rehearsed_programs.py" in differed
@@ -137,7 +143,7 @@ def test_it_says_what_differed(ranks: RankPool) -> None:
 
 
 def failing_on_one_rank(step: int) -> str:
-    """How a backward pass ends in which the last rank alone fails: one that is derived, or run by a program."""
+    """How a backward pass ends in which the second rank alone fails: one that is derived, or run by a program."""
     model = steps_of("data")
     fails, check = False, region_backward._check_versions
 
@@ -149,7 +155,7 @@ def failing_on_one_rank(step: int) -> str:
     with dshard.rehearsing(), patch.object(region_backward, "_check_versions", failing):
         for i in range(step + 1):
             loss = model(torch.ones(ROWS, WIDTH)).to_local().square().mean()
-            fails = i == step and torch.distributed.get_rank() == 3
+            fails = i == step and torch.distributed.get_rank() == 1
             try:
                 loss.backward()
             except (ValueError, dshard.errors.PeerError) as error:
@@ -160,9 +166,9 @@ def failing_on_one_rank(step: int) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize("step", one_in(2, [2, 4]))
 def test_an_error_in_a_backward_pass_of_one_rank_is_raised_on_all(step: int) -> None:
-    with RankPool(4) as pool:
+    with RankPool(2) as pool:
         said = pool.run(failing_on_one_rank, step, timeout=20.0)
-    assert said[3] == f"{step}: broken"
+    assert said[1] == f"{step}: broken"
     assert all(each.startswith(f"{step}: ") and "broken" in each for each in said)
 
 
@@ -177,7 +183,7 @@ def late_write_to_a_base() -> tuple[int, str]:
 
     model = Part()
     model.keeps = False
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     parallelize(model, mesh, "data", torch.randn(ROWS, WIDTH))
     with dshard.rehearsing():
         for _ in range(4):
@@ -193,8 +199,8 @@ def late_write_to_a_base() -> tuple[int, str]:
 
 
 @pytest.mark.ranks
-def test_a_write_that_autograd_cannot_follow_is_an_error(ranks: RankPool) -> None:
-    for answered, said in ranks.run(late_write_to_a_base):
+def test_a_write_that_autograd_cannot_follow_is_an_error(pair: RankPool) -> None:
+    for answered, said in pair.run(late_write_to_a_base):
         assert answered == 2
         assert "modified by an inplace operation: a tensor of shape" in said
 
@@ -221,8 +227,8 @@ def local(x: Any) -> bool:
 
 
 @pytest.mark.ranks
-def test_nothing_stays_of_a_step_that_python_has_dropped(ranks: RankPool) -> None:
-    assert ranks.run(held_after_steps) == [[]] * 4
+def test_nothing_stays_of_a_step_that_python_has_dropped(pair: RankPool) -> None:
+    assert pair.run(held_after_steps) == [[]] * 2
 
 
 def is_freed_without_the_collector() -> bool:
@@ -243,8 +249,8 @@ def is_freed_without_the_collector() -> bool:
 
 
 @pytest.mark.ranks
-def test_a_rehearsed_model_is_freed_like_any(ranks: RankPool) -> None:
-    assert ranks.run(is_freed_without_the_collector) == [True] * 4
+def test_a_rehearsed_model_is_freed_like_any(pair: RankPool) -> None:
+    assert pair.run(is_freed_without_the_collector) == [True] * 2
 
 
 def calls_after_an_interrupt() -> list[str]:
@@ -265,8 +271,8 @@ def calls_after_an_interrupt() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_an_interrupted_call_leaves_no_session(ranks: RankPool) -> None:
-    assert ranks.run(calls_after_an_interrupt) == [[""] * 8] * 4
+def test_an_interrupted_call_leaves_no_session(pair: RankPool) -> None:
+    assert pair.run(calls_after_an_interrupt) == [[""] * 8] * 2
 
 
 def frozen_after_steps() -> list[int]:
@@ -285,8 +291,8 @@ def frozen_after_steps() -> list[int]:
 
 
 @pytest.mark.ranks
-def test_a_recording_sets_no_garbage_aside_for_good(ranks: RankPool) -> None:
-    assert ranks.run(frozen_after_steps) == [[0] * 4] * 4
+def test_a_recording_sets_no_garbage_aside_for_good(pair: RankPool) -> None:
+    assert pair.run(frozen_after_steps) == [[0] * 4] * 2
 
 
 def _one_by_one(functions: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
@@ -308,8 +314,8 @@ def recordings_of_a_model_that_always_differs() -> tuple[int, list[str]]:
 
 
 @pytest.mark.ranks
-def test_a_model_that_always_differs_is_left_alone(ranks: RankPool) -> None:
-    for recorded, said in ranks.run(recordings_of_a_model_that_always_differs):
+def test_a_model_that_always_differs_is_left_alone(pair: RankPool) -> None:
+    for recorded, said in pair.run(recordings_of_a_model_that_always_differs):
         assert recorded == 3
         assert said == ["its calls differ each time"] * 3
 
@@ -324,8 +330,8 @@ def records_of_shapes() -> tuple[int, int]:
 
 
 @pytest.mark.ranks
-def test_records_of_many_shapes_are_bounded(ranks: RankPool) -> None:
-    for records, calls in ranks.run(records_of_shapes):
+def test_records_of_many_shapes_are_bounded(pair: RankPool) -> None:
+    for records, calls in pair.run(records_of_shapes):
         assert records <= 16
         assert calls == 80
 
@@ -351,6 +357,6 @@ def threads_at_once() -> list[bool]:
 
 
 @pytest.mark.ranks
-def test_threads_run_one_module_at_once(ranks: RankPool) -> None:
-    for same in ranks.run(threads_at_once):
+def test_threads_run_one_module_at_once(pair: RankPool) -> None:
+    for same in pair.run(threads_at_once):
         assert same == [True] * 40

@@ -169,7 +169,7 @@ LOOKS: dict[str, Callable[[Callable[[], Tensor]], object]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("look", one_in(4, LOOKS))
+@pytest.mark.parametrize("look", one_in(6, LOOKS))
 def test_observers_see_of_a_rehearsed_model_what_they_see_by_python(ranks: RankPool, look: str) -> None:
     assert ranks.run(seen_of_steps, look) == [[]] * 4
 
