@@ -151,7 +151,7 @@ class Rehearsal:
         hooks = saved_tensor_hooks(True)
         use = None if hooks is None else use_of(hooks)
         self.why_not = _why_eager() or _why_not_with(inputs)
-        if weights and hooks is not None and use is None:
+        if hooks is not None and use is None:  # a checkpoint runs it again, and counts what it saved the first time
             self.why_not = self.why_not or "there are hooks of saved tensors around it, such as those of a checkpoint"
         if use is not None and not weights:
             self.why_not = self.why_not or "a module around it gathers weights"

@@ -568,6 +568,19 @@ def checkpointed_reentrant() -> tuple[Make, Step]:
     return Checkpointed, squares
 
 
+@program
+def checkpointed_as_a_whole() -> tuple[Make, Step]:
+    """A checkpoint around the model, and around the model with what follows it: torch runs again what ran before."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        ways = [model, lambda z: torch.tanh(model(z)).sigmoid()] * (1 + i % 2)
+        loss: Any = sum(checkpoint(each, x, use_reentrant=False).square().mean() for each in ways)
+        loss.backward()
+        return [loss, *squares(model, x)]
+
+    return Model, step
+
+
 def _hooked(model: Any, h: Tensor) -> Tensor:
     if h.requires_grad:
         h.register_hook(lambda grad: grad * 2)
