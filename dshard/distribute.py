@@ -24,7 +24,7 @@ from dshard.core.replaced_parameters import succeed, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.subclasses import as_plain
-from dshard.core.transforms import is_differentiating_forward, is_wrapped, refuse_wrapped
+from dshard.core.transforms import constant, has_tangent, is_differentiating_forward, is_wrapped, refuse_wrapped
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, Region, layout_of, replicated
@@ -37,6 +37,7 @@ from dshard.validate import check_callable, check_type
 
 
 @traceable
+@constant
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | Mesh | None = None,
@@ -103,8 +104,14 @@ def _check_distributed(tensor: Tensor, layout: Layout) -> None:
             "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
             "DTensor.from_local, which is differentiable"
         )
+    if has_tangent(tensor):
+        raise LayoutError(
+            "distribute_tensor of a tensor with a tangent: the result is a leaf, and has none; distribute both, "
+            "and make_dual of the DTensors, or use DTensor.from_local, which is differentiable"
+        )
 
 
+@constant
 def cut(tensor: Tensor, layout: Layout) -> DTensor:
     """`distribute_tensor` with this layout, where each rank cuts its local tensor out of its own copy of `tensor`.
 

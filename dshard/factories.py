@@ -16,6 +16,7 @@ from dshard.comm import DeviceMesh, as_mesh
 from dshard.compile.graph_functions import traceable
 from dshard.core.signature import Args
 from dshard.core.spec import contiguous_spec
+from dshard.core.transforms import constant
 from dshard.core.wrapper import wrap
 from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.layout import Layout, layout_of, replicated
@@ -45,30 +46,35 @@ class SizedOptions(FactoryOptions, total=False):
 
 
 @traceable
+@constant
 def zeros(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor of zeros; `dtype` and `requires_grad` as in `torch.zeros`."""
     return _new(torch.zeros, sizes, options)
 
 
 @traceable
+@constant
 def ones(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor of ones; `dtype` and `requires_grad` as in `torch.ones`."""
     return _new(torch.ones, sizes, options)
 
 
 @traceable
+@constant
 def empty(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """An uninitialised DTensor; `dtype` and `requires_grad` as in `torch.empty`."""
     return _new(torch.empty, sizes, options)
 
 
 @traceable
+@constant
 def full(size: Sequence[int], fill_value: float, **options: Unpack[FactoryOptions]) -> DTensor:
     """A DTensor of which every element is `fill_value`; `dtype` and `requires_grad` as in `torch.full`."""
     return _new(lambda shape, **kw: torch.full(shape, fill_value, **kw), (size,), options)
 
 
 @traceable
+@constant
 def rand(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A DTensor uniform on [0, 1): the same values on every mesh and layout under `manual_seed`.
 
@@ -78,6 +84,7 @@ def rand(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
 
 
 @traceable
+@constant
 def randn(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
     """A standard normal DTensor: the same values on every mesh and layout under `manual_seed`.
 
@@ -87,6 +94,7 @@ def randn(*sizes: object, **options: Unpack[SizedOptions]) -> DTensor:
 
 
 @traceable
+@constant
 def randint(*args: object, **options: Unpack[SizedOptions]) -> DTensor:
     """`randint([low,] high, size)`: whole numbers from `low`, or 0, and below `high`; int64 by default.
 
@@ -100,6 +108,7 @@ def randint(*args: object, **options: Unpack[SizedOptions]) -> DTensor:
 
 
 @traceable
+@constant
 def randperm(n: int, **options: Unpack[FactoryOptions]) -> DTensor:
     """The numbers from 0 to n - 1 in random order, int64 by default; each rank makes all and keeps its own.
 
@@ -118,6 +127,7 @@ def randperm(n: int, **options: Unpack[FactoryOptions]) -> DTensor:
 
 
 @traceable
+@constant
 def linspace(start: complex | Tensor, end: complex | Tensor, steps: int, **options: Unpack[FactoryOptions]) -> DTensor:
     """`steps` numbers evenly spaced from `start` to `end`, to the bit those of `torch.linspace`.
 
@@ -127,6 +137,7 @@ def linspace(start: complex | Tensor, end: complex | Tensor, steps: int, **optio
 
 
 @traceable
+@constant
 def logspace(
     start: complex | Tensor,
     end: complex | Tensor,

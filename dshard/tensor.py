@@ -27,7 +27,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.torch_wrappers import UNNAMED
-from dshard.core.transforms import is_differentiating_forward, with_tangent
+from dshard.core.transforms import constant, is_differentiating_forward, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
 from dshard.dispatch.function_table import QUERIES
@@ -126,6 +126,7 @@ class DTensor(Wrapper):
 
     @staticmethod
     @traceable
+    @constant
     def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | Mesh | None = None,
@@ -158,6 +159,7 @@ class DTensor(Wrapper):
             local_tensor = with_concrete_sizes(local_tensor)
         return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
 
+    @constant
     def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 

@@ -277,9 +277,17 @@ is_transforming: Callable[[], bool] = _needed("torch._C._are_functorch_transform
 is_functorch_wrapped: Callable[[Tensor], bool] = _needed(
     "torch._C._functorch.is_functorch_wrapped_tensor", "torch.func"
 )
+is_tracking_gradients: Callable[[Tensor], bool] = _needed(
+    "torch._C._functorch.is_gradtrackingtensor", "plain inputs of parallelized models within torch.func's transforms"
+)
 functorch_unwrapped: Callable[[Tensor], Tensor] = _needed(
     "torch._C._functorch.get_unwrapped", "torch.func through parallelized models"
 )
+outside_transforms: Callable[[], AbstractContextManager[object]] = _needed(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "tensors laid out within torch.func's transforms",
+)
+"""A block outside the transforms of torch.func that are around it: what is computed there is constant for them."""
 is_legacy_batched: Callable[[Tensor], bool] = _needed(
     "torch._C._functorch.is_legacy_batchedtensor", "refusing torch.autograd.functional with vectorize=True"
 )

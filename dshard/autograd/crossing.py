@@ -26,7 +26,9 @@ from dshard.rules.expand import Operand
 from dshard.torch_private import (
     is_functorch_wrapped,
     is_legacy_batched,
+    is_transforming,
     no_torch_function,
+    outside_transforms,
     tensor_references,
 )
 
@@ -257,6 +259,9 @@ def redistribute(
     current = x._spec.layout
     if current is layout:
         return x
+    if is_transforming():  # torch.func follows what it wraps, not this tensor
+        with outside_transforms():
+            return redistribute(x, layout, op, asynchronous=asynchronous, as_operand=as_operand)
     if current.mesh is not layout.mesh:
         crossed: Wrapper = Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
         return crossed

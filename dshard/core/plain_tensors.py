@@ -35,6 +35,7 @@ from dshard.comm import (
     compare_calls,
     comparing,
     gather_rows,
+    has_only_shape,
     is_alike_on_simulated,
     is_any_meta,
     is_own,
@@ -51,6 +52,7 @@ from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
 from dshard.core.torch_placements import check_blocks_of_torch
+from dshard.core.transforms import is_differentiating_forward
 from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
@@ -236,6 +238,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all, compared = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied), None
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+    if is_differentiating_forward() and all(map(has_only_shape, tensors)):  # torch asks for the shape of a zero tangent
+        takes_all = True
     meshes = [t._spec.layout.mesh for t in tensors if isinstance(t, Wrapper)]
     if _writes_to_plain(func, args, kwargs):
         is_recorded = is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Wrapper))

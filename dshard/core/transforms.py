@@ -8,7 +8,8 @@ above it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -20,8 +21,14 @@ from dshard.torch_private import (
     is_functorch_wrapped,
     is_key_excluded,
     is_legacy_batched,
+    is_tracking_gradients,
+    is_transforming,
     no_torch_function,
+    outside_transforms,
 )
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _AUTOGRAD = DispatchKey.AutogradFunctionality
 
@@ -48,6 +55,18 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Whether the call is within a level of forward-mode derivatives in which `x` has a tangent."""
+    return is_differentiating_forward() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def unfollowed(x: Tensor) -> Tensor:
+    """The tensor that `torch.func.grad` or `vjp` has wrapped, by which they take no derivative; others as they are."""
+    while is_tracking_gradients(x) and not (x.requires_grad or is_differentiating_forward()):
+        x = functorch_unwrapped(x)
+    return x
+
+
 def refuse_wrapped(x: Tensor, what: str) -> None:
     """Refuse to make a distributed tensor of a tensor that a transform wraps: the transform would not follow it."""
     if is_wrapped(x):
@@ -55,6 +74,19 @@ def refuse_wrapped(x: Tensor, what: str) -> None:
             f"{what} of a tensor that torch.func follows: transforms follow distributed tensors, but not into them; "
             "distribute it first and give the DTensor to the transformed function"
         )
+
+
+def constant(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, run outside the transforms of torch.func around a call: they do not follow what it makes."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not is_transforming():
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def is_batched(x: Tensor) -> bool:

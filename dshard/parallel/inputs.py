@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ranks, warn_user
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.signature import Args, Kwargs
-from dshard.core.transforms import unwrapped
+from dshard.core.transforms import has_tangent, is_differentiating_forward, unfollowed, unwrapped
 from dshard.core.trees import map_tensors, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
@@ -111,6 +111,8 @@ class Inputs:
 
         `names` returns the names of a module's positional arguments, if `inputs` are its args and kwargs.
         """
+        if is_transforming():
+            inputs = map_tensors(inputs, unfollowed)
         plain = [x for x in nested_tensors(inputs) if _is_plain(x)]
         if not plain:
             return inputs
@@ -132,7 +134,7 @@ class Inputs:
         elif self.comparisons.are_due and not comparing() and have_values(plain):
             for each in self.named(inputs, names):
                 self.comparisons.put_down(each.x, each.path, partial("the input {}".format, each.name))
-        if is_recorded(plain):
+        if is_recorded(plain) or is_differentiating_forward():
             return map_tensors(inputs, self._differentiable)
         return inputs
 
@@ -143,7 +145,7 @@ class Inputs:
 
     def _differentiable(self, x: Any) -> Any:
         """An input that needs a gradient as a DTensor that passes it on; others are laid out later, by the plan."""
-        return _replicated(x, self.plan) if _is_plain(x) and x.requires_grad else x
+        return _replicated(x, self.plan) if _is_plain(x) and (x.requires_grad or has_tangent(x)) else x
 
     def _exchange(
         self, inputs: object, names: Callable[[], Sequence[str]] | None, compares: bool

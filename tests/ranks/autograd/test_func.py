@@ -6,6 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -199,6 +200,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         lambda x, w: grad(lambda t: distribute_tensor(t, grid(), [R, R]).sum())(x.to_local()),
         "distribute_tensor of a tensor that torch.func follows",
     ),
+    "distribute_tensor of a dual": (
+        lambda x, w: dual(lambda t: distribute_tensor(t, grid(), [R, R]), x.full_tensor(), tangent_of(x.full_tensor())),
+        "distribute_tensor of a tensor with a tangent.*DTensor.from_local",
+    ),
     "a plain operand": (plain_constant, r"add: a plain torch.Tensor of shape \(3,\)"),
     "a tangent of a maximum": (
         lambda x, w: dual(lambda x: x.redistribute(placements=[R, R]), maximum(x), tangent_of(x)),
@@ -252,6 +257,56 @@ def followed(layouts: Layouts) -> dict[str, str]:
         for name, (case, message) in REFUSED.items():
             found[f"{name} {p} {q}"] = refusal(case, x, w, message)
     return found
+
+
+MADE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "distribute_tensor": lambda c, plain: distribute_tensor(plain, grid(), [S0, R]),
+    "distribute_tensor, sent by none": lambda c, plain: distribute_tensor(plain, grid(), [S0, R], src_data_rank=None),
+    "from_local": lambda c, plain: DTensor.from_local(plain, grid(), [R, R], shape=plain.shape),
+    "full": lambda c, plain: dshard.full((5, 4), 2.0, device_mesh=grid(), placements=[S1, S0], dtype=plain.dtype),
+    "randn": lambda c, plain: dshard.randn(5, 4, device_mesh=grid(), placements=[S1, S0], dtype=plain.dtype),
+    "redistribute": lambda c, plain: c.redistribute(placements=[S1, R]),
+    "redistribute of what is made": lambda c, plain: distribute_tensor(plain, grid(), [R, S1]).redistribute(
+        placements=[S0, R]
+    ),
+    "operators": lambda c, plain: (c * 2 + 1).relu(),
+    "ones_like": lambda c, plain: torch.ones_like(c),
+}
+"""Distributed tensors that functions make, which transforms of these do not follow."""
+WAYS: dict[str, Callable[[Case, Any], Any]] = {
+    "grad": lambda f, x: grad(lambda x: f(x, None).sum())(x),
+    "jvp": lambda f, x: jvp(lambda x: f(x, None), (x,), (tangent_of(x),)),
+    "dual": lambda f, x: dual(lambda x: f(x, None), x, tangent_of(x)),
+    "jacrev": lambda f, x: jacrev(lambda x: f(x, None).sum(1))(x),
+    "jacfwd": lambda f, x: jacfwd(lambda x: f(x, None).sum(1), randomness="same")(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x, None).sum())(x),
+    "vmap": lambda f, x: vmap(lambda y: f(x, y), randomness="same")(torch.stack([x, x])),
+}
+
+
+def scaled(by: Callable[[], Any]) -> Case:
+    return lambda x, y: x * (x if y is None else y) * by()
+
+
+def made_within() -> dict[str, str]:
+    a, c = torch.arange(20.0, dtype=torch.float64).view(5, 4).sin(), torch.full((5, 4), 3.0, dtype=torch.float64)
+    x, wrong = distribute_tensor(a, grid(), [S0, S1]), {}
+    for name, make in MADE.items():
+        for recorded in (False, True):
+            by = partial(make, distribute_tensor(c, grid(), [S0, R]).requires_grad_(recorded), c)
+            dshard.manual_seed(0)
+            right = by().full_tensor().detach()
+            for way, derivative in WAYS.items():
+                expected = derivative(scaled(right.clone), a)
+                dshard.manual_seed(0)
+                found = outcome(lambda x, by: derivative(scaled(by), x), x, by, expected)  # noqa: B023
+                wrong |= {f"{way} of {name}, {recorded}": found} if found else {}
+    return wrong
+
+
+@pytest.mark.ranks
+def test_transforms_do_not_follow_what_a_function_makes(ranks: RankPool) -> None:
+    assert ranks.run(made_within, timeout=120) == [{}] * 4
 
 
 @pytest.mark.ranks
@@ -442,3 +497,39 @@ def of_inputs() -> list[str]:
 @pytest.mark.ranks
 def test_transforms_follow_the_inputs_of_a_parallelized_model(ranks: RankPool) -> None:
     assert ranks.run(of_inputs, timeout=120) == [[]] * 4
+
+
+def of_parameters(plan: str) -> list[str]:
+    """Derivatives by the parameters of a parallelized model that is given plain batches, beside those of one device."""
+    wrong, x = [], torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()
+    made = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in "ab"]
+    made[1].load_state_dict(made[0].state_dict())
+    shape, names = ((2, 2), ("rows", "features")) if " x " in plan else ((4,), ("rows",))
+    dshard.parallelize(made[1], dshard.init_device_mesh("cpu", shape, mesh_dim_names=names), plan, x)
+
+    def loss(net: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(net, params, (x,)), y * 1.0)
+
+    def of_bias(net: nn.Module, params: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda bias: functional_call(net, params | {"0.bias": bias}, (x,))
+
+    derivatives: dict[str, Case] = {
+        "gradient": lambda net, p: grad(partial(loss, net))(p, x, x[:, :2]),
+        "gradient and value": lambda net, p: grad_and_value(partial(loss, net))(p, x, x[:, :2]),
+        "pulled back": lambda net, p: vjp(lambda q: functional_call(net, q, (x,)), p)[1](torch.ones_like(net(x))),
+        "tangent": lambda net, p: jvp(of_bias(net, p), (p["0.bias"],), (torch.ones_like(p["0.bias"]),)),
+        "jacobian": lambda net, p: (jacrev(of_bias(net, p))(p["0.bias"]), jacfwd(of_bias(net, p))(p["0.bias"])),
+        "curvature": lambda net, p: hessian(lambda bias: of_bias(net, p)(bias).square().sum())(p["0.bias"]),
+        "dual input": lambda net, p: dual(net, x, x.cos()),
+    }
+    for name, derivative in derivatives.items():
+        right, found = (derivative(net, {n: p.detach() for n, p in net.named_parameters()}) for net in made)
+        problem = outcome(lambda x, w: found, None, None, right)  # noqa: B023
+        wrong += [f"{name}: {problem}"] if problem else []
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("plan", ["data x megatron", "fsdp"])
+def test_transforms_follow_the_parameters_of_a_parallelized_model(ranks: RankPool, plan: str) -> None:
+    assert ranks.run(of_parameters, plan, timeout=120) == [[]] * 4
