@@ -20,6 +20,7 @@ from dshard.core.transforms import is_differentiating_forward, refuse_batched, w
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, replicated
+from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
 from dshard.reshard import plan_reshard
 from dshard.rules.expand import Operand
@@ -263,6 +264,7 @@ def redistribute(
         with outside_transforms():
             return redistribute(x, layout, op, asynchronous=asynchronous, as_operand=as_operand)
     if current.mesh is not layout.mesh:
+        _refuse_slices(current.mesh, layout.mesh)
         crossed: Wrapper = Reshard.apply(x, layout)  # type: ignore[no-untyped-call]
         return crossed
     if is_differentiating_forward():
@@ -274,6 +276,18 @@ def redistribute(
             out: Wrapper = Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
             return out
         return redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
+
+
+def _refuse_slices(source: Mesh, target: Mesh) -> None:
+    """Refuse a mesh and a slice of it, or two: each rank has a slice of its own, and would plan another reshard."""
+    first, second = {*source.ranks}, {*target.ranks}
+    of_slice, to_slice = first != comm.ranks_of_root(source), second != comm.ranks_of_root(target)
+    if first != second and ((of_slice and (to_slice or first < second)) or (to_slice and second < first)):
+        raise MeshError(
+            f"from ({source}) to ({target}), of which one is a slice of a mesh: each rank has another slice, but all "
+            "ranks of both meshes call one redistribution; redistribute on the whole mesh, with Replicate() along the "
+            "axes that the slice lacks, and take DTensor.from_local(x.to_local(), slice, placements, shape=x.shape)"
+        )
 
 
 def redistribute_with(x: Wrapper, layout: Layout, wanted: Layout) -> Wrapper:

@@ -26,6 +26,7 @@ from dshard import (
     Topology,
     distribute_tensor,
     explain,
+    init_device_mesh,
     strict,
     trace,
 )
@@ -264,6 +265,28 @@ def test_what_cannot_be_is_refused(ranks: RankPool) -> None:
     told = ranks.run(asked_wrongly)
 
     assert all("the mesh (planned=2) has no processes" in found for found in told)
+
+
+def told_of_slices() -> list[str]:
+    """What ranks are told that name slices of a mesh, of which each has its own."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, values = root["tp"], torch.arange(6.0)
+    x, whole = distribute_tensor(values, rows, [Shard(0)]), distribute_tensor(values, root, [Replicate(), Shard(0)])
+    told = []
+    for tensor, mesh in ((whole, rows), (x, root), (x, root["dp"])):
+        with pytest.raises(MeshError) as caught:
+            tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+        told.append(str(caught.value))
+    there = DTensor.from_local(whole.to_local(), rows, [Shard(0)], shape=whole.shape)  # the way out
+    assert torch.equal(there.full_tensor(), values)
+    return told
+
+
+@pytest.mark.ranks
+def test_slices_of_a_mesh_are_refused(ranks: RankPool) -> None:
+    for told in ranks.run(told_of_slices):
+        assert len(told) == 3
+        assert all("each rank has another slice" in said and "take DTensor.from_local" in said for said in told)
 
 
 def several_at_once() -> bool:
