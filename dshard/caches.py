@@ -45,7 +45,7 @@ def cached(name: str, bound: int) -> Callable[[F], F]:
 
 
 class Cache(dict[Any, Any]):
-    """A dict that drops its oldest entry when it is full. Callers count the hits.
+    """A dict that drops its oldest entry when it is full. Callers of `get` count the hits.
 
     `cache_info` adds up the caches of one name. A `record` holds what living tensors refer to, or what ran before, by
     which ranks agree on what they send next: `clear_caches` leaves it, as it may be called on some ranks alone.
@@ -62,6 +62,14 @@ class Cache(dict[Any, Any]):
         if len(self) >= self.bound:
             del self[next(iter(self))]
         self[key] = value
+        return value
+
+    def of(self, key: object, make: Callable[[], Any]) -> Any:
+        """The value of a key, made and cached at its first look-up."""
+        value = self.get(key)
+        if value is None:
+            return self.add(key, make())
+        self.hits += 1
         return value
 
 

@@ -55,16 +55,15 @@ def begin_together(
 
 def _lanes(moves: Sequence[LocalRedistribution]) -> list[list[int]]:
     """The positions of redistributions that begin as one, from the cache of the topology in use."""
-    cache, key = planning_context().moves, (_lanes, *moves)
-    known: list[list[int]] | None = cache.get(key)
-    if known is not None:
-        cache.hits += 1
-        return known
-    lanes: defaultdict[object, list[int]] = defaultdict(list)
-    for i, move in enumerate(moves):
-        lane = move.lane
-        lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
-    return cache.add(key, [*lanes.values()])  # type: ignore[no-any-return]
+
+    def make() -> list[list[int]]:
+        lanes: defaultdict[object, list[int]] = defaultdict(list)
+        for i, move in enumerate(moves):
+            lane = move.lane
+            lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
+        return [*lanes.values()]
+
+    return planning_context().moves.of((_lanes, *moves), make)  # type: ignore[no-any-return]
 
 
 def begin_lane(
@@ -99,12 +98,9 @@ def run_alone(move: LocalRedistribution, local: Tensor, op: str, members: tuple[
 
 def _joined(moves: Sequence[LocalRedistribution]) -> comm.Moving:
     """The redistributions as one, from the cache of the topology in use."""
-    cache, key = planning_context().moves, tuple(moves)
-    joined: comm.Moving | None = cache.get(key)
-    if joined is None:
-        return cache.add(key, comm.joined(tuple([move.plan for move in moves]), moves[0].spec.dtype))  # type: ignore[no-any-return]
-    cache.hits += 1
-    return joined
+    return planning_context().moves.of(  # type: ignore[no-any-return]
+        tuple(moves), lambda: comm.joined(tuple([move.plan for move in moves]), moves[0].spec.dtype)
+    )
 
 
 def decision_together(moves: Sequence[LocalRedistribution], op: str, members: tuple[int, ...] = ()) -> Decision:

@@ -24,7 +24,7 @@ from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, for_shapes, meta_tensors, specs_of
-from dshard.core.wrapper import Wrapper, is_recorded, wrap
+from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.ops.matmul.rules import same_dtype
@@ -52,14 +52,7 @@ def run_chosen(
     key: tuple[Any, ...], choose: Callable[[], Executable | ComposedExecutable], tensors: Sequence[Any]
 ) -> Any:
     """Run a composite operator by the executable that `choose` made at the first call with these specs and `key`."""
-    full_key = call_key(key, tensors)
-    choices = planning_context().choices
-    executable: Executable | ComposedExecutable | None = choices.get(full_key)
-    if executable is None:
-        executable = choices.add(full_key, choose())
-    else:
-        choices.hits += 1
-    return run_executable(executable, tensors)
+    return run_executable(planning_context().choices.of(call_key(key, tensors), choose), tensors)
 
 
 def run_executable(executable: Executable | ComposedExecutable, tensors: Sequence[Any]) -> Any:
@@ -70,6 +63,18 @@ def run_executable(executable: Executable | ComposedExecutable, tensors: Sequenc
         run, args = (partial(run_recorded, executable), tensors) if is_recorded(tensors) else (executable, (tensors,))
     decision = executable.decision
     return observed(decision, run, args) if OBSERVERS and decision is not None else run(*args)
+
+
+def recorded_gradients(
+    recorded: Callable[[Sequence[Any]], Tensor], tensors: Sequence[Any], grad: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that have gradients: those of what `recorded` makes of the operands; None where they are not needed."""
+    operands = each_apart(tensors)
+    wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
+    with torch.enable_grad():
+        out = recorded(operands)
+    gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return tuple([next(gradients) if is_needed else None for is_needed in needed])
 
 
 def are_traced(tensors: Sequence[Any]) -> bool:

@@ -55,12 +55,8 @@ def joined_in_blocks(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """The parts joined by `cat`, each of them a block."""
     parts, dim = args[0], args[1] if len(args) > 1 else 0
     key = call_key(("gradients of equal parts", dim), parts)
-    choices = planning_context().choices
-    executable: Executable | None = choices.get(key)
-    if executable is None:
-        executable = choices.add(key, _executable(func, [x._spec for x in parts], dim))
-    else:
-        choices.hits += 1
+    make = partial(_executable, func, [x._spec for x in parts], dim)
+    executable: Executable = planning_context().choices.of(key, make)
     return observed(executable.decision, executable, (parts,)) if OBSERVERS else executable(parts)
 
 

@@ -108,14 +108,13 @@ class GatherGroup:
     def moves(self, stored: list[Wrapper]) -> list[LocalRedistribution]:
         """The redistribution that gathers each parameter, in the dtype in which it is used."""
         axes, precision = self.axes, self.plan.precision
-        cache, key = planning_context().moves, (gathered_layout, *axes, precision, *[x._spec for x in stored])
-        known: list[LocalRedistribution] | None = cache.get(key)
-        if known is not None:
-            cache.hits += 1
-            return known
-        specs = [x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored]
-        of_specs = zip(specs, axes, strict=True)
-        return cache.add(key, [local_redistribution(s, gathered_layout(s.layout, own)) for s, own in of_specs])  # type: ignore[no-any-return]
+
+        def make() -> list[LocalRedistribution]:
+            used = (x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored)
+            return [local_redistribution(s, gathered_layout(s.layout, own)) for s, own in zip(used, axes, strict=True)]
+
+        key = (gathered_layout, *axes, precision, *[x._spec for x in stored])
+        return planning_context().moves.of(key, make)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""

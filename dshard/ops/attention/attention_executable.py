@@ -25,7 +25,7 @@ from dshard.core.call import LocalOp
 from dshard.core.executable import ComposedExecutable, Executable, wrap_as
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.attention_choice import AttentionChoice
@@ -33,7 +33,7 @@ from dshard.ops.attention.key_windows import windowed
 from dshard.ops.attention.local_attention import Attend, of_key_heads
 from dshard.ops.attention.ring_attention import RingAttention
 from dshard.ops.attention.score_functions import ScoreFunctions
-from dshard.ops.composite import SavedOperands, SavingExecutable, run_recorded
+from dshard.ops.composite import SavedOperands, SavingExecutable, recorded_gradients, run_recorded
 from dshard.placements import Replicate, Shard
 from dshard.rules.attention_loops import axes_of_row
 
@@ -129,13 +129,14 @@ class _Attention(torch.autograd.Function):
         needed, tensors = ctx.needs_input_grad[2:], ctx.saved_tensors
         if not torch.is_grad_enabled():
             return (None, None, *attention.backward(ctx.functions, grad, tensors, needed))
-        operands = each_apart(tensors[:-2])
-        wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one whose gradients have gradients on any device
-            out = redistribute(ctx.functions.recorded(operands), tensors[-2]._spec.layout)
-        grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
-        gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return (None, None, *(next(gradients) if is_needed else None for is_needed in needed))
+        layout = tensors[-2]._spec.layout
+
+        def recorded(operands: Sequence[Any]) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH):  # the one whose gradients have gradients on any device
+                return redistribute(ctx.functions.recorded(operands), layout)
+
+        grad = redistribute(as_distributed(grad, layout), layout)
+        return (None, None, *recorded_gradients(recorded, tensors[:-2], grad, needed))
 
 
 def _spec(layout: Layout, shape: Shape, dtype: torch.dtype, like: Spec) -> Spec:

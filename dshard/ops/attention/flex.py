@@ -20,6 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from dshard.comm import has_only_shape, kernel_device, numbers_of, traced
+from dshard.core.call_key import call_key
+from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Args, Function, Kwargs
@@ -31,7 +33,7 @@ from dshard.ops.attention.attention_choice import AttentionChoice, Candidates, K
 from dshard.ops.attention.attention_executable import broadcast_lead, executable_of
 from dshard.ops.attention.local_attention import Attend, Options, of_nothing, whole
 from dshard.ops.attention.score_functions import Modify, ScoreFunctions, modified, modified_at
-from dshard.ops.composite import run_chosen, run_executable, run_recorded
+from dshard.ops.composite import run_executable, run_recorded
 from dshard.ops.matmul.options import current_options
 from dshard.ops.matmul.rules import same_dtype
 from dshard.rules.attention_blocks import Reach
@@ -133,13 +135,12 @@ def _chosen(
     needed = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     kinds: frozenset[Kind] = frozenset({"rings"} if rings else ())
 
-    def plan() -> ComposedExecutable:
+    def choose() -> AttentionChoice:
         same_dtype("flex_attention", [x.dtype for x in tensors])
-        choice = Candidates(specs, options, requested, needed, kinds, reach, held=True).choice()
-        return ComposedExecutable(None, lambda tensors, _: choice)
+        return Candidates(specs, options, requested, needed, kinds, reach, held=True).choice()
 
-    key = ("flex_attention", options.scale, options.gqa, requested, needed, kinds, reach)
-    return run_chosen(key, plan, tensors)  # type: ignore[no-any-return]
+    key = call_key(("flex_attention", options.scale, options.gqa, requested, needed, kinds, reach), tensors)
+    return planning_context().choices.of(key, choose)  # type: ignore[no-any-return]
 
 
 def _attend_at(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias, cast
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from dshard.comm import has_only_shape
 from dshard.core.context import planning_context
 from dshard.core.signature import Context
-from dshard.core.wrapper import each_apart
 from dshard.layout import Shape
 from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, accumulate_gradients
+from dshard.ops.composite import recorded_gradients
 from dshard.rules.attention_blocks import visible_blocks
 from dshard.torch_private import is_transforming
 
@@ -101,11 +102,9 @@ class _OfBlocks(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            q, k, v = each_apart((q, k, v))
-            wanted = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
-            again = _of_mask(q, k, v, ctx.queries, ctx.options)
-            gradients = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
-            return (*(next(gradients) if needed else None for needed in ctx.needs_input_grad[:3]), None, None)
+            of_mask = partial(_of_mask, queries=ctx.queries, options=ctx.options)
+            needed = ctx.needs_input_grad[:3]
+            return (*recorded_gradients(lambda x: of_mask(*x), (q, k, v), grad, needed), None, None)
         panel = _panel(q, k, v, ctx.queries, ctx.options)
         delta = four_dims((grad.to(lse.dtype) * out).sum(-1, keepdim=True)).squeeze(-1)
         totals = [

@@ -181,13 +181,13 @@ def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None],
     mesh = common_mesh("experts", list(tensors))
     may_ask = may_ask and not (are_sizes_static() or is_captured(mesh) or are_traced(tensors))
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
-    choices, key = planning_context().choices, call_key(("experts", rule, requested, needed, may_ask), tensors)
-    choice: ExpertsChoice | None = choices.get(key)
-    if choice is None:
+
+    def choose() -> ExpertsChoice:
         specs = [spec_like(t, mesh) for t in tensors]
-        choice = choices.add(key, ExpertsCandidates(rule, specs, requested, needed, may_ask).choice())
-    else:
-        choices.hits += 1
+        return ExpertsCandidates(rule, specs, requested, needed, may_ask).choice()
+
+    key = call_key(("experts", rule, requested, needed, may_ask), tensors)
+    choice: ExpertsChoice = planning_context().choices.of(key, choose)
     executable = _executable(choice, body, rule, capacity, tensors)
     out = run_executable(executable, tensors)
     if OBSERVERS:

@@ -21,8 +21,9 @@ from dshard.core.executable import ComposedExecutable
 from dshard.core.observe import OBSERVERS, finish_observed
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import contiguous_spec
-from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
+from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.mesh import Coordinate
+from dshard.ops.composite import recorded_gradients
 from dshard.ops.experts.experts_choice import ExpertsChoice
 from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of, experts_without_data
 from dshard.ops.experts.token_route import TokenExchange, TokenPairs, TokenRoute
@@ -185,10 +186,9 @@ class _Ragged(torch.autograd.Function):
         needed, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
         if not torch.is_grad_enabled():
             return (None, *experts.backward(ctx.passes, grad, tensors, needed, keeps_graph()))
-        operands = each_apart(tensors)
-        wanted = [x for x, is_needed in zip(operands, needed, strict=True) if is_needed]
-        with torch.enable_grad():
-            out = redistribute(experts.recorded(operands), experts.computed.cotangent())
-        grad = redistribute(as_distributed(grad, out._spec.layout), out._spec.layout)
-        gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return (None, *(next(gradients) if is_needed else None for is_needed in needed))
+        layout = experts.computed.cotangent()
+        grad = redistribute(as_distributed(grad, layout), layout)
+        return (
+            None,
+            *recorded_gradients(lambda x: redistribute(experts.recorded(x), layout), tensors, grad, needed),
+        )

@@ -164,13 +164,12 @@ def _run_distributed(call: FusedCall) -> Any:
     on_each(partial(_refuse_targets, call), call.tensors[2]._local_tensor)
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     key = call_key(("linear_cross_entropy", call.options, call.has, needed, call.rows), tensors)
-    choices = planning_context().choices
-    choice: FusedChoice | None = choices.get(key)
-    if choice is None:
+
+    def choose() -> FusedChoice:
         specs = [spec_like(t, mesh) for t in tensors]
-        choice = choices.add(key, FusedCandidates(specs, call.options, call.has, needed, call.rows).choice())
-    else:
-        choices.hits += 1
+        return FusedCandidates(specs, call.options, call.has, needed, call.rows).choice()
+
+    choice: FusedChoice = planning_context().choices.of(key, choose)
     return run_executable(FusedLoss(choice, partial(_recorded, call.template)), tensors)
 
 

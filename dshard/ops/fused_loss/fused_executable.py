@@ -19,8 +19,9 @@ from dshard.core.executable import ComposedExecutable
 from dshard.core.moves import run_on_ranks
 from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.wrapper import each_apart, is_recorded, wrap
+from dshard.core.wrapper import is_recorded, wrap
 from dshard.layout import replicated
+from dshard.ops.composite import recorded_gradients
 from dshard.ops.fused_loss.chunked_loss import ChunkedLoss
 from dshard.ops.fused_loss.fused_choice import FusedChoice
 
@@ -147,23 +148,12 @@ class _Fused(torch.autograd.Function):
         saved, n = ctx.saved_tensors, ctx.n_operands
         tensors, kept = saved[:n], saved[n:]
         if torch.is_grad_enabled():
-            gradients = iter(_recorded_gradients(loss, grad, tensors, ctx.needed))
-        else:
-            gradients = iter(loss.backward(grad, tensors, kept, ctx.needed))
+            needed, grad = ctx.needs_input_grad[1:], loss.like_result(grad)
+            return (None, *recorded_gradients(lambda x: loss.like_result(loss.recorded(x)), tensors, grad, needed))
+        gradients = iter(loss.backward(grad, tensors, kept, ctx.needed))
         of_x, of_weight, of_bias = (next(gradients) if is_needed else None for is_needed in ctx.needed)
         rest = ((of_bias, None) if loss.loss.has_bias else (None,))[: n - 3]
         return (None, of_x, of_weight, None, *rest)
-
-
-def _recorded_gradients(
-    loss: FusedLoss | LocalFusedLoss, grad: Tensor, tensors: Sequence[Tensor], needed: Needed
-) -> Sequence[Tensor]:
-    """The gradients that are needed, whose own gradients autograd records."""
-    operands = each_apart(tensors)
-    wanted = _of([operands[i] for i in (0, 1, 3) if i < len(operands)], needed)
-    with torch.enable_grad():
-        out = loss.like_result(loss.recorded(operands))
-    return torch.autograd.grad(out, wanted, loss.like_result(grad), create_graph=True)
 
 
 def _of(tensors: Sequence[Any], needed: Needed) -> list[Any]:

@@ -202,22 +202,13 @@ def choose_matmul(function: MatmulFunction, tensors: Sequence[Any], options: Mat
     recorded = torch.is_grad_enabled()
     called = (function.name, function.key, None if options is NO_OPTIONS else options)  # which has no hash at hand
     full_key = call_key(called, tensors, recording=recorded)
-    choices = planning_context().choices
-    matmul: Matmul | None = choices.get(full_key)
-    if matmul is None:
-        common_mesh(function.name, list(tensors))
-        specs = [t._spec for t in tensors]
-        needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
-        matmul = choices.add(full_key, _choose_matmul(function, specs, options, needs, leaf))
-    else:
-        choices.hits += 1
-    return matmul
+    return planning_context().choices.of(full_key, partial(_choose_matmul, function, tensors, options, recorded))  # type: ignore[no-any-return]
 
 
-def _choose_matmul(
-    function: MatmulFunction, specs: Sequence[Spec], options: MatmulOptions, needs: Sequence[bool], leaf: Sequence[bool]
-) -> Matmul:
-    name, mesh = function.name, specs[0].layout.mesh
+def _choose_matmul(function: MatmulFunction, tensors: Sequence[Any], options: MatmulOptions, recorded: bool) -> Matmul:
+    name, specs = function.name, [t._spec for t in tensors]
+    mesh = common_mesh(name, list(tensors))
+    needs, leaf = [recorded and t.requires_grad for t in tensors[:2]], [is_leaf(t) for t in tensors[:2]]
     same_dtype(name, [spec.dtype for spec in specs])
     with torch.no_grad(), for_shapes():
         out = function.infer(*meta_tensors(specs))
@@ -236,7 +227,7 @@ def _choose_matmul(
     if cut is not None:
         by_blocks = chosen(cut.rule, cut.operands)
         if by_blocks.strategy.seconds < choice.strategy.seconds:
-            choice, specs = by_blocks, (*map(_cut_spec, specs, cut.operands), *specs[2:])
+            choice, specs = by_blocks, [*map(_cut_spec, specs, cut.operands), *specs[2:]]
         else:
             cut = None
     constraints, strategy = choice.question.constraints, choice.strategy
