@@ -159,30 +159,6 @@ def test_ranks_that_replay_match_ranks_that_run_python(ranks: RankPool) -> None:
     assert all(losses == first for losses in others)
 
 
-def wrong_index() -> str:
-    """The error of an index out of range, in the rows of one rank."""
-    _, _, run = trainer("data", torch.float64, batch(0, 8))
-    step = dshard.replay(run)
-    for number in range(5):
-        step(*batch(number, 8))
-    ids, targets = batch(5, 8)
-    ids[-1, -1] = 99
-    try:
-        step(ids, targets)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_an_error_of_one_rank_reaches_all() -> None:
-    with RankPool(4) as pool:  # whose ranks are out of step afterwards
-        *others, last = pool.run(wrong_index)
-    assert last == "IndexError: index out of range in self"
-    for text in others:
-        assert text.startswith("IndexError: replayed step at ")
-        assert text.endswith("index out of range in self (on rank 3, which this rank waited for)")
-
-
 class Switch:
     """What the step of a rank reads beside its arguments, unseen."""
 
@@ -399,3 +375,27 @@ def test_what_cannot_be_replayed(ranks: RankPool) -> None:
     assert "partial gradients: accumulate within one step" in accumulated
     assert "is a collective that dshard did not run" in plain
     assert "two calls differ" in permuted
+
+
+def wrong_index() -> str:
+    """The error of an index out of range, in the rows of one rank."""
+    _, _, run = trainer("data", torch.float64, batch(0, 8))
+    step = dshard.replay(run)
+    for number in range(5):
+        step(*batch(number, 8))
+    ids, targets = batch(5, 8)
+    ids[-1, -1] = 99
+    try:
+        step(ids, targets)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_of_one_rank_reaches_all(ranks: RankPool) -> None:
+    with ranks:  # which are out of step afterwards
+        *others, last = ranks.run(wrong_index)
+    assert last == "IndexError: index out of range in self"
+    for text in others:
+        assert text.startswith("IndexError: replayed step at ")
+        assert text.endswith("index out of range in self (on rank 3, which this rank waited for)")
