@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, product
+from itertools import chain, count, permutations, product
 from math import inf, prod, sqrt
 from time import perf_counter
 from types import MappingProxyType
@@ -34,8 +34,10 @@ from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_tables import MOMENTS, StepTables, Weights, local_bytes
+from dshard.redistribute.axis_roles import step_terms
 from dshard.routing import Routing
 from dshard.tables import human_bytes
+from dshard.topology import Topology
 from dshard.torch_private import disable_modes
 from dshard.validate import as_number, check_type
 
@@ -326,8 +328,8 @@ def cheapest(
 
     `graph` is that of the model's step; without one only strategies by name are considered, and they are not where
     there are pins. `names` has the first name of each parameter by all of its names. The mesh is also unfolded in every
-    way into up to three axes, coarse meshes first, and further where that saved something; there strategies by name
-    have at most two axes.
+    way into up to three axes that costs something else, coarse meshes first, and further where that saved something;
+    there strategies by name have at most two axes.
 
     Raises:
         StrategyError: none fits in memory; a pin that cannot be met, or a step that does not run without data.
@@ -336,13 +338,12 @@ def cheapest(
     limited = _is_limited(auto, graph)
     search = PlanSearch(auto, options, price, graph)
     named = list[tuple[float, Plan]]()
-    worth = {mesh}
+    worth = dict[Mesh, bool]()
     for unfolded in unfoldings(mesh):
         if search.is_over():
             break
-        coarser = [each.shape for each in worth if each.ndim + 1 == unfolded.ndim]
-        if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
-            continue  # no mesh of which this is the next finer one was worth it
+        if not _is_tried(unfolded, mesh, worth):
+            continue
         plans = _by_name(roles, unfolded, mesh)
         if unfolded == mesh and plans and not limited:  # the planner may take all of the time
             search.price(plans[0])
@@ -353,8 +354,7 @@ def cheapest(
             break
         if tables is not None:
             search.add_planned(tables)
-        if tables is None or any(each.tables is tables for each in search.priced):
-            worth.add(unfolded)
+        worth[unfolded] = tables is None or any(each.tables is tables for each in search.priced)
         bounds = dict[tuple[Layout, ...], float]()
         for plan in plans:
             if tables is None or limited or search.is_over():
@@ -454,6 +454,36 @@ def unfoldings(mesh: Mesh, most: int = AXES) -> Iterator[Mesh]:
                 finer = finer.unfolded(name, {f"{stem}{i}": size for i, size in enumerate(into)})
         if finer.ndim <= max(most, mesh.ndim):
             yield finer
+
+
+def _is_tried(unfolded: Mesh, mesh: Mesh, worth: dict[Mesh, bool]) -> bool:
+    """Whether to look at a mesh that `mesh` unfolds to, given which of those before were `worth` it.
+
+    One is if a mesh was of which it is the next finer one, unless it is one of those with axes in another order: that
+    costs the same, as links are as fast, and the largest part of a tensor is as large, in each order.
+    """
+    coarser = [each.shape for each, is_worth in worth.items() if is_worth and each.ndim + 1 == unfolded.ndim]
+    if unfolded != mesh and not any(refined_axes(shape, unfolded.shape) for shape in coarser):
+        return False
+    topology = planning_context().topology_of(mesh)
+    alike = next((each for each in worth if _is_reordered(unfolded, each, mesh, topology)), None)
+    if alike is not None:
+        worth[unfolded] = worth[alike]
+    return alike is None
+
+
+def _is_reordered(finer: Mesh, other: Mesh, mesh: Mesh, topology: Topology) -> bool:
+    """Whether two meshes to which `mesh` unfolds have the same axes in another order, and the same network."""
+    own, its = (refined_axes(mesh.shape, each.shape) or () for each in (finer, other))
+    if [*map(len, own)] != [*map(len, its)]:
+        return False
+    terms, others = step_terms(finer, topology), step_terms(other, topology)
+    for ways in product(*map(permutations, its)):
+        to = dict(zip(chain(*own), chain(*ways), strict=True))
+        has_sizes = all(finer.shape[a] == other.shape[b] for a, b in to.items())
+        if has_sizes and all(others[frozenset([to[a] for a in axes])] == each for axes, each in terms.items()):
+            return True
+    return False
 
 
 def _factored(n: int, most: int) -> Iterator[tuple[int, ...]]:

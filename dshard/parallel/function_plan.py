@@ -161,7 +161,7 @@ def planned(function: Callable[..., Any], args: Sequence[object], kwargs: Mappin
     graph = trace.graph.copies()
     with plain(), disable_modes(), unheard():
         chosen = plan_step(StepTables(graph, mesh, topology))
-    functions = PlannedFunctions(graph, chosen.calls)
+    functions = PlannedFunctions(graph, chosen)
     given = [] if any(call.writes for call in graph.calls) else [call for call in graph.calls if given_layout(call)]
     moves = {call.operands[0].name: functions.given(call.results[0]) for call in given}
     plan = FunctionPlan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from dshard.autograd.crossing import keep_partial_sums
 from dshard.core.context import planning_context
 from dshard.core.torch_placements import torch_placements
 from dshard.dispatch.planned_calls import ANY, Placements, PlannedCall, PlannedMove
@@ -35,18 +36,22 @@ def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> Plan:
     gathers: dict[str, tuple[str, ...]] = {}
     for value in graph.parameters():
         stored = chosen.parameters[value.number]
-        used = chosen.calls[value.uses[0].call].inputs[value.uses[0].position]
         parameters[value.name] = _placements(stored)
-        gathers[value.name] = tuple(_gathered(stored, used))
+        gathers[value.name] = tuple(_gathered(stored, _first_used(value, chosen.calls)))
     common = tuple([axis for axis in mesh.names if all(axis in own for own in gathers.values())])
     return Plan(
         PLANNED,
         mesh,
         parameters,
         _inputs(graph, chosen.calls, mesh),
-        calls=PlannedFunctions(graph, chosen.calls).calls(),
+        calls=PlannedFunctions(graph, chosen).calls(),
         gathers={"": common} | {name: own for name, own in gathers.items() if own != common},
     )
+
+
+def _first_used(value: Value, chosen: Sequence[CallCandidate]) -> Layout:
+    """The layout of a parameter for the call that reads it first."""
+    return chosen[value.uses[0].call].inputs[value.uses[0].position]
 
 
 def _gathered(stored: Layout, used: Layout) -> Iterator[str]:
@@ -68,8 +73,8 @@ class PlannedFunctions:
     function of several operators layouts follow by cost.
     """
 
-    def __init__(self, graph: StepGraph, chosen: Sequence[CallCandidate]) -> None:
-        self.graph, self.chosen = graph, chosen
+    def __init__(self, graph: StepGraph, chosen: StepPlan) -> None:
+        self.graph, self.chosen, self.stored = graph, chosen.calls, chosen.parameters
         self.of_function: defaultdict[int, list[GraphCall]] = defaultdict(list)
         for call in graph.calls:
             self.of_function[call.within].append(call)
@@ -135,7 +140,19 @@ class PlannedFunctions:
             if self._origin(source) is value and value.kind in ("made", "input", "buffer"):
                 used = self._used(end)
                 return _move(used, used.cotangent() if source.producer is None else self._made(source)[1])
+            if value is source and value.name in self.graph.kept:
+                return self._kept(value, end)
         return None
+
+    def _kept(self, value: Value, end: End) -> PlannedMove | None:
+        """The move of a parameter that a use has otherwise than gathered: autograd keeps it for the backward pass."""
+        stored, used = self.stored[value.number], self._used(end)
+        gathered = stored
+        for axis in _gathered(stored, _first_used(value, self.chosen)):
+            gathered = gathered.replace(stored.mesh.axis(axis), Replicate())
+        if used == gathered:
+            return None
+        return _move(used, keep_partial_sums(self.chosen[end.call].gradients[end.position], stored))
 
     def _written(self, calls: Iterable[GraphCall]) -> Iterator[Value]:
         """The values to whose memory some of these calls write, through views of them, too."""

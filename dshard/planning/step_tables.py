@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dshard.cost import collective_seconds
-from dshard.layout import Layout
+from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
-from dshard.placements import Placement, Replicate, Shard
+from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.eliminate import NamedTable
@@ -116,6 +116,8 @@ class _Edge(NamedTuple):
 class _Use(NamedTuple):
     """A parameter and an operand that it is: the layouts in which it may be stored, with bytes of a rank, and its uses.
 
+    `prices` are those of moves together with other parameters, `single` those of moves between the same layouts that
+    are made `alone`: that says for each layout and use whether the parameter is moved so, and whether its gradient is.
     `held` has for each layout the bytes of the parameter with its moments, and of its gradient, `saved` those of copies
     that stay until the backward pass. `variable` chooses the layout of one that several calls read. `times` says how
     often each move to a use is made. `casts` are the seconds of casts between the dtypes in which it is stored and
@@ -123,6 +125,8 @@ class _Use(NamedTuple):
     """
 
     prices: MovePrices
+    single: MovePrices
+    alone: Tensor
     stored: Tensor
     held: Tensor
     saved: Tensor
@@ -133,6 +137,19 @@ class _Use(NamedTuple):
     needs_grad: bool
     casts: Tensor
     wider: float
+
+    def seconds(self, back: int, sources: Tensor, destinations: Tensor) -> Tensor:
+        """The seconds of moves from each layout to each use, or of gradients `back`."""
+        together, alone = (each.seconds[sources, destinations] for each in (self.prices, self.single))
+        return torch.where(self.alone[back], alone, together)
+
+    def price(self, at: int, pair: int) -> int:
+        """Price exactly what a use moves of a parameter in this layout; how many moves were not before."""
+        layout, used, gradient = (
+            int(each) for each in (self.stored[at], self.pairs.used[pair], self.pairs.gradients[pair])
+        )
+        there, back = (self.single if alone[at, pair] else self.prices for alone in self.alone)
+        return there.price(layout, used) + (self.needs_grad and back.price(gradient, layout))
 
 
 class _Work(NamedTuple):
@@ -259,13 +276,22 @@ class StepTables:
         return sum([local_bytes(value, layout) for value, layout in ends if value.number in self.kept.made])
 
     def _prices(self, value: Value) -> MovePrices:
-        itemsize, joined = value.itemsize, 1.0
-        if value.kind == "parameter":  # whose moves are joined with those of others
-            nbytes = max(1, prod(value.shape) * itemsize)
-            joined = max(itemsize, round(itemsize * self.buckets[value.needs_grad] / nbytes)) / itemsize
-        key = (value.shape, itemsize, joined)
+        return self._known_prices(value.shape, value.itemsize, 1.0)
+
+    def _of_parameter(self, value: Value) -> tuple[MovePrices, MovePrices]:
+        """Prices of moves of a parameter that are joined with those of others, and of single ones."""
+        nbytes = max(1, prod(value.shape) * value.itemsize)
+        joined = max(value.itemsize, round(value.itemsize * self.buckets[value.needs_grad] / nbytes)) / value.itemsize
+        key = "parameter", joined
+        return (
+            self._known_prices(value.shape, value.itemsize, joined, *key),
+            self._known_prices(value.shape, value.itemsize, 1.0, *key),
+        )
+
+    def _known_prices(self, shape: Shape, itemsize: int, joined: float, *own: Hashable) -> MovePrices:
+        key = (shape, itemsize, joined, *own)
         if key not in self.prices:
-            self.prices[key] = MovePrices(self.mesh, self.topology, value.shape, itemsize, joined)
+            self.prices[key] = MovePrices(self.mesh, self.topology, shape, itemsize, joined)
         return self.prices[key]
 
     def _candidates(self, domain: int) -> tuple[CallCandidate, ...]:
@@ -336,26 +362,29 @@ class StepTables:
             self.uses.append(NamedTable(("stored", value.number), (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]
-            is_kept = value.name in self.graph.kept
-            key = ("use", value.shape, value.dtype, value.needs_grad, domain, operand, variable, limit, is_kept)
+            is_kept, is_first = value.name in self.graph.kept, value.uses[0] == (call, operand)
+            kind = value.shape, value.dtype, value.needs_grad
+            key = ("use", *kind, domain, operand, variable, limit, is_kept, is_first)
             if key not in self.parameters:
-                prices = self._prices(value)
+                prices, single = self._of_parameter(value)
                 pairs = self._pairs(prices, domain, operand)
                 if variable is None:
                     used = [prices.layouts[i] for i in pairs.used.unique().tolist()]
                     own = limit.of(_layouts(value, self.mesh, used))
                 stored = prices.add(own)
-                prices.ask(stored, pairs.used)
-                if value.needs_grad:
-                    prices.ask(pairs.gradients, stored)
+                single.add(prices.layouts)
+                for each in (prices, single):
+                    each.ask(stored, pairs.used)
+                    if value.needs_grad:
+                        each.ask(pairs.gradients, stored)
                 held = self._held(value, own) * (variable is None)
-                used = [prices.layouts[i] for i in pairs.used.tolist()]
+                used, gradients = ([prices.layouts[i] for i in each.tolist()] for each in (pairs.used, pairs.gradients))
                 saved = self._copies(value, prices, (stored, pairs.used), (True, False))
                 times = torch.tensor([[self._times(value, at, to) for to in used] for at in own], dtype=torch.float64)
-                self.parameters[key] = _Use(
-                    *(prices, stored, held, saved * (times == 1), times, pairs, domain, variable, value.needs_grad),
-                    *self._casts(value, own, [prices.layouts[i] for i in pairs.gradients.tolist()]),
-                )
+                ways = [[_is_alone(at, *ends, is_first) for ends in zip(used, gradients, strict=True)] for at in own]
+                alone, kept = torch.tensor(ways).movedim(-1, 0), saved * (times == 1)
+                moved, of = (prices, single, alone, stored, held, kept, times, pairs), (domain, variable)
+                self.parameters[key] = _Use(*moved, *of, value.needs_grad, *self._casts(value, own, gradients))
             self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
 
     def _casts(self, value: Value, stored: Sequence[Layout], gradients: Sequence[Layout]) -> tuple[Tensor, float]:
@@ -379,7 +408,7 @@ class StepTables:
         """
         pairs = zip(stored.placements, used.placements, strict=True)
         is_gathered = any(isinstance(at, Shard) and isinstance(to, Replicate) for at, to in pairs)
-        return 1 + (value.name not in self.graph.kept if is_gathered else value.needs_grad)
+        return 1 + (value.name not in self.graph.kept and (is_gathered or value.needs_grad))
 
     def _held(self, value: Value, layouts: Sequence[Layout]) -> Tensor:
         """Two rows: the bytes of a parameter and its moments in each layout, and those of its gradient."""
@@ -427,11 +456,8 @@ class StepTables:
 
     def _moved(self, use: _Use) -> Tensor:
         """Seconds from each layout in which a parameter is stored to each use, in both passes."""
-        there = use.times * use.prices.seconds[use.stored][:, use.pairs.used]
-        if not use.needs_grad:
-            return there
-        back = use.prices.seconds[use.pairs.gradients][:, use.stored].T
-        return there + use.wider * back
+        there = use.times * use.seconds(0, use.stored[:, None], use.pairs.used)
+        return there + use.wider * use.seconds(1, use.pairs.gradients, use.stored[:, None]) if use.needs_grad else there
 
     # -- exact prices
 
@@ -467,13 +493,10 @@ class StepTables:
     def _price_use(self, use: _Use, at: Sequence[int], weights: Weights) -> tuple[int, int]:
         """The position of the layout in which a parameter is stored, priced exactly, and how many moves were not."""
         pair, new = int(use.pairs.of[at[-1]]), 0
-        used, gradient = int(use.pairs.used[pair]), int(use.pairs.gradients[pair])
         while True:  # what is cheapest by a bound may not be by its price
             costs = self._weighted(use, weights)[:, pair]
             best = int(costs.argmin()) if use.variable is None else at[0]
-            more = int(use.prices.price(int(use.stored[best]), used))
-            if use.needs_grad:
-                more += use.prices.price(gradient, int(use.stored[best]))
+            more = use.price(best, pair)
             new += more
             if not more:
                 return best, new
@@ -494,6 +517,17 @@ class StepTables:
 def local_bytes(value: Value, layout: Layout) -> int:
     """The bytes of a value that the first rank has in a layout."""
     return layout.local_numel(value.shape) * value.itemsize
+
+
+def _is_alone(stored: Layout, used: Layout, gradient: Layout, is_first: bool) -> tuple[bool, bool]:
+    """Whether a parameter moves alone from the layout in which it is stored to a use, and its gradient back.
+
+    What is gathered for the `is_first` use, or reduced, moves together with others.
+    """
+    ends = [*zip(stored.placements, used.placements, gradient.placements, strict=True)]
+    is_gathered = is_first and all(Replicate() in (at, to) for at, to, _ in ends if at != to)
+    there = stored != used and not is_gathered
+    return there, there or any(at != back and not isinstance(back, Partial) for at, _, back in ends)
 
 
 def _buckets(graph: StepGraph, mesh: Mesh, topology: Topology) -> tuple[float, float]:

@@ -122,7 +122,7 @@ class Language(nn.Module):
 
 def _inner(family: str, width: int) -> nn.Module:
     match family:
-        case "gpt":
+        case "gpt" | "tied":
             return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         case "llama":
             return Gated(width, 3 * width)
@@ -136,7 +136,7 @@ FAMILIES = ("gpt", "llama", "mixture", "adapted")
 
 
 def language_model(family: str, width: int = 16, vocabulary: int = 24, heads: int = 8, layers: int = 2) -> nn.Module:
-    """A model of this family, in double precision."""
+    """A model of this family, in double precision; "tied" is a GPT whose head has the weight of its embedding."""
     torch.manual_seed(0)
     key_heads = heads // 2 if family == "llama" else heads
 
@@ -147,6 +147,8 @@ def language_model(family: str, width: int = 16, vocabulary: int = 24, heads: in
         Block(norm, Attention(width, heads, key_heads), _inner(family, width)) for _ in range(layers)
     ]
     model = Language(vocabulary, width, norm, blocks)
+    if family == "tied":
+        model.head.weight = model.embedding.weight
     if family == "adapted":
         for name, p in model.named_parameters():
             p.requires_grad_(".a." in name or ".b." in name)
@@ -192,7 +194,7 @@ def planned_moves(graph: StepGraph, chosen: StepPlan) -> Iterator[PlannedMove]:
                 isinstance(a, Shard) and b == Replicate() for a, b in zip(at.placements, used.placements, strict=True)
             )
             moves = [("forward", at, used), ("backward", gradient, wanted)][: 1 + value.needs_grad]
-            if value.kind == "parameter" and (value.name not in graph.kept if is_gathered else value.needs_grad):
+            if value.kind == "parameter" and value.name not in graph.kept and (is_gathered or value.needs_grad):
                 moves.append(("backward", at, used))
             yield from (PlannedMove(value, call, *move) for move in moves if move[1] != move[2])
 

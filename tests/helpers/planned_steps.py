@@ -111,7 +111,7 @@ def planned_step(family: str, shape: tuple[int, ...]) -> tuple[Plan, list[Sent],
 
 def planned_collectives(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Iterator[Sent]:
     """The collectives of a plan, by the function that runs each, or by the parameter that it moves."""
-    calls = PlannedFunctions(graph, chosen.calls).calls()
+    calls = PlannedFunctions(graph, chosen).calls()
     for move in planned_moves(graph, chosen):
         for kind, axes, nbytes in collectives_of(move.steps(topology), move.value.itemsize):
             yield Sent(_place(graph, chosen, calls, move), move.direction, kind, ",".join(axes), nbytes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ from helpers.planned_models import FAMILIES, batch, language_model, mesh_of, pla
 from helpers.vision_transformer import classifier
 
 import dshard
-from dshard import Replicate, Shard, Topology, parallelize, use_topology
+from dshard import Layout, Replicate, Shard, Topology, parallelize, use_topology
 from dshard.errors import StrategyError
 from dshard.parallel import Auto, Plan, model_plan
 from dshard.parallel.boundary import own_boundary
 from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
+from dshard.placements import Placement
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_tables import StepTables, Weights
 from dshard.testing import RankPool, rank_pool, whole
@@ -31,14 +34,24 @@ SIZES: dict[str, Any] = {"width": 64, "vocabulary": 512}
 COUNTED = 3
 LOSS = 16
 """Bytes of the sum of the loss, a number, which ranks send each other in other rounds than its price has."""
+NOTHING: Mapping[str, Placement] = MappingProxyType({})
 PRICES = {"time": Weights(), "memory": Weights(memory=1e-7)}
 
 
-def planned(family: str, shape: tuple[int, ...], weights: Weights) -> tuple[Plan, dict[str, int]]:
-    """The plan of a model of this family, and the bytes that it says each pass receives, without those of numbers."""
+def planned(
+    family: str, shape: tuple[int, ...], weights: Weights, stored: Mapping[str, Placement] = NOTHING
+) -> tuple[Plan, dict[str, int]]:
+    """The plan of a model of this family, and the bytes that it says each pass receives, without those of numbers.
+
+    These parameters are `stored` in one way on all axes.
+    """
     model, args, mesh = language_model(family, **SIZES), batch(4, 16, SIZES["vocabulary"]), mesh_of(shape)
     graph = record_step(model, args, {}).graph().copies()
-    chosen = plan_step(StepTables(graph, mesh, SLOW), weights)
+    layouts = {name: Layout(mesh, (each,) * mesh.ndim) for name, each in stored.items()}
+    chosen = plan_step(StepTables(graph, mesh, SLOW).pinned(layouts), weights)
+    for value in graph.parameters():
+        if value.name in stored:  # or it is moved once for all of its uses
+            assert len({chosen.calls[call].inputs[i] for call, i in value.uses}) == len(value.uses)
     received = planned_bytes(graph, chosen, SLOW)
     of_passes = {d: sum(n for (_, each), n in received.items() if each == d) for d in ("forward", "backward")}
     return replace(as_plan(graph, chosen, mesh), ndim=2), of_passes
@@ -73,8 +86,10 @@ def trained(plan: Plan, family: str, steps: int) -> tuple[list[dict[str, int]], 
     return received, str(model.rehearsed)
 
 
-def sends_as_planned(pool: RankPool, family: str, shape: tuple[int, ...], price: str) -> None:
-    plan, expected = planned(family, shape, PRICES[price])
+def sends_as_planned(
+    pool: RankPool, family: str, shape: tuple[int, ...], price: str, stored: Mapping[str, Placement] = NOTHING
+) -> None:
+    plan, expected = planned(family, shape, PRICES[price], stored)
 
     for received, rehearsed in pool.run(trained, plan, family, 7):
         step = received[-1]  # the first ones compare their inputs, and the order of gradients
@@ -88,6 +103,11 @@ def sends_as_planned(pool: RankPool, family: str, shape: tuple[int, ...], price:
 @pytest.mark.parametrize("case", [*product(FAMILIES, [(4,), (2, 2)], PRICES)], ids=str)
 def test_planned_models_send_what_was_planned(ranks: RankPool, case: tuple[str, tuple[int, ...], str]) -> None:
     sends_as_planned(ranks, *case)
+
+
+@pytest.mark.ranks
+def test_a_weight_is_moved_once_for_a_use_that_has_it_otherwise_than_the_first(ranks: RankPool) -> None:
+    sends_as_planned(ranks, "tied", (2, 2), "time", {"embedding.weight": Shard(1)})
 
 
 @pytest.mark.ranks
