@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+from dshard.caches import cached
 from dshard.errors import MeshError
 from dshard.interned import Interned
 from dshard.validate import as_int, as_tuple, of_wrong_type, shown, suggestion
@@ -108,7 +109,7 @@ class Mesh(Interned):
         >>> Mesh((2, 4), ("dp", "tp")).group(["dp"], (1, 2))
         (2, 6)
         """
-        return tuple(self.rank(peer) for peer in self.peers(axes, coordinate))
+        return _group(self, tuple(axes), tuple(coordinate))
 
     def peers(self, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
         """The coordinates that differ from `coordinate` along `axes` alone, the first of `axes` varying slowest."""
@@ -220,6 +221,11 @@ def mesh_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if prod(shape) > MAX_RANKS:
         raise MeshError(f"a mesh of shape {shape} has {prod(shape):,} ranks: one has at most {MAX_RANKS:,}")
     return shape
+
+
+@cached("layouts", 4096)
+def _group(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate) -> tuple[int, ...]:
+    return tuple(map(mesh.rank, mesh.peers(axes, coordinate)))
 
 
 def _axis_names(names: Sequence[str], shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -117,11 +117,14 @@ _MOMENT, _AGREED = 2e-3, 5
 """Seconds between two counts of bytes alive, and how many equal counts in a row end the wait."""
 
 
-class _Work(NamedTuple):
+class _KnownWork(NamedTuple):
     """The event of calls that are alike on one topology, if they do any work."""
 
     topology: Topology
     event: Event | None
+
+
+_ALIKE: AlikeOperators[_KnownWork] = AlikeOperators()
 
 
 class StepTimeline:
@@ -129,8 +132,8 @@ class StepTimeline:
 
     Without one, on the topology in use for each mesh. In a step with data, operators on tensors without data only infer
     shapes, and are not recorded. Numbers on the host, such as Adam's count of steps, are no data, and with `for_shapes`
-    no tensors that the step makes are. Storages of tensors in `known` existed before, and do not count. Operators that
-    ran on tensors like theirs are answered by `alike`.
+    no tensors that the step makes are: operators that ran on tensors like theirs are not run again. Storages of tensors
+    in `known` existed before, and do not count.
     """
 
     def __init__(
@@ -139,10 +142,9 @@ class StepTimeline:
         known: Iterable[Tensor] = (),
         *,
         for_shapes: bool = False,
-        alike: AlikeOperators[_Work] | None = None,
     ) -> None:
         self.topology, self.memory, self.for_shapes = topology, Allocations(known), for_shapes
-        self.alike = alike
+        self.alike = _ALIKE if for_shapes else None
         self.real = self.sends = False
         self.events: list[Event] = []
         self.running: list[Decision] = []
@@ -194,18 +196,18 @@ class StepTimeline:
         if MOVES.value():
             return out
         topology = self.topology or planning_context().topology_of(Mesh((1,)))
-        work: _Work | None = None if alike is None else alike.note
+        work: _KnownWork | None = None if alike is None else alike.note
         if work is None or work.topology is not topology:
             before = {x.untyped_storage()._cdata for x in operands}
             fresh = [t for t in outputs if t.untyped_storage()._cdata not in before]
-            work = _Work(topology, _work_of(LocalCall(func, args, kwargs, out, operands, fresh), topology))
+            work = _KnownWork(topology, _work_of(LocalCall(func, args, kwargs, out, operands, fresh), topology))
             if alike is not None:
                 alike.note = work
         if work.event is not None:
             self.add(work.event)
         return out
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[AlikeCalls[_Work] | None, Any]:
+    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[AlikeCalls[_KnownWork] | None, Any]:
         """The result of an operator, and the calls that are alike, if it was answered for these."""
         return (None, func(*args, **kwargs)) if self.alike is None else self.alike.run(func, func, args, kwargs)
 

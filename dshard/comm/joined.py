@@ -20,7 +20,7 @@ from dshard.comm import rank_checks
 from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.pieces import JoinedPieces, JoinedViews
-from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, moved_in
+from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, moved_in, reduction_of
 from dshard.comm.world import COPY, Moving, Planned
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
@@ -42,10 +42,13 @@ _KINDS: frozenset[Kind] = frozenset({"all_gather", "all_reduce", "reduce_scatter
 @cached("collective steps", 16384)
 def lane_of(plan: Plan) -> Lane | None:
     """The lane of a plan; None if it sends nothing, or has a step of another kind."""
-    moved = moved_in(plan, (0,) * plan.src.mesh.ndim)
-    if not moved or any(each.collective.kind not in _KINDS for each in moved):
+    mesh, steps = plan.src.mesh, [step for step, _, _ in plan.shaped_stages()]
+    ranks = [prod([mesh.shape[mesh.axis(axis)] for axis in step.axes]) for step in steps]
+    if not steps or 1 in ranks or any(kind_of(step) not in _KINDS for step in steps):
         return None
-    return Lane(plan.src.mesh, tuple((c.kind, c.axes, c.op) for c in (each.collective for each in moved)))
+    if (plan.src.blocks or plan.dst.blocks) and moved_in(plan, (0,) * mesh.ndim) is None:
+        return None
+    return Lane(mesh, tuple([(kind_of(step) or "all_gather", step.axes, reduction_of(step)) for step in steps]))
 
 
 def joined(plans: tuple[Plan, ...], dtype: torch.dtype) -> Moving:
@@ -100,24 +103,50 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
     return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements, busiest=0))
 
 
+class _Stage(NamedTuple):
+    """A step of one of several joined plans: the layouts before and after it, and the shape of the tensor."""
+
+    step: Step
+    src: Layout
+    dst: Layout
+    shape: Shape
+
+    def sizes(self, at: Coordinate) -> tuple[int, int]:
+        """The elements that the rank at a coordinate has before, and after."""
+        return prod(self.src.local_shape(self.shape, at)), prod(self.dst.local_shape(self.shape, at))
+
+
 @cached("collective steps", 4096)
 def joined_received(plans: tuple[Plan, ...]) -> tuple[tuple[Kind, tuple[str, ...], int], ...]:
     """The collectives of joined plans of one lane: the kind, axes, and busiest rank's elements of each."""
     mesh = plans[0].src.mesh
-    lane = [*zip(*(plan.shaped_stages() for plan in plans), strict=True)]
-    if all(isinstance(step, AllGather | ReduceScatter | AllReduce) for members in lane for step, _, _ in members):
+    staged = [
+        [_Stage(step, src, after(step, src), shape) for step, src, shape in plan.shaped_stages()] for plan in plans
+    ]
+    lane = [*zip(*staged, strict=True)]
+    if all(isinstance(each.step, AllGather | ReduceScatter | AllReduce) for members in lane for each in members):
         return tuple(
-            (
-                kind_of(members[0][0]) or "all_gather",
-                members[0][0].axes,
-                max(map(partial(_elements, members), mesh.coordinates(), _places(mesh, members[0][0].axes))),
-            )
-            for members in lane
+            [
+                (kind_of(members[0].step) or "all_gather", members[0].step.axes, _busiest(mesh, members))
+                for members in lane
+            ]
         )
     of_ranks = [_steps(plans, mesh.coordinate(rank), torch.float32, SIMULATED) for rank in mesh.ranks]
     steps = [[step for step in ranks if isinstance(step, Transfer)] for ranks in zip(*of_ranks, strict=True)]
     firsts = ((ranks, ranks[0].collective) for ranks in steps)
     return tuple((c.kind, c.axes, max(step.elements for step in ranks)) for ranks, c in firsts)
+
+
+def _busiest(mesh: Mesh, members: Sequence[_Stage]) -> int:
+    """The elements that the busiest rank receives in the joined gathers or reductions of tensors.
+
+    Where the first rank, which has the most of each tensor, has what the last has, all ranks have it.
+    """
+    first, last = (0,) * mesh.ndim, tuple([n - 1 for n in mesh.shape])
+    if all(each.sizes(first) == each.sizes(last) for each in members):
+        return _elements(mesh, members, first, 0)
+    places = _places(mesh, members[0].step.axes)
+    return max(map(partial(_elements, mesh, members), mesh.coordinates(), places))
 
 
 def _places(mesh: Mesh, axes: Sequence[str]) -> list[int]:
@@ -132,13 +161,11 @@ def _places(mesh: Mesh, axes: Sequence[str]) -> list[int]:
     return [place[rank] for rank in mesh.ranks]
 
 
-def _elements(members: Sequence[tuple[Step, Layout, Shape]], at: Coordinate, place: int) -> int:
+def _elements(mesh: Mesh, members: Sequence[_Stage], at: Coordinate, place: int) -> int:
     """The elements that a rank, by its place in a group, receives in the joined gathers or reductions of tensors."""
-    (step, layout, _), own, then = members[0], 0, 0
-    for each, src, shape in members:
-        own += prod(src.local_shape(shape, at))
-        then += prod(after(each, src).local_shape(shape, at))
-    n = prod([layout.mesh.shape[layout.mesh.axis(axis)] for axis in step.axes])
+    step = members[0].step
+    own, then = map(sum, zip(*[each.sizes(at) for each in members], strict=True))
+    n = prod([mesh.shape[mesh.axis(axis)] for axis in step.axes])
     if isinstance(step, AllGather):
         return then - own
     if isinstance(step, ReduceScatter):

@@ -18,6 +18,7 @@ from dshard.comm.collective import Collective, CollectiveReport, Kind, collectiv
 from dshard.comm.pieces import JoinedPieces, JoinedViews, Pieces
 from dshard.layout import Layout, Region, Shape
 from dshard.mesh import Coordinate, Mesh
+from dshard.placements import ReduceOp
 from dshard.redistribute import (
     AllGather,
     AllReduce,
@@ -102,16 +103,10 @@ def flat_exchange(
     name: Literal["all_to_all", "permute"] = "all_to_all",
 ) -> Transfer:
     """Exchange flat pieces of these sizes with each rank of the group along `axes`; listeners see it as `name`."""
-    ranks, index = _group(mesh, axes, at)
+    ranks = mesh.group(axes, at)
+    index = ranks.index(mesh.rank(at))
     report = CollectiveReport(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
-
-
-@cached("collective steps", 4096)
-def _group(mesh: Mesh, axes: tuple[str, ...], at: Coordinate) -> tuple[tuple[int, ...], int]:
-    """The ranks of the group of the rank at `at`, and its index among them."""
-    ranks = mesh.group(axes, at)
-    return ranks, ranks.index(mesh.rank(at))
 
 
 @cached("collective steps", 65536)
@@ -261,14 +256,18 @@ def kind_of(step: Step) -> Kind | None:
             return None
 
 
+def reduction_of(step: Step) -> ReduceOp | None:
+    """The reduction that the collective of a step does, if it does one."""
+    return step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
+
+
 def _collective(step: Step, regions: Messages, at: Coordinate, report: CollectiveReport) -> Collective:
     axes, mesh = step.axes, report.mesh
     ranks = mesh.group(axes, at)
     kind = kind_of(step)
     assert kind is not None
     send, recv = regions.sizes(regions.send), regions.sizes(regions.recv)
-    op = step.op if isinstance(step, ReduceScatter | ReduceExchange | AllReduce) else None
-    return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, op, report=report)
+    return Collective(kind, axes, ranks, ranks.index(mesh.rank(at)), send, recv, reduction_of(step), report=report)
 
 
 def _narrow(src: Layout, dst: Layout, shape: Shape, panel: Panel | None, at: Coordinate) -> Narrow:

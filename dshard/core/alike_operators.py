@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dshard.caches import Cache
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.torch_private import OpOverload
 
@@ -50,7 +51,7 @@ class AlikeOperators(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, AlikeCalls[T]] = {}
+        self.known = Cache("alike operators", 65536)
         self.is_functional: dict[Function, bool] = {}
 
     def run(
@@ -63,11 +64,11 @@ class AlikeOperators(Generic[T]):
         key = self._key(func, args, kwargs)
         if key is None:
             return None, run(*args, **kwargs)
-        alike = self.known.get(key)
+        alike: AlikeCalls[T] | None = self.known.get(key)
         if alike is None:
             out = run(*args, **kwargs)
-            alike = self.known[key] = AlikeCalls(_forms(out, args, kwargs))
-            return alike, out
+            return self.known.add(key, AlikeCalls(_forms(out, args, kwargs))), out
+        self.known.hits += 1
         known = alike.result
         if known is None:
             return alike, run(*args, **kwargs)

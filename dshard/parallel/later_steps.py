@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from dshard.autograd.joined_gradients import Arrived, BucketBegins, BucketBegun
-from dshard.core.alike_operators import AlikeOperators
 from dshard.mesh import Mesh
 from dshard.step_timeline import Event, StepTimeline
 from dshard.topology import Topology
@@ -47,8 +46,8 @@ Entry: TypeAlias = Event | int | _Arrival | _Bucket
 class LaterSteps(StepTimeline):
     """Records a first step on tensors without data; `complete` makes of it the timeline and the peak of later ones."""
 
-    def __init__(self, topology: Topology, known: Iterable[Tensor], alike: AlikeOperators[Any]) -> None:
-        super().__init__(topology, known, for_shapes=True, alike=alike)
+    def __init__(self, topology: Topology, known: Iterable[Tensor]) -> None:
+        super().__init__(topology, known, for_shapes=True)
         self.log: list[Entry] = []
         self.begins: _Bucket | None = None
 

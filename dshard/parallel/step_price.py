@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import plain, planning
-from dshard.core.alike_operators import AlikeOperators
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
 from dshard.core.spec import Spec
@@ -65,7 +64,6 @@ class StepPrices:
         self.model_trace = model_trace
         self.answers: Sequence[object] | None = None
         """The host values that the forward pass reads, once that is known to read some."""
-        self.alike: AlikeOperators[Any] = AlikeOperators()
 
     @plain()
     @planning()
@@ -154,11 +152,11 @@ def _run(prices: StepPrices, plan: Plan) -> _Run:
             own.grad = None
         return sent, *between
 
-    first = LaterSteps(topology, known, prices.alike)
+    first = LaterSteps(topology, known)
     sent, in_forward, activations = step(first)
     timeline: StepTimeline = first
     if not first.complete():  # the second step is as later ones are
-        timeline = StepTimeline(topology, known, for_shapes=True, alike=prices.alike)
+        timeline = StepTimeline(topology, known, for_shapes=True)
         step(timeline)
     parameters = {id(t): t for t in state.values() if isinstance(t, nn.Parameter)}.values()
     nbytes = sum(map(_local_bytes, parameters))

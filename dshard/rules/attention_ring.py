@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.caches import cached
 from dshard.rules.attention_blocks import Block, Reach, Work, visible_blocks, work_of
@@ -39,6 +40,20 @@ class RingMessages:
     axis: int | None
     sent: tuple[tuple[int, int], ...]
     received: tuple[tuple[int, int], ...]
+
+
+MessageKind: TypeAlias = Literal["panels", "gradients"]
+
+
+class Hop(NamedTuple):
+    """The messages of all ranks of a ring beside one step: the most keys that a rank receives, and pairs of ranks.
+
+    `axis` is that of `RingMessages`.
+    """
+
+    received: int
+    axis: int | None
+    pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +103,10 @@ class RingPlan:
             received = (*received, (self.holder(index, step), index))
         return RingMessages(self._axis_of_gradients(step), sent, received)
 
+    def hops(self, kind: MessageKind) -> tuple[Hop, ...]:
+        """The messages of panels, or of gradients, beside each step but the first."""
+        return _hops(self, kind)
+
     def _axis_of_gradients(self, step: int) -> int | None:
         """The axis along which gradients are sent after `step`, by its position in the ring; None for several."""
         if len(self.shape) == 1:
@@ -119,6 +138,18 @@ class RingPlan:
 def _works(plan: RingPlan, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
     of_ranks = zip(zip(*plan.blocks, strict=True), plan.rows, strict=True)
     return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
+
+
+@cached("rings", 256)
+def _hops(plan: RingPlan, kind: MessageKind) -> tuple[Hop, ...]:
+    messages = plan.panels if kind == "panels" else plan.gradients
+    hops = list[Hop]()
+    for step in range(1, plan.ranks):
+        of_ranks = [messages(i, step) for i in range(plan.ranks)]
+        received = max([sum([plan.lengths[owner] for _, owner in each.received]) for each in of_ranks])
+        pairs = tuple([(i, to) for i, each in enumerate(of_ranks) for to, _ in each.sent])
+        hops.append(Hop(received, of_ranks[0].axis, pairs))
+    return tuple(hops)
 
 
 @cached("rings", 4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from math import prod
 from typing import TypeAlias
 
@@ -258,20 +258,29 @@ def _expanded_layout(
 
 def merges(dim: Dim, order: Order, sizes: dict[str, int], mesh: Mesh) -> bool:
     """Whether factors sharded in this order merge, on every rank, into exactly its chunk of the merged dim."""
-    axes = _axes_of(dim, order)
-    if not axes:
-        return True
-    total = prod([sizes[factor] for factor in dim])
-    for coordinate in product(*(range(mesh.shape[axis]) for axis in axes)):
-        at = dict(zip(axes, coordinate, strict=True))
-        merged = nested_chunk(total, axes, mesh.shape, at)
-        parts = [nested_chunk(sizes[factor], order.get(factor, ()), mesh.shape, at) for factor in dim]
-        if _flatten(parts, [sizes[factor] for factor in dim]) != (merged or range(0)):
+    counts = tuple([tuple([mesh.shape[axis] for axis in order.get(factor, ())]) for factor in dim])
+    return not any(counts) or _merge(tuple([sizes[factor] for factor in dim]), counts)
+
+
+@cached("layouts", 16384)
+def _merge(sizes: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether factors of these sizes, each sharded over mesh axes of so many ranks, merge into the merged dim's chunks.
+
+    Even chunks do on all ranks or on none: their numbers are digits of that of the merged one.
+    """
+    split = [n for own in counts for n in own]
+    rest = iter(range(len(split)))
+    axes = [tuple(islice(rest, len(own))) for own in counts]
+    is_even = not any(size % prod(own) for size, own in zip(sizes, counts, strict=True))
+    for at in islice(product(*map(range, split)), 1 if is_even else None):
+        merged = nested_chunk(prod(sizes), range(len(split)), split, at)
+        parts = [nested_chunk(size, own, split, at) for size, own in zip(sizes, axes, strict=True)]
+        if _flatten(parts, sizes) != (merged or range(0)):
             return False
     return True
 
 
-def _flatten(parts: list[range], sizes: list[int]) -> range | None:
+def _flatten(parts: Sequence[range], sizes: Sequence[int]) -> range | None:
     """The product of ranges of consecutive factors as one range of the merged dim, or None if it has gaps."""
     if not all(parts):
         return range(0)

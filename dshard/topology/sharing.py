@@ -175,19 +175,20 @@ def _least_entering(collective: Collective, inside: int, outside: int, n: int) -
 @cached("network", 1024)
 def crossing(layer: Layer, inner: int, groups: Groups) -> Counter[UnitShare]:
     """Count the parts of `groups` that cross `layer`, whose units have `inner` ranks each."""
-    crossing_parts: Counter[UnitShare] = Counter()
+    spans = Counter[tuple[tuple[int, int], ...]]()  # units and counts of groups, of which most are in the same
     for group in groups:
         first, last = group[0] // inner, group[-1] // inner
-        if first == last:  # ranks are in order: one unit has them all
-            continue
-        counts: dict[int, int] = {first: 1, last: 1} if len(group) == 2 else Counter(map(inner.__rfloordiv__, group))
-        if len(counts) > 1:
-            parents: dict[int, list[int]] = {}
-            for unit in sorted(counts):
-                parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append(unit)
-            for units in parents.values():
-                if len(units) > 1:
-                    crossing_parts[UnitShare(tuple(units), tuple([counts[unit] for unit in units]))] += 1
+        if first != last:  # ranks are in order: one unit would have them all
+            is_pair, unit_of = len(group) == 2, inner.__rfloordiv__
+            spans[((first, 1), (last, 1)) if is_pair else tuple(sorted(Counter(map(unit_of, group)).items()))] += 1
+    crossing_parts = Counter[UnitShare]()
+    for counts, times in spans.items():
+        parents: dict[int, list[tuple[int, int]]] = {}
+        for unit, count in counts:
+            parents.setdefault(0 if layer.ranks is None else unit // layer.ranks, []).append((unit, count))
+        for units in parents.values():
+            if len(units) > 1:
+                crossing_parts[UnitShare(*zip(*units, strict=True))] += times
     return crossing_parts
 
 
@@ -210,7 +211,7 @@ def _ring_bandwidth(layer: Layer, parts: Counter[UnitShare]) -> float:
     rank = inf if layer.rank_bandwidth is None else layer.rank_bandwidth
     return min(
         [
-            min(layer.group_bandwidth / sharing[unit], pairs.get((part, unit), inf), count * rank)
+            min(layer.group_bandwidth / sharing[unit], pairs.get((part, unit), inf) if pairs else inf, count * rank)
             for part in parts
             for unit, count in zip(part.units, part.counts, strict=True)
         ]

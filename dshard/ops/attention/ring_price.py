@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
@@ -38,7 +38,7 @@ from dshard.rules.attention_blocks import (
     Reach,
     Work,
 )
-from dshard.rules.attention_ring import Ring, RingMessages, RingPlan, halved
+from dshard.rules.attention_ring import MessageKind, Ring, halved
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.strategy import Question, Strategy
 from dshard.rules.strategy_price import Price
@@ -201,7 +201,7 @@ class _Price:
         """The strategy with the seconds of the ring, and what it sends in its forward pass."""
         base, itemsize, sums = self.base, self.dtype.itemsize, sum_dtype(self.dtype).itemsize
         steps = range(1, self.plans[0].ranks)
-        panels = [self._hop(RingPlan.panels, step, itemsize) for step in steps]
+        panels = [self._hop("panels", step, itemsize) for step in steps]
         swaps = self._swaps([(0, self.row, itemsize), (1, self.width, itemsize)])
         results = [*self._swaps([(0, self.result, itemsize)]), *self._swaps([(0, self.heads, sums)])]
         exchanges = (*swaps, *panels, *results)
@@ -220,7 +220,7 @@ class _Price:
         gradients = sum(self.call.question.constraints.gradients)
         if not gradients:
             return base
-        returns = [self._hop(RingPlan.gradients, step, sums) for step in steps]
+        returns = [self._hop("gradients", step, sums) for step in steps]
         _, backward = self._seconds(list(zip(panels, returns, strict=True)), gradients)
         there = self._swaps([(0, self.row + self.result, itemsize), (1, self.width, itemsize)])
         statistics = self._swaps([(0, 2 * self.heads, sums)])
@@ -270,21 +270,13 @@ class _Price:
         most = max((len(block.queries) * len(block.keys) for block in blocks), default=0)
         return self.call.question.rule.held * self.heads * most
 
-    def _hop(
-        self, messages: Callable[[RingPlan, int, int], RingMessages], step: int, itemsize: int
-    ) -> PlannedCollective:
+    def _hop(self, kind: MessageKind, step: int, itemsize: int) -> PlannedCollective:
         """The exchange of a step, with elements of a size: the busiest rank receives the most keys."""
-        of_plans = [[messages(plan, i, step) for i in range(plan.ranks)] for plan in self.plans]
-        keys = max(
-            sum(plan.lengths[owner] for _, owner in each.received)
-            for plan, of_ranks in zip(self.plans, of_plans, strict=True)
-            for each in of_ranks
-        )
-        axis = of_plans[0][0].axis
+        hops = [plan.hops(kind)[step - 1] for plan in self.plans]
+        keys, axis, pairs = max([hop.received for hop in hops]), hops[0].axis, hops[0].pairs
         axes = self.attention.axes if axis is None else self.attention.axes[axis : axis + 1]
         sent = self._sent(axes, keys * self.width * itemsize)
-        pairs = tuple((i, to) for i, each in enumerate(of_plans[0]) for to, _ in each.sent)
-        if not sent.nbytes or len(pairs) == len(of_plans[0]) or len(of_plans) > 1:
+        if not sent.nbytes or len(pairs) == self.plans[0].ranks or len(hops) > 1:
             return sent
         # where a mask spares messages, those of a step may all stay within hosts
         link = self.topology.link_within(self.mesh, self.attention.axes, pairs)
@@ -327,5 +319,5 @@ class _Price:
 
 def _together(seconds: Sequence[float], topology: Topology) -> list[float]:
     """Seconds of a step on each rank: those while all compute, shorter where ranks that share cores have less to do."""
-    busiest = max(seconds)
-    return [each * together_seconds(seconds, topology) / busiest for each in seconds] if busiest else [*seconds]
+    busiest, together = max(seconds), together_seconds(seconds, topology)
+    return [each * together / busiest for each in seconds] if busiest else [*seconds]
