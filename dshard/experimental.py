@@ -107,7 +107,9 @@ class _LocalPlacements:
             return func(*args, **kwargs)
         mesh = as_mesh(meshes[0] if self.mesh is None else self.mesh)
         varying = _varying(self.outputs) if self.gradients is None else frozenset()
-        redistributed = _in_all_placements(flat, self.inputs, self.redistribute_inputs)
+        _check_count("in_placements", self.inputs, len(flat), "arguments")
+        entries = zip(flat, self.inputs or (None,) * len(flat), strict=True)
+        redistributed = [_in_placements(arg, i, at, self.redistribute_inputs) for i, (arg, at) in enumerate(entries)]
         local = _local_arguments(redistributed, self.gradients, varying, mesh)
         with refusing_plain(in_forward=True):
             out, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
@@ -138,14 +140,6 @@ def _varying(out_entries: tuple[Placements, ...]) -> frozenset[int]:
         for axis, placement in enumerate(entry)
         if isinstance(placement, Shard | Partial)
     )
-
-
-def _in_all_placements(
-    flat: Sequence[object], in_placements: tuple[Placements, ...] | None, redistribute_inputs: bool
-) -> list[object]:
-    _check_count("in_placements", in_placements, len(flat), "arguments")
-    entries = in_placements or (None,) * len(flat)
-    return [_in_placements(arg, i, entries[i], redistribute_inputs) for i, arg in enumerate(flat)]
 
 
 def _local_arguments(

@@ -45,17 +45,18 @@ def read_value(name: str, stream: Any, current: Any) -> Any:
         return torch.load(stream, weights_only=True)
     except pickle.UnpicklingError:
         stream.seek(0)
-    allowed, refused = _globals_of(current), set[str]()
+    allowed, pickled, refused = set[tuple[str, str]](), io.BytesIO(), set[str]()
+    torch.save(current, pickled)
+    pickled.seek(0)
+    _load(pickled, lambda module, name: allowed.add((module, name)))
 
-    class Restricted(pickle.Unpickler):
-        def find_class(self, module: str, attribute: str) -> Any:
-            if (module, attribute) not in allowed:
-                refused.add(f"{module}.{attribute}")
-                raise pickle.UnpicklingError
-            return super().find_class(module, attribute)
+    def check(module: str, name: str) -> None:
+        if (module, name) not in allowed:
+            refused.add(f"{module}.{name}")
+            raise pickle.UnpicklingError
 
     try:
-        return _load(stream, Restricted)
+        return _load(stream, check)
     except Exception as error:  # whatever unpickling may raise
         reason = f"it was pickled with {refused.pop()}" if refused else f"{type(error).__name__}: {error}"
     raise CheckpointError(
@@ -64,24 +65,15 @@ def read_value(name: str, stream: Any, current: Any) -> Any:
     )
 
 
-def _globals_of(value: object) -> set[tuple[str, str]]:
-    """The globals, as (module, name), in the pickle of a value."""
-    names: set[tuple[str, str]] = set()
+def _load(stream: Any, heed: Callable[[str, str], object]) -> Any:
+    """Load a value of torch.save; `heed` is told the module and the name of each global in its pickle."""
 
-    class Recording(pickle.Unpickler):
-        def find_class(self, module: str, attribute: str) -> Any:
-            names.add((module, attribute))
-            return super().find_class(module, attribute)
+    class Heeding(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            heed(module, name)
+            return super().find_class(module, name)
 
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    _load(stream, Recording)
-    return names
-
-
-def _load(stream: Any, unpickler: type[pickle.Unpickler]) -> Any:
-    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler, load=None)  # torch's form, without older ones
+    module = SimpleNamespace(__name__="pickle", Unpickler=Heeding, load=None)  # torch's form, without older ones
     return torch.load(stream, weights_only=False, pickle_module=module)
 
 

@@ -183,7 +183,7 @@ class _InFlight:
 @cached("collective steps", 65536)
 def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
     """The sends and receives of a rank, in an order in which no chunk is forwarded before it arrives."""
-    ops, times = [], _model_times(plan) if in_step else _byte_times(plan)
+    ops, times = [], [chain.begins for chain in plan.chains] if in_step else _byte_times(plan)
     for number, (chain, time) in enumerate(zip(plan.chains, times, strict=True)):
         for hop, (sender, receiver) in enumerate(chain.hops):
             if rank in (sender, receiver):
@@ -197,11 +197,6 @@ def ops_of(plan: ReshardPlan, rank: int, in_step: bool) -> tuple[Op, ...]:
 
 Time: TypeAlias = Callable[[int, int], float]
 """The time of a chunk on a hop; it rises strictly from hop to hop, so that ranks cannot wait in a circle."""
-
-
-def _model_times(plan: ReshardPlan) -> list[Time]:
-    """The times of the planner's model, in which one chain waits for another."""
-    return [chain.begins for chain in plan.chains]
 
 
 @cached("reshard plans", 4096)

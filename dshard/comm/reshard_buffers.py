@@ -8,7 +8,7 @@ from dshard.comm.pieces import span_of, view_of
 from dshard.comm.transport import movable
 from dshard.layout import Region, Shape, overlap
 from dshard.redistribute.step import inside, numel
-from dshard.reshard import Chain, ReshardPlan, reduced_axes, region_of
+from dshard.reshard import ReshardPlan, reduced_axes, region_of
 
 
 class Buffers:
@@ -42,7 +42,8 @@ class Buffers:
             piece = route.piece(index)
             total = self._chunk(chain, index, position)
             total += self._own_elements(route.region)[piece.start : piece.stop]
-            if position == route.terms - 1 and self._needs(route):
+            is_last, needed = position == route.terms - 1, self._needed
+            if is_last and needed is not None and overlap(route.region, needed) == route.region:
                 self._receive_buffer(route.region)[piece.start : piece.stop] = total
 
     def result(self) -> Tensor | None:
@@ -63,9 +64,6 @@ class Buffers:
             return self._sums[chain][piece.start - route.span.start : piece.stop - route.span.start]
         flat = self._own_elements(route.region) if position == 0 else self._receive_buffer(route.region)
         return flat[piece.start : piece.stop]
-
-    def _needs(self, route: Chain) -> bool:
-        return self._needed is not None and overlap(route.region, self._needed) == route.region
 
     def _own_elements(self, region: Region) -> Tensor:
         """This rank's own elements of a region, flat."""

@@ -63,13 +63,8 @@ def register_if_copy(view: Wrapper | None, local: Tensor, base: Wrapper) -> None
 
     It copies what is local, in the layout of the base, so that ranks need not agree whether theirs is a copy.
     """
-    if view is not None and _is_copy(local, base._local_tensor):
+    if view is not None and any(on_each(_is_apart, local, base._local_tensor)):
         register_view(view, CopiedView(base, local, base._spec))
-
-
-def _is_copy(local: Tensor, base: Tensor) -> bool:
-    """Whether a local tensor, or that of any simulated rank, has another memory than the one that it should view."""
-    return any(on_each(_is_apart, local, base))
 
 
 def _is_apart(local: Tensor, base: Tensor) -> bool:

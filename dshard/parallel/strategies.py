@@ -206,7 +206,9 @@ def fitted_roles(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> Roles:
     for name, dims in roles.parameters.items():
         ranks = [_ranks_along(i, dims, axes, mesh) for i in range(len(dims))]
         fitting[name] = tuple(
-            replace(role, kind=FeatureKind.OTHER) if _has_few_features(role, n) else role
+            replace(role, kind=FeatureKind.OTHER)
+            if role.kind is FeatureKind.INNER and role.units == role.size < n
+            else role
             for role, n in zip(dims, ranks, strict=True)
         )
         for i, (role, n) in enumerate(zip(fitting[name], ranks, strict=True)):
@@ -278,10 +280,6 @@ def idle_experts(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> str:
                     f"{ranks - role.size} have none; use {way_out}"
                 )
     return ""
-
-
-def _has_few_features(role: Role, ranks: int) -> bool:
-    return role.kind is FeatureKind.INNER and role.units == role.size < ranks
 
 
 def _check_heads(roles: Roles, axes: tuple[Axis, ...], mesh: Mesh) -> None:

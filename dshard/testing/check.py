@@ -178,7 +178,8 @@ class _Call:
     def on_one_device(self, gradients: bool) -> _Expected:
         """The expected results, with gradients of the operands for which torch has them."""
         n = len(self.operands())
-        if gradients and not _is_mutable(self.function):
+        function = self.function
+        if gradients and not (isinstance(function, OpOverload) and function._schema.is_mutable):
             differentiable = [has_gradient(x) for x in self.operands()]
             each_alone = ([i == j and differentiable[j] for j in range(n)] for i in range(n))
             expected = self._try(differentiable) or self._try([self._try(some) is not None for some in each_alone])
@@ -198,7 +199,9 @@ class _Call:
         outputs = self.run(operands)
         incoming = [_incoming(out, i) for i, out in enumerate(outputs)]
         gradients = [_dense(gradient) for gradient in _backward(outputs, incoming, operands)]
-        return _Expected([_detached(out) for out in outputs], incoming, differentiable, gradients)
+        return _Expected(
+            [out.detach() if isinstance(out, Tensor) else out for out in outputs], incoming, differentiable, gradients
+        )
 
     def choices(self, mesh: Mesh, placements: Literal["all"] | Sequence[Placement]) -> list[list[Layout]]:
         """The layouts to test, for each operand."""
@@ -285,14 +288,6 @@ def _dense(x: Tensor | None) -> Tensor | None:
     """Return the tensor, as ordinary zeros if it is one of autograd's tensors without memory."""
     # torch's comparison crashes on its zero tensors, which have no memory
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x is not None and x._is_zerotensor() else x
-
-
-def _detached(x: object) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _is_mutable(function: Function) -> bool:
-    return isinstance(function, OpOverload) and function._schema.is_mutable
 
 
 def _name(function: Function) -> str:

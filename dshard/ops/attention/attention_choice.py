@@ -355,12 +355,6 @@ def repeats(specs: Sequence[Spec]) -> Iterator[int]:
 
 def repeated(specs: Sequence[Spec], times: int) -> list[Spec]:
     """The specs of attention's operands with repeated key heads."""
-    return [
-        contiguous_spec(spec.layout, shape, spec.dtype, spec.device) if i in (1, 2) else spec
-        for i, spec in enumerate(specs)
-        for shape in (_repeated_shape(spec.shape, times),)
-    ]
-
-
-def _repeated_shape(shape: Shape, times: int) -> Shape:
-    return (*shape[:-3], shape[-3] * times, *shape[-2:]) if len(shape) > 2 else shape
+    query, key, value, *mask = specs
+    pairs = [(spec, (*spec.shape[:-3], spec.shape[-3] * times, *spec.shape[-2:])) for spec in (key, value)]
+    return [query, *(contiguous_spec(each.layout, shape, each.dtype, each.device) for each, shape in pairs), *mask]

@@ -234,12 +234,8 @@ def _attended(operands: Operands) -> tuple[Tensor, Tensor]:
     out, lse = _kernel_of(operands).forward(operands)
     if operands.mask is None:
         return out, lse
-    return out, lse.masked_fill(_blind(operands.mask).expand(lse.shape), -inf)
-
-
-def _blind(mask: Tensor) -> Tensor:
-    """The rows whose keys are all masked."""
-    return (mask == -inf).all(-1)
+    all_masked = (operands.mask == -inf).all(-1)
+    return out, lse.masked_fill(all_masked.expand(lse.shape), -inf)
 
 
 # -- the kernels

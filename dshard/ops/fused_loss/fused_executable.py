@@ -43,7 +43,7 @@ class FusedLoss(ComposedExecutable):
         pairs = list(zip(choice.specs, choice.strategy.gradients, strict=True))
         of_operands = [pairs[i] for i in (0, 1, 3)[: 2 + self.loss.has_bias]]
         self.of_operands = [contiguous_spec(at, s.shape, s.dtype, s.device) for s, at in of_operands]
-        self.summed = [self.of_operands[0], *(_in_dtype(spec, wide) for spec in self.of_operands[1:])]
+        self.summed = [self.of_operands[0], *(spec.with_dtype(wide) for spec in self.of_operands[1:])]
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
@@ -159,7 +159,3 @@ class _Fused(torch.autograd.Function):
 def _of(tensors: Sequence[Any], needed: Needed) -> list[Any]:
     """Those tensors that are needed."""
     return [x for x, is_needed in zip(tensors, needed, strict=False) if is_needed]
-
-
-def _in_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
-    return contiguous_spec(spec.layout, spec.shape, dtype, spec.device)

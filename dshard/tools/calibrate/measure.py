@@ -26,7 +26,7 @@ from dshard.tools.calibrate.rounds import (
     spread,
     typical,
 )
-from dshard.topology import Backend, Collective, Measured, Topology, default_topology
+from dshard.topology import Collective, Measured, Topology, default_topology
 from dshard.topology.sharing import cut_bandwidth, groups_of
 
 SECONDS = 20.0
@@ -69,7 +69,8 @@ def measure(
     begin = clock.elapsed()
     device = measure_device(clock, seconds)
     known = base or default_topology(clock.mesh.device_type)
-    known = replace(known, device=device, backend=_backend(clock, known))
+    backend = clock.everyone.backend.algorithms if clock.mesh.size > 1 else None
+    known = replace(known, device=device, backend=backend or known.backend)
     cases = [
         Case(axes, collective)
         for axes in axes_to_measure(clock.mesh)
@@ -175,11 +176,6 @@ def _checked(sizes: Sequence[int], seconds: float, collectives: Sequence[Collect
         if collective not in COLLECTIVES:
             raise TopologyError(f"collectives: {collective!r} cannot be measured; use {', '.join(COLLECTIVES)}")
     return levels
-
-
-def _backend(clock: Clock, known: Topology) -> Backend:
-    """Return the backend whose algorithms run on the mesh, or that of the `known` topology if unrecognised."""
-    return (clock.everyone.backend.algorithms if clock.mesh.size > 1 else None) or known.backend
 
 
 def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Collective) -> bool:

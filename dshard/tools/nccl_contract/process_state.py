@@ -133,7 +133,7 @@ class ProcessState:
         publish(None if messages else here)
         try:
             while not operation.done.wait(_LOOK):
-                text = _failure_elsewhere()
+                text: str | None = peek(_FAILED) if dist.is_initialized() else None
                 if text is not None:
                     self.error = text
                     raise dist.DistBackendError(f"{operation.what}: another rank has failed: {text}")
@@ -153,11 +153,6 @@ class ProcessState:
             self.error = str(error)
             if dist.is_initialized() and CURRENT.state is self:
                 _quietly(lambda: put(_FAILED, f"rank {dist.get_rank()}: {error}"))
-
-
-def _failure_elsewhere() -> str | None:
-    text: str | None = peek(_FAILED) if dist.is_initialized() else None
-    return text
 
 
 def _quietly(call: Callable[[], object]) -> None:
