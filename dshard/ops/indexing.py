@@ -16,6 +16,7 @@ from dshard.core.call import Call, Composed, Operator
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.ops import lookup
 from dshard.ops.concat import SAME_WHEN_EQUAL
+from dshard.ops.ragged import selects
 from dshard.rules.rule import ANY, LINEAR, MOVES, PassThrough, Rule, together
 
 
@@ -120,7 +121,7 @@ def _result(call: Call, *inner: str) -> list[str]:
 
 def has_mask(args: Args) -> bool:
     """Whether some index is a mask: the shape of the result depends on its values."""
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return any(map(selects, args[1]))
 
 
 def by_mask(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -132,8 +133,7 @@ def by_mask(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return fill.Tensor(x, mask, rest[0])
     converted: list[Tensor | None] = []
     for each in indices:
-        is_mask = each is not None and each.dtype in (torch.bool, torch.uint8)
-        converted.extend(each.nonzero().unbind(1) if is_mask else [each])
+        converted.extend(each.nonzero().unbind(1) if selects(each) else [each])
     return func(x, converted, *rest, **kwargs)
 
 

@@ -41,6 +41,12 @@ def refuse(index: Tensor, beyond: Tensor, size: int, dim: int, kind: type[Except
         assert_async(~beyond.any(), f"an index is out of bounds for dimension {dim} with size {size}")
 
 
+def refuse_targets(classes: int, ignored: int, target: Tensor) -> None:
+    """Refuse targets of a loss that are no class, as torch does."""
+    if not has_only_shape(target):
+        refuse(target, ((target < 0) | (target >= classes)) & (target != ignored), classes, 1)
+
+
 def _refuse_now(size: int, dim: int, kind: type[Exception], index: Tensor, beyond: Tensor) -> None:
     if bool(beyond.any()):
         raise kind(f"index {int(index[beyond][0])} is out of bounds for dimension {dim} with size {size}")

@@ -33,7 +33,7 @@ from dshard.mesh import Coordinate
 from dshard.ops.batched import or_nothing
 from dshard.ops.composite import run_composite
 from dshard.ops.custom import accept_call
-from dshard.ops.lookup import refuse
+from dshard.ops.lookup import refuse_targets
 from dshard.ops.small_reductions import SMALL_REDUCTIONS, all_sharded, reduce_statistics, stays_sharded
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
@@ -228,7 +228,7 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     accept_call(func, args, kwargs)
     op = None if always else "cross_entropy"
     ignored = -100 if ignored is None else ignored
-    _refuse_targets(target, x.shape[dim], ignored)
+    on_each(partial(refuse_targets, x.shape[dim], ignored), target._local_tensor)
     kept = target != ignored
     shifted, log_sum = (reduce_statistics(x, op), None) if func is F.nll_loss else _shifted(x, dim, op)
     terms = _terms(shifted, log_sum, target.where(kept, 0), weight, smoothing or 0.0, op)
@@ -298,14 +298,6 @@ def _terms(
         share = share + smoothing * (1.0 if weight is None else reduce_statistics(weight.sum(), op) / classes)
     target_logit = reduce_statistics(target_logit, op)
     return (-target_logit if log_sum is None else share * log_sum - target_logit), each
-
-
-def _refuse_targets(target: Wrapper, classes: int, ignored: int) -> None:
-    """Refuse targets that are no class, as torch does."""
-    on_each(
-        lambda x: refuse(x, ((x < 0) | (x >= classes)) & (x != ignored), classes, 1),
-        target._local_tensor,
-    )
 
 
 _ATEN = torch.ops.aten

@@ -18,9 +18,14 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch
 
 
+def selects(index: object) -> bool:
+    """Whether an index says by truth values what it stands for, so that their number depends on values."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
 def is_mask(index: object) -> bool:
     """Whether an index is a mask, which stands for as many indices as it has dims."""
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+    return isinstance(index, Tensor) and selects(index) and index.dim() > 0
 
 
 def without_masks(x: Tensor, index: object) -> object:
@@ -51,7 +56,7 @@ def _indexed_dims(part: object) -> int:
     """The number of tensor dims that an entry of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
-    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+    if isinstance(part, Tensor) and selects(part):
         return part.dim()
     return 1
 

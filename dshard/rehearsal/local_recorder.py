@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dshard.comm import ENDS, Collective, user_line
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import is_for_shapes
+from dshard.ops.ragged import selects
 from dshard.torch_private import OpOverload, graph_task_id, is_alias_of, no_torch_dispatch
 
 T = TypeVar("T")
@@ -168,10 +169,6 @@ def _may_be_view(func: OpOverload) -> bool:
 _ON_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-def _has_no_mask(indices: Sequence[Tensor | None]) -> bool:
-    return not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
-
-
 SAVES = "state of torch's random numbers"
 """The key of a call that reads this state."""
 
@@ -278,7 +275,7 @@ class LocalRecorder:
         return slot
 
     def _check(self, func: OpOverload, args: Args) -> None:
-        if any(tag in func.tags for tag in _ON_HOST) and not (func is aten.index.Tensor and _has_no_mask(args[1])):
+        if any(tag in func.tags for tag in _ON_HOST) and (func is not aten.index.Tensor or any(map(selects, args[1]))):
             self.refuse(f"{func} reads numbers on the host, which Python may use")
         elif torch.Tag.inplace_view in func.tags:
             self.refuse(f"{func} changes the shape of a tensor in place")

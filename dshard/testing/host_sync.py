@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dshard.comm.user_code import user_line
 from dshard.core.observe import OperatorMode
+from dshard.ops.ragged import selects
 from dshard.tools.nccl_contract.process_state import CURRENT
 
 _READS = "it reads a number: keep it in a tensor, with torch.where and the like, and read it after the step"
@@ -74,7 +75,7 @@ def _reason(func: Any, args: Any, kwargs: Any) -> str:
         return _WAITS[packet]
     if packet is _aten.repeat_interleave and kwargs.get("output_size") is None and isinstance(args[0], Tensor):
         return f"{_COUNTS}, output_size="
-    if packet in _INDEXED and any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+    if packet in _INDEXED and any(map(selects, args[1])):
         return f"a mask is an index, and {_COUNTS}"
     if packet in _COPIES and _leaves_the_device(packet, args, kwargs):
         return "it copies to the CPU: do it after the step, or to pinned memory with non_blocking=True"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from dshard.autograd.crossing import redistribute
-from dshard.comm import Scoped, has_only_shape, on_each, publish_failure
+from dshard.comm import Scoped, on_each, publish_failure
 from dshard.core.call import OperatorForm
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
@@ -29,7 +29,7 @@ from dshard.ops.composite import run_executable
 from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, LossOptions, Reduction, rows_of_chunk
 from dshard.ops.fused_loss.fused_choice import CLASSES, FEATURES, FusedCandidates, FusedChoice, fused_loss_rule
 from dshard.ops.fused_loss.fused_executable import FusedLoss, LocalFusedLoss, run_recorded_loss
-from dshard.ops.lookup import refuse
+from dshard.ops.lookup import refuse_targets
 from dshard.ops.losses import cross_entropy
 from dshard.ops.matmul import functions
 from dshard.ops.matmul.rules import same_dtype
@@ -145,7 +145,7 @@ def _autocast(call: FusedCall) -> FusedCall:
 
 def _run_plain(call: FusedCall) -> Any:
     x, _, target, *_ = call.tensors
-    _refuse_targets(call, target)
+    refuse_targets(call.options.classes, call.options.ignored, target)
     most = prod(x.shape[:-1])
     size = (
         rows_of_chunk(most, call.options.classes, x.shape[-1], x.device.type)
@@ -161,7 +161,7 @@ def _run_distributed(call: FusedCall) -> Any:
     laid = tuple(t if t is None or isinstance(t, Wrapper) else replicated_tensor(t, mesh) for t in call.tensors)
     call = call._replace(tensors=laid)  # type: ignore[arg-type]
     tensors = call.present
-    on_each(partial(_refuse_targets, call), call.tensors[2]._local_tensor)
+    on_each(partial(refuse_targets, call.options.classes, call.options.ignored), call.tensors[2]._local_tensor)
     needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
     key = call_key(("linear_cross_entropy", call.options, call.has, needed, call.rows), tensors)
 
@@ -171,13 +171,6 @@ def _run_distributed(call: FusedCall) -> Any:
 
     choice: FusedChoice = planning_context().choices.of(key, choose)
     return run_executable(FusedLoss(choice, partial(_recorded, call.template)), tensors)
-
-
-def _refuse_targets(call: FusedCall, target: Tensor) -> None:
-    """Refuse targets that are no class, as torch does."""
-    classes = call.options.classes
-    if not has_only_shape(target):
-        refuse(target, ((target < 0) | (target >= classes)) & (target != call.options.ignored), classes, 1)
 
 
 def _recorded(call: FusedCall, tensors: Sequence[Any]) -> Any:
