@@ -199,7 +199,8 @@ def _shift(search: _Search, costs: ShiftedCosts, quick: float, deadline: Deadlin
     rise, bound = inf, costs.bound
     while rise == inf or rise > quick * (search.most - bound) > 0:
         costs.improve(deadline)
-        rise, bound = costs.bound - bound, costs.bound
+        raised = costs.bound
+        rise, bound = raised - bound, raised
     new = search.price(costs.choice)
     if search.is_over(bound):
         return True

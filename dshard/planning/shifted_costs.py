@@ -6,8 +6,9 @@ in order and back; each takes what its tables take at least, and shares what it 
 behind it (TRW-S, Kolmogorov 2006). That makes the bound larger, up to that of the linear program at best, and exact
 where tables form a tree.
 
-Shifts are rounded, and equal ones are one tensor. What a variable does follows from the names of its tables and from
+Shifts are rounded, and equal ones are one array. What a variable does follows from the names of its tables and from
 their shifts, so it is worked out once for all that have both alike: within a row of equal blocks shifts soon repeat.
+Arrays are numpy's: most have a hundred numbers, for which torch's operators take several times as long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dshard.planning.deadline import ENDLESS, Deadline
@@ -52,6 +55,20 @@ class Spread(NamedTuple):
         return table
 
 
+Array: TypeAlias = NDArray[np.float64]
+
+
+class _Table(NamedTuple):
+    """A compact spread as arrays: its entries, and for each variable the row of each of its values."""
+
+    entries: Array
+    rows: tuple[NDArray[np.int64], ...]
+
+    def whole(self) -> Array:
+        """The table of one variable, with a row for each value."""
+        return self.entries.take(self.rows[0])
+
+
 class _End(NamedTuple):
     """One of the variables of a table of two: the number of the use of the table, its name, and the variable's dim."""
 
@@ -72,7 +89,8 @@ class ShiftedCosts:
     """
 
     def __init__(self, variables: int, uses: Sequence[NamedTable], tables: Mapping[Hashable, Spread]) -> None:
-        self.tables, self.known = tables, dict[Hashable, tuple[Tensor, ...]]()
+        self.known, self.leasts = dict[Hashable, tuple[Array, ...]](), dict[Hashable, float]()
+        self._take(tables)
         own, ends = defaultdict[int, list[Hashable]](list), defaultdict[int, list[_End]](list)
         self.between = [use for use in uses if len(use.variables) == 2]
         first = list(map(float, range(variables)))
@@ -86,64 +104,79 @@ class ShiftedCosts:
         self.order = sorted(range(variables), key=first.__getitem__)
         self.ends = [ends[variable] for variable in range(variables)]
         self.kinds = [(tuple(own[v]), tuple([end[1:] for end in self.ends[v]])) for v in range(variables)]
-        self.tensors, self.grain = dict[bytes, Tensor](), 0.0
-        none = [tables[name].entries.shape for name, _ in self.between]
-        self.shifts = [[self._one(torch.zeros(n, dtype=torch.float64)) for n in sizes] for sizes in none]
+        self.arrays, self.grain = dict[bytes, Array](), 0.0
+        none = [self.tables[name].entries.shape for name, _ in self.between]
+        self.shifts = [[self._one(np.zeros(n)) for n in sizes] for sizes in none]
         self.grain = GRAIN * abs(self.bound)
+        self.leasts.clear()
 
-    def _one(self, shift: Tensor) -> Tensor:
-        """A shift, rounded; of equal ones always the same tensor."""
+    def _take(self, tables: Mapping[Hashable, Spread]) -> None:
+        self.spreads = tables
+        self.tables = {
+            name: _Table(x.entries.numpy(), tuple([rows.numpy() for rows in x.rows])) for name, x in tables.items()
+        }
+        self.known.clear()
+        self.leasts.clear()
+
+    def _one(self, shift: Array) -> Array:
+        """A shift, rounded; of equal ones always the same array."""
         if self.grain:
-            shift = (shift / self.grain).round_().mul_(self.grain)
-        return self.tensors.setdefault(shift.numpy().tobytes(), shift)
+            shift = np.rint(shift / self.grain) * self.grain
+        return self.arrays.setdefault(shift.tobytes(), shift)
 
     def replace(self, tables: Mapping[Hashable, Spread]) -> None:
         """Have other costs for the same variables, perhaps of fewer values; what was shifted stays."""
-        old, at = self.tables, dict[Hashable, list[Tensor]]()
+        old, at, known = self.spreads, dict[Hashable, list[NDArray[np.int64]]](), dict[Hashable, Array]()
         for name, _ in self.between:
             if name not in at:
                 ends = zip(old[name].kept, tables[name].kept, strict=True)
-                at[name] = [torch.searchsorted(before, kept) for before, kept in ends]
-        self.shifts = [
-            [self._one(shift[own]) for shift, own in zip(shifts, at[name], strict=True)]
-            for (name, _), shifts in zip(self.between, self.shifts, strict=True)
-        ]
-        self.tables = tables
-        self.known.clear()
+                at[name] = [torch.searchsorted(before, kept).numpy() for before, kept in ends]
+        for (name, _), shifts in zip(self.between, self.shifts, strict=True):
+            for dim, shift in enumerate(shifts):
+                key = name, dim, id(shift)
+                if key not in known:
+                    known[key] = self._one(shift[at[name][dim]])
+                shifts[dim] = known[key]
+        self._take(tables)
 
     def _key(self, variable: int) -> tuple[Hashable, ...]:
         """What follows for a variable from its tables and their shifts follows for all of equal keys."""
         return self.kinds[variable], *[id(x) for end in self.ends[variable] for x in self.shifts[end.use]]
 
-    def _own(self, variable: int) -> Tensor:
+    def _own(self, variable: int) -> Array:
         """What each value of a variable costs by itself, with what was shifted to it."""
         (first, *others), ends = self.kinds[variable][0], self.ends[variable]
-        own = self.tables[first].whole().clone()
+        own = self.tables[first].whole()
         for name in others:
             own += self.tables[name].whole()
         for use, name, dim in ends:
-            own += self.shifts[use][dim][self.tables[name].rows[dim]]
+            own += self.shifts[use][dim].take(self.tables[name].rows[dim])
         return own
 
-    def _rest(self, end: _End) -> Tensor:
+    def _rest(self, end: _End) -> Array:
         """What is left of a table at least, for each row of a dim."""
         use, name, dim = end
         key = "rest", name, dim, id(self.shifts[use][0]), id(self.shifts[use][1])
         if key not in self.known:
             mine, other = self.shifts[use][dim], self.shifts[use][1 - dim]
             left = self.tables[name].entries - (other if dim == 0 else other[:, None])
-            self.known[key] = (left.amin(1 - dim).sub_(mine),)
+            self.known[key] = (left.min(1 - dim) - mine,)
         return self.known[key][0]
 
     @property
     def bound(self) -> float:
         """The least of all variables and all tables, added."""
-        alike = Counter([self._key(variable) for variable in self.order])
-        at = {self._key(variable): variable for variable in self.order}
-        uses = [(name, *map(id, shifts)) for (name, _), shifts in zip(self.between, self.shifts, strict=True)]
-        of = {use: _End(i, use[0], 0) for i, use in enumerate(uses)}
-        least = sum([times * float(self._own(at[key]).min()) for key, times in alike.items()])
-        return least + sum([times * float(self._rest(of[use]).min()) for use, times in Counter(uses).items()])
+        own, rests = list[tuple[Hashable, ...]](), list[tuple[Hashable, ...]]()
+        for variable in self.order:
+            own.append(key := self._key(variable))
+            if key not in self.leasts:
+                self.leasts[key] = float(self._own(variable).min())
+        for i, ((name, _), shifts) in enumerate(zip(self.between, self.shifts, strict=True)):
+            rests.append(key := (name, *map(id, shifts)))
+            if key not in self.leasts:
+                self.leasts[key] = float(self._rest(_End(i, name, 0)).min())
+        least = sum([times * self.leasts[key] for key, times in Counter(own).items()])
+        return least + sum([times * self.leasts[key] for key, times in Counter(rests).items()])
 
     def improve(self, deadline: Deadline = ENDLESS) -> None:
         """Go through the variables in order and back, which shifts costs to where the bound is larger.
@@ -160,18 +193,17 @@ class ShiftedCosts:
         """Have a variable take what its tables take at least, and share it among those in which it has this dim."""
         key, ends = ("shared", dim, self._key(variable)), self.ends[variable]
         if key not in self.known:
-            own, taken = self._own(variable), list[Tensor]()
+            own, taken = self._own(variable), list[Array]()
             for end in ends:
                 rest = self._rest(end)
                 taken.append(rest - rest.min())
-                own += taken[-1][self.tables[end.table].rows[end.dim]]
+                own += taken[-1].take(self.tables[end.table].rows[end.dim])
             ahead = sum([end.dim == dim for end in ends])
-            part, shifts = own / max(ahead, len(ends) - ahead, 1), list[Tensor]()
+            part, shifts = own / max(ahead, len(ends) - ahead, 1), list[Array]()
             for end, more in zip(ends, taken, strict=True):
                 shift = self.shifts[end.use][end.dim] + more
                 if end.dim == dim:
-                    rows = self.tables[end.table].rows[dim]
-                    least = torch.full_like(shift, inf).scatter_reduce(0, rows, part, "amin")
+                    least = _least_of_rows(part, self.tables[end.table].rows[dim], len(shift))
                     shift -= least - least.min()
                 shifts.append(self._one(shift))
             self.known[key] = tuple(shifts)
@@ -185,17 +217,17 @@ class ShiftedCosts:
 
     def shared(self) -> dict[Hashable, Tensor]:
         """Tables of equal sums, from all uses of one the same is shifted: what is from the one in the middle."""
-        of = defaultdict[Hashable, list[list[Tensor]]](list)
+        of = defaultdict[Hashable, list[list[Array]]](list)
         for (name, _), shifts in zip(self.between, self.shifts, strict=True):
             of[name].append(shifts)
-        middle = {name: shifts[len(shifts) // 2] for name, shifts in of.items()}
+        middle = {name: [*map(torch.from_numpy, shifts[len(shifts) // 2])] for name, shifts in of.items()}
         whole = dict[Hashable, Tensor]()
         for name, (first, second) in middle.items():
-            spread = self.tables[name]
+            spread = self.spreads[name]
             whole[name] = spread._replace(entries=spread.entries - first[:, None] - second).whole()
         for kind in dict.fromkeys(self.kinds):
-            own = sum([self.tables[name].whole() for name in kind[0]], torch.zeros(()))
-            whole[kind] = sum([middle[name][dim][self.tables[name].rows[dim]] for name, dim in kind[1]], own)
+            own = sum([self.spreads[name].whole() for name in kind[0]], torch.zeros(()))
+            whole[kind] = sum([middle[name][dim][self.spreads[name].rows[dim]] for name, dim in kind[1]], own)
         return whole
 
     def excess(self, deadline: Deadline = ENDLESS) -> dict[int, Tensor]:
@@ -212,7 +244,7 @@ class ShiftedCosts:
             for end in self.ends[variable]:
                 rest = self._rest(end)
                 own += (rest - rest.min())[self.tables[end.table].rows[end.dim]]
-            excess[variable] = own
+            excess[variable] = torch.from_numpy(own)
         return excess
 
     @property
@@ -225,11 +257,21 @@ class ShiftedCosts:
             if key not in known:
                 costs = self._own(variable)
                 for end, other in zip(self.ends[variable], others, strict=True):
-                    (entries, rows, _), dim = self.tables[end.table], end.dim
+                    (entries, rows), dim = self.tables[end.table], end.dim
                     left = self._rest(end)
                     if other >= 0:
-                        left = entries.select(1 - dim, int(rows[1 - dim][other])) - self.shifts[end.use][dim]
+                        left = entries.take(rows[1 - dim][other], 1 - dim) - self.shifts[end.use][dim]
                     costs += left[rows[dim]]
                 known[key] = int(costs.argmin())
             choice[variable] = known[key]
         return tuple(choice)
+
+
+def _least_of_rows(costs: Array, rows: NDArray[np.int64], count: int) -> Array:
+    """The least cost of the values of each row; no row is without a value."""
+    least = np.full(count, inf)
+    if len(rows) == count:
+        least[rows] = costs
+    else:
+        np.minimum.at(least, rows, costs)
+    return least
