@@ -121,7 +121,8 @@ class Pipeline:
         """Run a step: return the loss of the batch on every rank, and accumulate gradients in the parameters.
 
         Every rank passes the full batch: a tensor if the batch has one name, else a tensor for each name. It is cut
-        into microbatches along dim 0, the last of which may be smaller.
+        into microbatches along dim 0, the last of which may be smaller. Under `torch.no_grad()`, on all ranks, there
+        are no backward passes, and no gradients: the loss is that of an evaluation.
 
         Raises:
             ShapeError: a batch that cannot be cut so.

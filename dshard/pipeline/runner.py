@@ -85,26 +85,32 @@ class Runner:
         self.failed: str | None = None
 
     def run(self, program: Program, microbatches: Sequence[Microbatch], shapes: Sequence[Hashable]) -> Tensor | None:
-        """Run one step, and return the sum of the weighted losses on the last stage."""
+        """Run one step, and return the sum of the weighted losses on the last stage.
+
+        Where no gradients are recorded, the step is its forward passes alone.
+        """
         if self.failed is not None:
             raise PipelineError(
                 f"rank {self.rank}, stage {self.number}: an earlier step of this pipeline has failed, the first to "
                 f"fail was {self.failed}; what its stages then sent each other is lost: make the Pipeline anew, on all "
                 "its ranks, or begin again from a checkpoint"
             )
-        self.channels.begin_step(shapes)
+        trains = torch.is_grad_enabled()
+        self.channels.begin_step([(trains, shape) for shape in shapes])
         self._step = step = _Step(program, microbatches)
         self.seconds = []
-        for tied in self.tied:
+        tied_parameters = self.tied if trains else ()
+        for tied in tied_parameters:
             tied.set_aside()
         actions = in_one_order(program)[self.number] if self._in_order else program.actions(self.number)
         for action in actions:
-            with self._naming(action):
-                self._do(action)
+            if trains or _is_forward(action):
+                with self._naming(action):
+                    self._do(action)
         with self._naming("the end of the step"):
             self.channels.end_all_sends()
         with self._naming("the gradients of tied parameters"):
-            for tied in self.tied:
+            for tied in tied_parameters:
                 tied.reduce()
         with self._naming("the end of the step"):
             return None if step.loss is None else step.loss.full_tensor()
@@ -261,6 +267,10 @@ class Runner:
         assert runtime is not None
         for ranks in self.groups:
             break_off(ranks, runtime)
+
+
+def _is_forward(action: Action) -> bool:
+    return not action.edge.backward if isinstance(action, Receive | Send) else isinstance(action, Forward)
 
 
 def _failure(

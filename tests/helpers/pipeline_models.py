@@ -189,8 +189,8 @@ def staged(model: str, wheres: Sequence[Where]) -> list[Stage]:
     return stages
 
 
-def errors(pipeline: Pipeline, model: str) -> tuple[float, float]:
-    """Run one step without earlier gradients; return the errors of the loss and of the worst gradient."""
+def errors(pipeline: Pipeline, model: str) -> tuple[float, float, float]:
+    """Run one step without earlier gradients, and evaluate; return the errors of both losses and the worst gradient."""
     for parameter in pipeline.parameters():
         parameter.grad = None
     loss, gradients = expected(model, len(pipeline.stages))
@@ -199,4 +199,6 @@ def errors(pipeline: Pipeline, model: str) -> tuple[float, float]:
         (parameter.grad.full_tensor() - gradients[pipeline.number][name]).abs().max().item()
         for name, parameter in pipeline.module.named_parameters()
     ]
-    return abs(loss_of_pipeline.item() - loss), max(wrong)
+    with torch.no_grad():
+        evaluated = pipeline.step(*batch(model))
+    return abs(loss_of_pipeline.item() - loss), abs(evaluated.item() - loss), max(wrong)
