@@ -1,8 +1,9 @@
-"""Local shapes that `from_local` assumes on all ranks, compared through the store before the next collective.
+"""Shapes that a rank assumes all ranks to give, compared through the store before the next collective.
 
-Without `shape` nothing is sent, so each rank assumes that the local shapes of all ranks equal its own. If they differ,
-the ranks would begin collectives of different sizes, which ends the process on gloo and writes garbage on NCCL. So a
-rank publishes each assumed local shape and dtype, once, in the store of the process group. Just before its next
+Without `shape` nothing is sent by `from_local`, so each rank assumes that the local shapes of all ranks equal its own;
+what `distribute_tensor` sends has the sizes of the global tensor, which all ranks give. If they differ, the ranks would
+begin collectives of different sizes, which ends the process on gloo and writes garbage on NCCL. So a rank publishes
+each assumed shape and dtype, once, in the store of the process group. Just before its next
 collective it reads whether the others have assumed the same. They are about to meet there anyway, so no rank waits
 longer than in the collective. A shape that was assumed before costs nothing more.
 
@@ -27,14 +28,16 @@ from dshard.comm.user_code import user_line
 from dshard.errors import DtypeError, ShapeError
 from dshard.layout import Layout, Shape
 
+FROM_LOCAL = "from_local"
 SECONDS = 10.0
 """The time for which a rank waits for a peer that has neither published a shape nor waits in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The `number`th local shape and dtype that this rank assumes on all ranks under a layout, and its line."""
+    """The `number`th shape and dtype that this rank assumes `call` to be given on all ranks, and its line."""
 
+    call: str
     layout: Layout
     part: LocalShape
     number: int
@@ -46,18 +49,18 @@ class _Taken:
     def key(self) -> str:
         """The key of the assumed shapes in the store."""
         mesh = self.layout.mesh
-        return f"dshard/even parts/{self.world}/{mesh.ranks}/{mesh.shape}/{self.layout}/{self.number}"
+        return f"dshard/even parts/{self.world}/{self.call}/{mesh.ranks}/{mesh.shape}/{self.layout}/{self.number}"
 
 
-def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
-    """Assume the shape and dtype of this rank's local tensor on all ranks of the mesh.
+def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout, call: str = FROM_LOCAL) -> None:
+    """Assume the shape and dtype of the tensor that this rank gives `call` on all ranks of the mesh.
 
     The next collective of this rank begins once the others have assumed the same.
     """
     world = this_world()
-    taken = world.even_parts.get(layout)
+    taken = world.even_parts.get((call, layout))
     if taken is None:
-        taken = world.even_parts[layout] = {}
+        taken = world.even_parts[call, layout] = {}
     elif (shape, dtype) in taken:
         return
     part = LocalShape(shape, dtype)
@@ -65,7 +68,7 @@ def take_as_even(shape: Shape, dtype: torch.dtype, layout: Layout) -> None:
     runtime = runtime_of(layout.mesh)
     if runtime is None or runtime.coordinate is None or not runtime.group(layout.mesh.names).backend.carries_data:
         return
-    own = _Taken(layout, part, taken[part], layout.mesh.rank(runtime.coordinate), user_line(), world.count)
+    own = _Taken(call, layout, part, taken[part], layout.mesh.rank(runtime.coordinate), user_line(), world.count)
     store_messages.append(own.key, f"{own.rank}:{part};")
     before_next_collective(partial(_compare, own))
 
@@ -96,7 +99,12 @@ def _refused(own: _Taken, differing: dict[int, str], ahead: list[int]) -> ShapeE
     listed += [f"another on rank {rank}, which has gone on" for rank in sorted(ahead)[:4]]
     what = f"{own.part} on rank {own.rank} and {', '.join(listed)} ({own.line})"
     if differing and all(part.startswith(f"{own.part.shape} ") for part in differing.values()):
-        return DtypeError(f"from_local: the ranks give local tensors of {what}: convert them to one, with .to(dtype)")
+        return DtypeError(f"{own.call}: the ranks give tensors of {what}: convert them to one, with .to(dtype)")
+    if own.call != FROM_LOCAL:
+        return ShapeError(
+            f"{own.call} of another tensor on each rank, {what}: every rank gives the whole tensor; where each has a "
+            "part, use DTensor.from_local, which takes uneven ones with shape= or run_check=True"
+        )
     return ShapeError(
         f"from_local of uneven local tensors, {what}: without shape= they count as even parts of one tensor, and "
         "nothing is sent; give the global shape, shape=..., or let the ranks tell each other, run_check=True"

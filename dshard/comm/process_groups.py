@@ -88,7 +88,7 @@ class Worlds:
     `meshes` the meshes that `init_device_mesh` made, by its arguments. `waits` counts the waits on each by
     `Group.key`, `broken` the groups between meshes that were broken off, and `failures` the errors that this rank has
     published. `strayed` is the text of an error that other ranks raised because this rank
-    published it. `even_parts` has the shapes that `from_local` has assumed on all ranks, by layout, with their numbers.
+    published it. `even_parts` has the shapes that were assumed on all ranks, by call and layout, with their numbers.
     """
 
     world: Any = None
@@ -100,7 +100,7 @@ class Worlds:
     broken: Counter[tuple[int, ...]] = field(default_factory=Counter)
     failures: int = 0
     strayed: str | None = None
-    even_parts: dict[Layout, dict[LocalShape, int]] = field(default_factory=dict)
+    even_parts: dict[tuple[str, Layout], dict[LocalShape, int]] = field(default_factory=dict)
 
     def of(self, world: object) -> Worlds:
         """Return the state for `world`, reset if it is another world than before."""

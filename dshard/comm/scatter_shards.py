@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dshard.comm import transport
+from dshard.comm.even_parts import take_as_even
+from dshard.comm.events import run_pending
 from dshard.comm.pieces import view_of
-from dshard.comm.rank_tensors import are_simulated, has_only_shape, is_absent, of_rank, per_rank
+from dshard.comm.rank_tensors import are_simulated, has_data, has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
@@ -63,6 +65,9 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     is_simulated = are_simulated([x])
     memory_format = torch.preserve_format if source is None else torch.contiguous_format
     with torch.no_grad():
+        if source is not None and taking_part(mesh) is not None and has_data(x):
+            take_as_even(tuple(x.shape), x.dtype, layout, "distribute_tensor")
+            run_pending()  # a rank that gives an empty tensor sends nothing
         if source is None or not scatters(x, layout, source):
             return local_of(layout, shard)
         if not traced(x):

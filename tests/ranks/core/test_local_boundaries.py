@@ -16,7 +16,7 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dshard
-from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor
+from dshard import DTensor, LayoutError, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, store_messages
 from dshard.errors import MixedError, ShapeError
@@ -141,6 +141,41 @@ def test_uneven_parts_are_refused_before_anything_is_sent(case: str) -> None:
                 assert "give the global shape, shape=..., or let the ranks tell each other, run_check=True" in told
 
 
+GIVEN = {
+    "of other shapes": [(5, 2), (4, 2)],
+    "of which one is empty": [(4, 2), (0, 2)],
+    "of a shape that one rank has given before": [(6, 2), (4, 2)],
+    "of different dtypes": [torch.float32, torch.float64],
+}
+"""Whole tensors of rank 0 and of the other ranks, which `distribute_tensor` would send parts of."""
+
+
+def distributed_otherwise(case: str, placement: Placement) -> str:
+    """What this rank is told of whole tensors that differ, after one that does not."""
+    distribute_tensor(torch.ones(6, 2), line(), [placement])
+    given = GIVEN[case][dist.get_rank() > 0]
+    x = torch.ones(3, 3, dtype=given) if isinstance(given, torch.dtype) else torch.ones(given)
+    try:
+        distribute_tensor(x, line(), [placement]).sum().full_tensor()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("case", GIVEN)
+def test_whole_tensors_that_differ_are_refused_before_anything_is_sent(case: str, placement: Placement) -> None:
+    with rank_pool(2) as pool:  # as above
+        for told in pool.run(distributed_otherwise, case, placement, timeout=WAIT):
+            if "dtypes" in case:
+                assert re.search(r"of torch.float\d\d on rank \d and .*: convert them to one, with .to\(dtype\)", told)
+            else:
+                assert re.search(
+                    r"distribute_tensor of another tensor on each rank, .* on rank \d and .* on rank \d", told
+                )
+                assert "every rank gives the whole tensor; where each has a part, use DTensor.from_local" in told
+
+
 def stored_while_warm() -> int:
     """How often this rank has written to the store, or read it, for parts of a shape that it had taken before."""
     calls = list[str]()
@@ -150,6 +185,7 @@ def stored_while_warm() -> int:
             for name in ("append", "appended"):
                 patch.setattr(store_messages, name, counted(getattr(store_messages, name), calls))
             DTensor.from_local(torch.ones(7, 2), line(), [Shard(0)]).sum().full_tensor()
+            distribute_tensor(torch.ones(7, 2), line(), [Shard(0)])
     return len(calls)
 
 
