@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -276,8 +277,13 @@ def peak(rows: int, held: range, distribution: Distribution) -> int:
     return seen.nbytes
 
 
-@pytest.mark.parametrize("distribution", [uniform(torch.float32), normal(torch.float32), bernoulli(0.5)])
-@pytest.mark.parametrize("held", [range(1 << 10, 3 << 10), range(4 << 10), range(3, 2048)])
+@pytest.mark.parametrize(
+    ("distribution", "held"),
+    one_way_each(
+        [uniform(torch.float32), normal(torch.float32), bernoulli(0.5)],
+        [range(1 << 10, 3 << 10), range(4 << 10), range(3, 2048)],
+    ),
+)
 def test_memory_beside_the_part_is_that_of_a_tile(distribution, held, monkeypatch) -> None:
     """However large the part, and much less for a smaller tile; nothing for an empty part."""
     monkeypatch.setattr(draw, "CPU_BLOCKS", 1 << 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor
 
 import dshard
@@ -93,8 +94,11 @@ def test_replicas_of_attention_drop_the_same(placements: tuple[Placement, ...], 
     assert 0.3 < masks[0][..., -1, :].double().mean() < 0.7
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=["plain", "causal", "scaled"])
-@pytest.mark.parametrize("at", [Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)], ids=str)
+@pytest.mark.parametrize(
+    ("at", "options"),
+    one_way_each([Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)], [{}, {"is_causal": True}, {"scale": 0.3}]),
+    ids=str,
+)
 def test_attention_below_torch_function_is_right(at: Placement, options: dict[str, bool | float]) -> None:
     mesh, values = Mesh((3,), ("x",)), [reals(2, 4, 5, 8), reals(2, 4, 6, 8), reals(2, 4, 6, 8)]
     leaves = [x.clone().requires_grad_() for x in values]

@@ -333,7 +333,7 @@ def test_a_saved_plan_is_read_and_runs_without_a_search(tmp_path: Path, monkeypa
         plan_model(model, MESH, path, *args)
 
 
-@pytest.mark.parametrize("name", ["data x megatron", "fsdp x megatron-sp", "optimus", "fsdp x fsdp", "data x ulysses"])
+@pytest.mark.parametrize("name", one_in(2, ["fsdp x megatron-sp", "data x megatron", "optimus", "fsdp x fsdp"]))
 def test_plans_by_name_are_read_as_they_were(name: str, tmp_path: Path) -> None:
     model, args = language(8)
     policy = Precision(torch.bfloat16, torch.float32)

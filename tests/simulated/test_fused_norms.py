@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.default_cases import one_way_each
+from helpers.default_cases import one_in, one_way_each
 from torch import Tensor
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard, strict
@@ -45,7 +45,7 @@ def normed(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, grad: Tenso
 
 
 @pytest.mark.parametrize(("dtype", "dims"), one_way_each([torch.float64, torch.bfloat16], [1, 2]), ids=str)
-@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("has_weight", one_in(2, [True, False]))
 def test_any_layout_has_the_values_and_gradients_of_one_device(dtype: torch.dtype, dims: int, has_weight: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(4, 5, 7, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))

@@ -74,8 +74,7 @@ def test_attention_equals_one_device(strategy: str, case: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("strategy", PLANS)
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(("strategy", "batched"), one_way_each(PLANS, [True, False]))
 def test_self_attention_with_a_causal_mask(strategy: str, batched: bool) -> None:
     torch.manual_seed(0)
     alone = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
 from dshard import Layout, Mesh, Topology, use_topology
@@ -104,8 +105,9 @@ def executed(call: GraphCall, layouts: tuple[Layout, ...], topology: Topology) -
     return forward, timeline.seconds("compute") - forward, sent, decided
 
 
-@pytest.mark.parametrize("preset", ["dgx-h100", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "preset"), one_way_each([torch.float32, torch.bfloat16], ["dgx-h100", "cpu"]), ids=str
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_prices_are_what_the_executor_records(name: str, way: str, dtype: torch.dtype, preset: str) -> None:

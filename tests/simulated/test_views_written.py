@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 
 from dshard import Layout, Mesh, Partial, Replicate, Shard
@@ -148,17 +149,19 @@ def _write_pieces(x: Any) -> Any:
     return torch.cat([x.reshape(-1), a, b])
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (3,)])
 @pytest.mark.parametrize(
-    "program",
-    [
-        _add_to_a_row,
-        _read_a_row_after_its_base_was_written,
-        _write_through_a_view_of_a_view,
-        _write_both_ways,
-        _write_one_view_and_read_another,
-        _write_pieces,
-    ],
+    ("program", "shape"),
+    one_way_each(
+        [
+            _add_to_a_row,
+            _read_a_row_after_its_base_was_written,
+            _write_through_a_view_of_a_view,
+            _write_both_ways,
+            _write_one_view_and_read_another,
+            _write_pieces,
+        ],
+        [(4,), (2, 2), (3,)],
+    ),
 )
 def test_views_and_their_base_are_one_tensor(program: Function, shape: tuple[int, ...]) -> None:
     x = rows(4, 5)

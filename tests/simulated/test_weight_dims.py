@@ -106,8 +106,7 @@ def blocks(make: Callable[[], nn.Module], n: int, dtype: torch.dtype = torch.flo
     return nn.Sequential(*(make() for _ in range(n))).to(dtype)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "n"), one_way_each(BLOCKS, [1, 2]))
 def test_megatron_shards_inner_features_wherever_a_weight_has_them(block: str, n: int) -> None:
     make, expected = BLOCKS[block]
     plan = plan_model(blocks(make, n), Mesh((8,), ("tp",)), "megatron", torch.empty(8, 6, WIDTH))

@@ -134,8 +134,11 @@ def test_a_checkpoint_replays_the_masks(case: tuple[str, str], use_reentrant: bo
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.mesh == MESHES[2]], ids=str)
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "use_reentrant"),
+    one_way_each([layout for layout in LAYOUTS if layout.mesh == MESHES[2]], [False, True]),
+    ids=str,
+)
 def test_a_checkpoint_replays_the_masks_in_any_layout(use_reentrant: bool, layout: Layout) -> None:
     """Of what is drawn element by element, bit for bit."""
 

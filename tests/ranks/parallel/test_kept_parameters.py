@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.default_cases import one_in
 from helpers.kept_parameters import ON_RANKS, X, build
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ def outcomes(name: str, plan: str) -> tuple[list[Tensor], list[Tensor]]:
     return [whole(x).detach() if isinstance(x, DTensor) else x.detach() for x in out], [x.detach() for x in alone]
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", one_in(3, ON_RANKS))
 def test_parameters_from_before_are_those_of_one_device(ranks: RankPool, name: str) -> None:
     for results, alone in ranks.run(outcomes, name, "fsdp"):
         torch.testing.assert_close(results, alone)
