@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -28,6 +27,7 @@ from dshard.parallel.roles import FeatureKind, Roles, roles_of
 from dshard.parallel.step_price import StepPrices
 from dshard.parallel.strategies import STRATEGIES, axes_of
 from dshard.parallel.whole_plan import PLANNED
+from dshard.planning.deadline import Deadline
 from dshard.planning.step_tables import MOMENTS, StepTables
 from dshard.routing import Routing
 from dshard.tables import human_bytes, text_table
@@ -129,13 +129,13 @@ def plan_table(
 
     "planned" is one of these: the cheapest layouts of all tensors together that keep the limit of `memory`, searched in
     at most half of the time. Each is priced as `plan_model` prices it. Devices reach `efficiency` of the stated rate of
-    `dtype` in matmuls. After `seconds` no other plan is begun; at least one is priced.
+    `dtype` in matmuls. After `seconds` of the processor no other plan is begun; at least one is priced.
 
     Raises:
         StrategyError: no strategy fits the devices, or one that is not known.
         LayoutError: a step that does not run without data.
     """
-    begin, options = perf_counter(), PlanOptions(precision, None)
+    deadline, options = Deadline(seconds), PlanOptions(precision, None)
     devices = as_int(devices, "devices", StrategyError, least=1)
     efficiency = as_number(efficiency, "efficiency", StrategyError)
     memory = topology.device.memory if memory is None else memory
@@ -155,7 +155,7 @@ def plan_table(
         turns += tried
         turns[1:1] = [None] if PLANNED in strategies or not strategies else []
         for each in turns:
-            if done and perf_counter() - begin > seconds:
+            if done and not deadline.left():
                 break
             if progress is not None:
                 progress(begun, len(turns))
@@ -163,7 +163,7 @@ def plan_table(
                 plan = options.of(each.plan)
                 done.append(RankedPlan(replace(plan, cost=prices(plan)), each.mesh))
             elif (graph := step_graph(model_trace.step, model, tuple(args), kwargs, reached, precision)) is not None:
-                left = max(1e-9, (seconds - perf_counter() + begin) / 2)
+                left = max(1e-9, deadline.left() / 2)
                 search = PlanSearch(Auto(memory, seconds=left), options, prices, graph)
                 done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
             begun += 1
