@@ -145,7 +145,7 @@ class Layout(Interned, Drawn):
         """The regions that the rank at `coordinate` holds: one for each block, major dims first."""
         if not self.blocks:
             return (self.region(shape, coordinate),)
-        return tuple(product(*[self._ranges(dim, size, coordinate) for dim, size in enumerate(shape)]))
+        return tuple(product(*[self.ranges(dim, size, coordinate) for dim, size in enumerate(shape)]))
 
     def local_regions(self, shape: Sequence[int], coordinate: Coordinate) -> tuple[Region, ...]:
         """The regions of the rank's local tensor in which it holds those of `regions`, in the same order."""
@@ -157,7 +157,7 @@ class Layout(Interned, Drawn):
             ranges.append([range(i * n, (i + 1) * n) for i in range(self.blocks.get(dim, 1))])
         return tuple(product(*ranges))
 
-    def _ranges(self, dim: int, size: int, coordinate: Coordinate) -> list[range]:
+    def ranges(self, dim: int, size: int, coordinate: Coordinate) -> list[range]:
         """The indices of a dim that a rank holds, block by block."""
         held, blocks = self.block_range(dim, size, coordinate), self.blocks.get(dim, 1)
         starts = [i * (size // blocks) for i in range(blocks)]

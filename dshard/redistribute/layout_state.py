@@ -18,7 +18,7 @@ from dshard.caches import cached
 from dshard.cost import collective_seconds, copy_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
-from dshard.placements import Partial, ReduceOp, chunk, chunk_of, chunk_sizes
+from dshard.placements import Partial, ReduceOp, Replicate, chunk, chunk_of, chunk_sizes
 from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.step import (
     AllGather,
@@ -30,7 +30,6 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
-    sizes_received,
 )
 from dshard.topology import Collective, Topology
 
@@ -427,11 +426,37 @@ def load_of(step: Step, layout: Layout, shape: Shape) -> Load:
 
 def _block_exchange_load(step: Exchange, layout: Layout, shape: Shape) -> Load:
     """The load of an exchange of blocks, counted on each rank of the first group."""
-    first = (0,) * layout.mesh.ndim
-    received = [sizes_received(step, layout, shape, at) for at in layout.mesh.peers(step.axes, first)]
-    totals, messages = list(map(sum, received)), max(sum(map(bool, sizes)) for sizes in received)
+    peers = layout.mesh.peers(step.axes, (0,) * layout.mesh.ndim)
+    common = [_common_indices(layout, step.dst, dim, size, peers) for dim, size in enumerate(shape)]
+    replicas = [i for i, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
+    served = [[at[i] for i in replicas] for at in peers]
+    sent: list[list[int]] = []
+    for i, of_dims in enumerate(zip(*common, strict=True)):
+        sizes = list(map(prod, zip(*of_dims, strict=True)))
+        sent.append([n if served[i] == served[j] and i != j else 0 for j, n in enumerate(sizes)])
+    received = [*zip(*sent, strict=True)]
+    totals, messages = [*map(sum, received)], max([sum(map(bool, sizes)) for sizes in received])
     average = -(-sum(totals) // len(totals))
     return Load(max(totals), 2 * step.dst.local_numel(shape), messages, average)
+
+
+def _common_indices(src: Layout, dst: Layout, dim: int, size: int, peers: Sequence[Coordinate]) -> list[list[int]]:
+    """How many indices of a dim each of these ranks holds before that each of them holds afterwards."""
+    wanted = [tuple(dst.ranges(dim, size, at)) for at in peers]
+    known: dict[tuple[range, ...], list[int]] = {}
+    rows: list[list[int]] = []
+    for at in peers:
+        held = tuple(src.ranges(dim, size, at))
+        if held not in known:
+            of = {each: _common(held, each) for each in {*wanted}}
+            known[held] = [of[each] for each in wanted]
+        rows.append(known[held])
+    return rows
+
+
+def _common(first: Sequence[range], second: Sequence[range]) -> int:
+    """The number of indices in both of two lists of ranges, of which none overlap."""
+    return sum([len(range(max(a.start, b.start), min(a.stop, b.stop))) for a in first for b in second])
 
 
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:

@@ -30,8 +30,10 @@ from dshard import (
 from dshard.autograd.crossing import redistribute
 from dshard.core.context import planning_context
 from dshard.layout import Shape
-from dshard.redistribute import plan
+from dshard.redistribute import Exchange, plan
+from dshard.redistribute.layout_state import Load, load_of
 from dshard.redistribute.space import Space
+from dshard.redistribute.step import sizes_received
 from dshard.rules.strategy import completed_layout
 from dshard.testing import check_call, distribute, simulated, whole
 from dshard.testing.generators import layouts, meshes, whole_numbers
@@ -57,6 +59,24 @@ def redistributions(draw: DrawFn) -> tuple[Layout, Layout, Shape]:
     shape = draw(st.lists(st.sampled_from((0, 5, 6, 8, 12)), min_size=1, max_size=3).map(tuple))
     src, dst = (draw(blocked_layouts(mesh, shape)) for _ in range(2))
     return src, dst, shape
+
+
+@given(redistributions())
+def test_the_load_of_an_exchange_of_blocks_is_that_of_the_rank_which_receives_most(
+    case: tuple[Layout, Layout, Shape],
+) -> None:
+    src, dst, shape = case
+    step, first = Exchange(src.mesh.names, dst), (0,) * src.mesh.ndim
+    received = [sizes_received(step, src, shape, at) for at in src.mesh.peers(step.axes, first)]
+
+    load = load_of(step, src, shape)
+
+    assert not (src.blocks or dst.blocks) or load == Load(
+        max(map(sum, received)),
+        2 * dst.local_numel(shape),
+        max(sum(map(bool, sizes)) for sizes in received),
+        -(-sum(map(sum, received)) // len(received)),
+    )
 
 
 @given(redistributions())
