@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, prod
 
@@ -67,22 +68,29 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) 
     None also where it takes more than `most` seconds for certain: to price a ring of n ranks takes n x n blocks.
     """
     question, times = call.question, 1 + sum(call.question.constraints.gradients)
-    without_mask = replace(question.rule, triangle=None)  # what it hides is priced step by step
-    bases = list(map(Price(question._replace(rule=without_mask)).of, _with_keys_split(call, rows, ring.axes)))
+    price = Price(question._replace(rule=replace(question.rule, triangle=None)))  # a mask is priced step by step
+    ways, bases = [*_with_keys_split(call, rows, ring.axes)], dict[int, Strategy]()
+    # without the local work, which is less where halves are swapped, and without the ring, a price is a bound
+    queue = [(price.bound(way).seconds(price) - price.local_work(way)[0] * times, i) for i, way in enumerate(ways)]
+    heapify(queue)
     best: Strategy | None = None
-    # without the local work, which is less where halves are swapped, and without the ring, the price is a bound
-    for least, base in sorted(((b.seconds - b.compute * times, b) for b in bases), key=lambda pair: pair[0]):
+    while queue:
+        least, i = heappop(queue)
         if best is not None and least >= best.seconds:
             break
-        if least + _least(call, base, ring) * (1 - 1e-12) > most:
+        if least + _least(call, ways[i].inputs, ring) * (1 - 1e-12) > most:
             continue
-        strategy = _Price(call, base, ring).strategy()
+        if i not in bases:
+            base = bases[i] = price.of(ways[i])
+            heappush(queue, (base.seconds - base.compute * times, i))
+            continue
+        strategy = _Price(call, bases[i], ring).strategy()
         if best is None or strategy.seconds < best.seconds:
             best = strategy
     return best
 
 
-def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
+def _least(call: RingCall, inputs: Sequence[Layout], ring: Ring) -> float:
     """At most the seconds of a ring and of the work beside it; 0 where that is not known.
 
     A step sends a message, and where something is seen it takes a kernel, and operators that join its result. Where
@@ -92,17 +100,17 @@ def _least(call: RingCall, strategy: Strategy, ring: Ring) -> float:
     (query, key, value), device = call.specs[:3], call.question.topology
     if call.reach is not None or query.shape[-2] != key.shape[-2]:
         return 0.0
-    mesh, placements, length = strategy.inputs[0].mesh, strategy.inputs[0].placements, query.shape[-2]
+    mesh, placements, length = inputs[0].mesh, inputs[0].placements, query.shape[-2]
     ranks, times = prod([mesh.shape[axis] for axis in ring.axes]), call.question.constraints.gradients
     parts = prod([n for n, placement in zip(mesh.shape, placements, strict=True) if isinstance(placement, Shard)])
     steps = seen = (ranks + 1) // 2  # in some rank, and by some of its rows
     pairs = length * (length + 1) // 2
-    if length % prod([mesh.shape[axis] for axis in strategy.inputs[0].axes_of(len(query.shape) - 2)]) == 0:
+    if length % prod([mesh.shape[axis] for axis in inputs[0].axes_of(len(query.shape) - 2)]) == 0:
         steps = ranks
         if not (call.options.causal and ring.balanced):
             seen, pairs = ranks, length * (length - call.options.causal * (length // ranks))
     flops = 2.0 * prod(query.shape[:-2]) * (query.shape[-1] + value.shape[-1]) * pairs / parts
-    nbytes = prod(strategy.inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
+    nbytes = prod(inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
     hop = min([layer.latency for layer in device.layers])
     hop = 0.0 if device.measured else hop + nbytes / max([layer.group_bandwidth for layer in device.layers])
     if ring.balanced and len(ring.axes) == 1:  # no message is spared
