@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -47,14 +48,16 @@ def parts_of(size: int, axes: tuple[int, ...], mesh: Mesh) -> list[range]:
 @cached("triangles", 256)
 def _works(
     sizes: tuple[int, int], axes: tuple[tuple[int, ...], ...], mesh: Mesh, backend: str, narrow: bool
-) -> list[Work]:
-    """The work of each rank for the blocks of a triangle of these sides, which these mesh axes shard."""
+) -> Counter[Work]:
+    """The work for blocks of a triangle of these sides, which these mesh axes shard, and how many ranks do each."""
     queries, keys = (parts_of(size, each, mesh) for size, each in zip(sizes, axes, strict=True))
-    return [
-        work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
-        for row in queries
-        for column in keys
-    ]
+    return Counter(
+        [
+            work_of([visible_blocks((row,), (column,), True)], len(row), backend, narrow)[0]
+            for row in queries
+            for column in keys
+        ]
+    )
 
 
 class Bound:
@@ -305,17 +308,18 @@ class Price:
         q, k, v = (x.local_numel(o.shape) * wide for x, o in zip(expansion.inputs, self.operands[:3], strict=False))
         sizes = [self.sizes[factor] for factor in self.rule.triangle]
         works = _works((sizes[0], sizes[1]), axes, self.mesh, device.backend, itemsize < wide)
-        seconds: dict[Work, tuple[float, float]] = {}
-        for work in set(works):
+        launch, bandwidth = device.launch, device.memory_bandwidth
+        forward, backward = list[float](), list[float]()
+        for work, ranks in works.items():
             kernels = work_seconds(flops * work.pairs, nbytes, device)
-            beside = max(0, work.operators - 1) * device.launch + work.rows * result / device.memory_bandwidth
+            beside = max(0, work.operators - 1) * launch + work.rows * result / bandwidth
             back = kernels * gradients
             if gradients and any(axes):  # one kernel of the whole triangle gives the gradients themselves
                 operators = work.blocks * (1 + gradients) + PREPARING + PRODUCT  # and sums, beside so many kernels
                 added = ADDED * (work.queries * q / rows + work.keys * (k + v) / columns)
-                back += operators * device.launch + added / device.memory_bandwidth
-            seconds[work] = kernels + beside, back
-        forward, backward = zip(*[seconds[work] for work in works], strict=True)
+                back += operators * launch + added / bandwidth
+            forward += [kernels + beside] * ranks
+            backward += [back] * ranks
         return together_seconds(forward, device), together_seconds(backward, device)
 
     def end(self, i: int, expansion: Expansion, layout: Layout, shape: Shape, itemsize: int) -> Layout:
