@@ -28,7 +28,7 @@ class Lifetimes:
         made_once: The slots of values that are random, or filled by other functions than operators.
         lost: The slots of values that nothing makes again of what is kept: made once, sent, written to, or of such.
         written: The slots whose memory is written to.
-        new_memory: The slots of values that operators made, and nothing writes to.
+        new_memory: The slots of values that operators made of others, and nothing writes to.
     """
 
     once: list[Instruction]
@@ -79,7 +79,9 @@ def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
     for slot, i in uses:
         if slot in last:
             last[slot] = max(last[slot], i)
-    new = {out for each in rest if each.operator and not each.is_view for out in each.made}
+    # what torch makes of nothing, such as arange, it fills by writes, and may count them
+    makers = [each for each in rest if each.operator and not each.is_view and [*reads(each)]]
+    new = {out for each in makers for out in each.made}
     return Lifetimes(
         once,
         frozenset(fixed),

@@ -569,6 +569,16 @@ def checkpointed_reentrant() -> tuple[Make, Step]:
 
 
 @program
+def bags_of_rows() -> tuple[Make, Step]:
+    """Its backward pass reads numbers that torch makes of nothing, and counts as written to."""
+
+    def looked_up(self: Model, h: Tensor) -> Tensor:
+        return h + F.embedding_bag(h.detach().abs().long().clamp(max=WIDTH - 1), self.a.weight, mode="mean")
+
+    return of_hidden(looked_up)
+
+
+@program
 def checkpointed_as_a_whole() -> tuple[Make, Step]:
     """A checkpoint around the model, and around the model with what follows it: torch runs again what ran before."""
 
