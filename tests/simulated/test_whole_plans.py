@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard import Layout, LayoutError, Mesh, Partial, Shard, StrategyError, Topology, parallelize, trace, use_topology
+from dshard.caches import clear_caches
 from dshard.comm import plain, planning
 from dshard.core.observe import OperatorMode
 from dshard.layout import layout_of, replicated
@@ -428,6 +429,7 @@ def test_gradients_are_reduced_as_the_backend_of_the_topology_does(preset: str, 
             called.add(func)
             return func(*args, **kwargs)
 
+        clear_caches()  # or operators that ran before are answered
         with OperatorMode(run):
             slots = prices.run(plan).slots
 
