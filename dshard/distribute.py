@@ -75,10 +75,9 @@ def distribute_tensor(
     local, shape = scattered(source, term_layout, src_data_rank), tuple(source.shape)
     device = tensor.device if comm.is_absent(local, mesh) else local.device
     if device.type == "meta" and tensor.device.type != "meta" and tensor.numel():
-        warn(
+        comm.warn_here(
             f"distribute_tensor on the mesh ({mesh}), which has no processes: the result is only planned with, and has "
-            "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh",
-            stacklevel=3,
+            "no data; give a tensor on device='meta' if that is meant, else a DeviceMesh from init_device_mesh"
         )
     spec = spec_of(term_layout, shape, _stride(source, src_data_rank), tensor.dtype, device)
     own = wrap(local, spec)
