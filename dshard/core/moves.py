@@ -37,6 +37,7 @@ from dshard.layout import Layout
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import Replicate, Shard
 from dshard.redistribute import plan
+from dshard.redistribute.plan import Search
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
@@ -80,11 +81,11 @@ class LocalRedistribution:
         "targets",
     )
 
-    def __init__(self, source: Spec, layout: Layout) -> None:
+    def __init__(self, source: Spec, layout: Layout, search: Search = "lean") -> None:
         if source.has_partial or layout.partial_axes():
             comm.check_reduced(source.dtype, f"redistributing [{source.layout}] -> [{layout}]")
         topology = planning_context().topology_of(layout.mesh)
-        self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology)
+        self.plan = plan(source.layout, layout, source.shape, source.itemsize, topology, search=search)
         self.source, self.spec = source, source.with_layout(layout)
         self.lane, self.device_type = comm.lane_of(self.plan), self.spec.device.type
         self.grad, self.source_grad = layout.cotangent(), source.layout.cotangent()
@@ -136,6 +137,12 @@ def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
     else:
         moves.hits += 1
     return redistribution
+
+
+def reduction_of(spec: Spec, layout: Layout) -> LocalRedistribution:
+    """The redistribution of a gradient of `spec` to `layout`, which is joined with others, from the same cache."""
+    key = (reduction_of, spec, layout)
+    return planning_context().moves.of(key, partial(LocalRedistribution, spec, layout, "joined"))  # type: ignore[no-any-return]
 
 
 def redistribute_local(local: Tensor, spec: Spec, layout: Layout, op: object, explicit: bool = False) -> Tensor:

@@ -158,10 +158,8 @@ class FactorClasses:
         """Join the factors of all operators of a recorded pass."""
         for each in recorder.operators:
             operands, results = each.operands, each.results
-            written, out = operands[0], results[0]
-            is_written = recorder.tensors[out] is recorder.tensors[written]
-            if is_written and self.shapes[out] == self.shapes[written]:  # its dims are the same, but for squeeze_
-                self.dims[out] = self.nodes(written)
+            if recorder.tensors[results[0]] is recorder.tensors[operands[0]]:  # written in place: its dims are the same
+                self.dims[results[0]] = self.nodes(operands[0])
             else:
                 self.join(each.rule, each.place.module, operands, results)
 

@@ -13,8 +13,9 @@ from dshard.mesh import Mesh
 from dshard.planning.least_moves import least_moves
 from dshard.redistribute.blocks import unflattened_shape
 from dshard.redistribute.layout_state import State
-from dshard.redistribute.plan import plan_price
+from dshard.redistribute.plan import plan, plan_price
 from dshard.redistribute.space import space_of
+from dshard.redistribute.step import AllGather, AllReduce, ReduceScatter
 from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
 
@@ -44,11 +45,15 @@ class MovePrices:
     """A matrix of seconds between the layouts of tensors of one shape, in the order in which they were added.
 
     An entry is 0 where nobody asked, then at most the seconds of the cheapest plan, and these once it is exact. With
-    `joined` a tensor moves together with others, `joined` times as many bytes in all, and takes its share of that.
+    `joined` a tensor whose plan is of collectives that can be joined moves together with others, `joined` times as many
+    bytes in all, and takes its share of that.
     """
 
-    def __init__(self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int, joined: float = 1.0) -> None:
-        self.space, self.joined = space_of(mesh, topology, shape, round(itemsize * joined)), joined
+    def __init__(
+        self, mesh: Mesh, topology: Topology, shape: Shape, itemsize: int, joined: float | None = None
+    ) -> None:
+        self.is_joined, self.joined, self.itemsize = joined is not None, joined or 1.0, itemsize
+        self.space = space_of(mesh, topology, shape, round(itemsize * self.joined))
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
         self.of_states: dict[State, int] = {}
@@ -109,11 +114,21 @@ class MovePrices:
         if self.priced[src, dst]:
             return False
         before, after = (self.space.state_of(self.layouts[i]) for i in (src, dst))
-        seconds = plan_price(before, after, self.space).seconds / self.joined
+        seconds = self._seconds(before, after)
         for pair in {(src, dst), *self._renamed(before, after)}:
             self.seconds[pair] = seconds
             self.priced[pair] = self.known[pair] = True
         return True
+
+    def _seconds(self, src: State, dst: State) -> float:
+        space = self.space
+        if not self.is_joined:
+            return plan_price(src, dst, space).seconds
+        own = plan(
+            space.layout_of(src), space.layout_of(dst), space.shape, self.itemsize, space.topology, search="joined"
+        )
+        is_joined = all(isinstance(step, AllGather | AllReduce | ReduceScatter) for step in own.steps)
+        return own.seconds_on(space.topology, space.itemsize) / self.joined if is_joined else own.seconds
 
     def _renamed(self, src: State, dst: State) -> Iterator[tuple[int, int]]:
         """The moves that differ from one in the names of interchangeable mesh axes."""

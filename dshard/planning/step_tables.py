@@ -276,7 +276,7 @@ class StepTables:
         return sum([local_bytes(value, layout) for value, layout in ends if value.number in self.kept.made])
 
     def _prices(self, value: Value) -> MovePrices:
-        return self._known_prices(value.shape, value.itemsize, 1.0)
+        return self._known_prices(value.shape, value.itemsize, None)
 
     def _of_parameter(self, value: Value) -> tuple[MovePrices, MovePrices]:
         """Prices of moves of a parameter that are joined with those of others, and of single ones."""
@@ -285,10 +285,10 @@ class StepTables:
         key = "parameter", joined
         return (
             self._known_prices(value.shape, value.itemsize, joined, *key),
-            self._known_prices(value.shape, value.itemsize, 1.0, *key),
+            self._known_prices(value.shape, value.itemsize, None, *key),
         )
 
-    def _known_prices(self, shape: Shape, itemsize: int, joined: float, *own: Hashable) -> MovePrices:
+    def _known_prices(self, shape: Shape, itemsize: int, joined: float | None, *own: Hashable) -> MovePrices:
         key = (shape, itemsize, joined, *own)
         if key not in self.prices:
             self.prices[key] = MovePrices(self.mesh, self.topology, shape, itemsize, joined)

@@ -10,17 +10,19 @@ from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.caches import cached
+from dshard.cost import collective_seconds
 from dshard.errors import LayoutError, MeshError
 from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
+from dshard.placements import Partial, Replicate
 from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
 from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, load_of, step_seconds
 from dshard.redistribute.space import Space, space_of
-from dshard.redistribute.step import Exchange, Step, after, describe, sizes_received
+from dshard.redistribute.step import AllReduce, Exchange, Step, after, describe, sizes_received
 from dshard.topology import Topology
 
-Search: TypeAlias = Literal["lean", "free"]
+Search: TypeAlias = Literal["lean", "free", "joined"]
 """The search of a plan, see `plan`."""
 
 MAX_STATES = 4000
@@ -111,7 +113,8 @@ def plan(
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" plan may hold
-    more in between if that is cheaper.
+    more in between if that is cheaper. A "joined" plan is lean, but that it reduces by one all_reduce, which may be
+    joined with those of other tensors, where without what it takes to begin that is no dearer.
 
     The plan that moves the fewest bytes is the one on `BYTES`.
 
@@ -170,6 +173,12 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     dst.check(shape)
     if src.blocks or dst.blocks:
         return _plan_of_blocks(src, dst, shape, itemsize, topology, search)
+    reduction = _one_reduction(src, dst) if search == "joined" else None
+    if reduction is not None:
+        begin = collective_seconds("all_reduce", 0.0, src.mesh, reduction.axes, topology)
+        seconds = step_seconds(reduction, src, shape, itemsize, topology)
+        lean = _plan(src, dst, shape, itemsize, topology, "lean")
+        return lean if lean.seconds < seconds - begin else Plan(src, dst, shape, (reduction,), seconds)
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
     renamed = space.canonical_axes(first, last)
@@ -177,6 +186,16 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     end = _cheapest(space, *space.canonical(first, last), search)
     steps = tuple(space.step(here, there, kind, axes) for here, there, kind in end.path())
     return Plan(src, dst, shape, steps, end.seconds)
+
+
+def _one_reduction(src: Layout, dst: Layout) -> AllReduce | None:
+    """The all_reduce that is all there is between two layouts, if one is."""
+    sizes = zip(src.mesh.names, src.mesh.shape, strict=True)
+    ends = [*zip(sizes, src.placements, dst.placements, strict=True)]
+    ops = {at.reduce_op for _, at, to in ends if isinstance(at, Partial) and to == Replicate()}
+    is_reduced = all(at == to or (isinstance(at, Partial) and to == Replicate()) for _, at, to in ends)
+    axes = tuple([name for (name, size), at, to in ends if at != to and size > 1])
+    return AllReduce(axes, ops.pop()) if is_reduced and axes and len(ops) == 1 and src.order == dst.order else None
 
 
 def _plan_of_blocks(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, search: Search) -> Plan:
@@ -202,7 +221,7 @@ def _cheapest(space: Space, first: State, last: State, search: Search) -> Reache
     """The end of the cheapest path, cached in its space."""
     end = space.ends.get((first, last, search))
     if end is None:
-        room = max(first.numel, last.numel) if search == "lean" else inf
+        room = inf if search == "free" else max(first.numel, last.numel)
         end = _search(space, first, last, room) or _search(space, first, last)
         if end is None:
             ends = " to ".join(f"[{space.layout_of(state)}]" for state in (first, last))

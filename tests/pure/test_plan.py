@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.caches import clear_caches
+from dshard.cost import collective_seconds
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Region, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
@@ -35,6 +36,7 @@ from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology
 
 MESH = Mesh((2, 4), ("dp", "tp"))
 SMALL = redistributions(meshes(max_axes=2), shapes(max_dims=2))
+HOST = Topology.preset("dgx-a100")
 TOPOLOGIES = st.sampled_from([FLAT_CPU, FLAT_CUDA])
 
 
@@ -98,6 +100,33 @@ def test_a_lean_plan_holds_no_more_than_its_ends(case: Redistribution) -> None:
 
     assert all(layout.local_numel(shape) <= room for layout in trail(lean))
     assert free.seconds <= lean.seconds * (1 + 1e-9)
+
+
+@given(
+    redistributions(st.sampled_from([MESH, Mesh((8,), ("x",))])), st.sampled_from([FLAT_CPU, HOST]), st.integers(0, 24)
+)
+def test_a_joined_plan_takes_no_more_than_a_lean_one_but_to_begin(
+    case: Redistribution, topology: Topology, power: int
+) -> None:
+    (src, dst, shape), itemsize = case, 2**power
+    joined, lean = (plan(src, dst, shape, itemsize, topology, search=search) for search in ("joined", "lean"))
+
+    if joined is not lean:
+        (step,) = joined.steps
+        assert isinstance(step, AllReduce)
+        assert trail(joined)[-1] == dst
+        begin = collective_seconds("all_reduce", 0, src.mesh, step.axes, topology)
+        assert lean.seconds < joined.seconds <= (lean.seconds + begin) * (1 + 1e-9)
+
+
+def test_a_joined_plan_reduces_by_one_all_reduce_what_two_steps_do_faster_alone() -> None:
+    ends = parse_layout("dp:P(sum) tp:P(sum)", MESH), parse_layout("dp:R tp:R", MESH)
+    of_searches = [
+        [type(step) for step in plan(*ends, (1024, 1024), 2, HOST, search=search).steps]
+        for search in ("lean", "joined")
+    ]
+
+    assert of_searches == [[ReduceScatter, Exchange], [AllReduce]]
 
 
 @given(SMALL, TOPOLOGIES)

@@ -135,27 +135,6 @@ def test_networks_are_planned_call_by_call_and_compute_what_one_device_does(netw
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def centred(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.up(x)
-    return m.out(h - h.quantile(0.5, -1, keepdim=True) + h.clone().unsqueeze_(1).mul_(2).squeeze_(1))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("strategy", ["data", "megatron"])
-def test_views_that_are_made_in_place_have_dims_of_their_own(strategy: str) -> None:
-    """`quantile` squeezes what it has written to."""
-    torch.manual_seed(0)
-    alone, x = Module(centred, up=nn.Linear(8, 16), out=nn.Linear(16, 8)).double(), drawn(4, 6, 8).double()
-    model = copy.deepcopy(alone)
-    alone(x).square().mean().backward()
-    mesh = Mesh((4,), ("x",))
-    with simulated(mesh):
-        parallelize(model, mesh, strategy, x)
-        model(x).square().mean().backward()
-        found = [whole(p.grad) for p in model.parameters()]
-    for mine, parameter in zip(found, alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad, rtol=1e-10, atol=1e-12)
-
-
 def test_a_search_that_ends_at_once_is_not_dearer_than_data_parallelism() -> None:
     """Calls within an LSTM are laid out by cost, whatever is planned of them, so its plan may be dear."""
     with torch.device("meta"):
