@@ -24,7 +24,7 @@ from dshard.core.replaced_parameters import succeed, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.subclasses import as_plain
-from dshard.core.transforms import constant, has_tangent, is_differentiating_forward, is_wrapped, refuse_wrapped
+from dshard.core.transforms import constant, is_differentiating_forward, is_wrapped, refuse_followed
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, Region, layout_of, replicated
@@ -96,17 +96,12 @@ def _check_distributed(tensor: Tensor, layout: Layout) -> None:
         )
     if layout.blocks:
         layout.check(tuple(tensor.shape))
-    refuse_wrapped(tensor, "distribute_tensor")
+    refuse_followed(tensor, "distribute_tensor")
     if not tensor.is_leaf:
         raise LayoutError(
             f"distribute_tensor of a tensor that autograd has recorded, by {type(tensor.grad_fn).__name__}: the result "
             "is a leaf, and no gradient would reach the tensor; give a leaf such as x.detach(), or use "
             "DTensor.from_local, which is differentiable"
-        )
-    if has_tangent(tensor):
-        raise LayoutError(
-            "distribute_tensor of a tensor with a tangent: the result is a leaf, and has none; distribute both, "
-            "and make_dual of the DTensors, or use DTensor.from_local, which is differentiable"
         )
 
 

@@ -149,7 +149,8 @@ def begin_rows(
 ) -> Callable[[], dict[Coordinate, tuple[int, ...]]]:
     """Begin an all_gather of rows of integers in a group; the function that waits for it returns them by coordinate."""
     wait = transport.begin_all_gather(own, [len(own)] * len(group.ranks), group, listened)
-    at = [*map(mesh.coordinate, group.ranks)]
+    places = dict(zip(mesh.ranks, mesh.coordinates(), strict=True))
+    at = [places[rank] for rank in group.ranks]
     return lambda: dict(zip(at, map(tuple, wait().view(len(at), -1).tolist()), strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dshard.errors import MixedError
+from dshard.errors import LayoutError, MixedError
 from dshard.torch_private import (
     DispatchKey,
     functorch_unwrapped,
@@ -73,6 +73,16 @@ def refuse_wrapped(x: Tensor, what: str) -> None:
         raise MixedError(
             f"{what} of a tensor that torch.func follows: transforms follow distributed tensors, but not into them; "
             "distribute it first and give the DTensor to the transformed function"
+        )
+
+
+def refuse_followed(x: Tensor, what: str) -> None:
+    """Refuse to make a leaf of a tensor that a transform wraps, or that has a tangent."""
+    refuse_wrapped(x, what)
+    if has_tangent(x):
+        raise LayoutError(
+            f"{what} of a tensor with a tangent: the result is a leaf, and has none; distribute both, and make_dual of "
+            "the DTensors, or use DTensor.from_local, which is differentiable"
         )
 
 

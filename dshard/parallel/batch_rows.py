@@ -30,6 +30,9 @@ OfBatch: TypeAlias = Literal["rows and sequence", "rows", "neither"]
 """Which sizes of a batch the first dims of a tensor have."""
 
 
+_ROWS, _WHOLE = Shard(0), Replicate()
+
+
 def data_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the batch."""
     return tuple(name for name, p in zip(plan.mesh.names, plan.inputs[""], strict=True) if p == Shard(0))
@@ -37,7 +40,7 @@ def data_axes(plan: Plan) -> tuple[str, ...]:
 
 def rows_alone(batch: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements of a batch of which only the rows are sharded."""
-    return tuple(p if p == Shard(0) else Replicate() for p in batch)
+    return tuple([p if p == _ROWS else _WHOLE for p in batch])
 
 
 def layouts_of_batch(batch: Layout) -> dict[str, Layout]:
