@@ -24,7 +24,7 @@ from dshard.core.replaced_parameters import succeed, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.subclasses import as_plain
-from dshard.core.transforms import constant, is_differentiating_forward, is_wrapped, refuse_followed
+from dshard.core.transforms import is_differentiating_forward, refuse_followed
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, Region, layout_of, replicated
@@ -32,12 +32,11 @@ from dshard.mesh import Mesh
 from dshard.placements import Replicate
 from dshard.tensor import DTensor, as_dtensor
 from dshard.torch_dtensor import TorchDTensor
-from dshard.torch_private import n_dispatch_modes, no_torch_function
+from dshard.torch_private import is_transforming, n_dispatch_modes, no_torch_function, outside_transforms
 from dshard.validate import check_callable, check_type
 
 
 @traceable
-@constant
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | Mesh | None = None,
@@ -57,6 +56,9 @@ def distribute_tensor(
             tensor that autograd has recorded.
         MeshError: no process group, or a mesh larger than the world.
     """
+    if is_transforming():
+        with outside_transforms():
+            return distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     mesh = comm.as_mesh(device_mesh)
     if isinstance(tensor, TorchDTensor) and not isinstance(tensor, DTensor):
         tensor = from_torch(tensor)
@@ -105,7 +107,6 @@ def _check_distributed(tensor: Tensor, layout: Layout) -> None:
         )
 
 
-@constant
 def cut(tensor: Tensor, layout: Layout) -> DTensor:
     """`distribute_tensor` with this layout, where each rank cuts its local tensor out of its own copy of `tensor`.
 
@@ -113,7 +114,7 @@ def cut(tensor: Tensor, layout: Layout) -> DTensor:
     mode only the first of these is compared.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
-    is_changed = n_dispatch_modes() or is_wrapped(tensor) or is_differentiating_forward()
+    is_changed = n_dispatch_modes() or is_transforming() or is_differentiating_forward()
     runtime = comm.runtime_of(layout.mesh) if is_plain and not is_changed else None
     if runtime is None or runtime.coordinate is None:
         return distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=None)

@@ -42,7 +42,7 @@ from dshard.ops.optimiser_steps import support_local_steps, support_states
 from dshard.placements import Placement
 from dshard.rehearsal.session import ENTERED, HERE, OWN_CALLS
 from dshard.torch_dtensor import IS_TORCHS, DTensorSpec, TorchDTensor
-from dshard.torch_private import TracingContext, no_torch_function
+from dshard.torch_private import TracingContext, is_transforming, no_torch_function, outside_transforms
 
 dispatch.__func__ = dispatch  # type: ignore[attr-defined]  # torch compares it with that of its own class
 
@@ -159,7 +159,6 @@ class DTensor(Wrapper):
             local_tensor = with_concrete_sizes(local_tensor)
         return from_local(local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements)  # type: ignore[no-any-return]
 
-    @constant
     def to_local(self, *, grad_placements: Sequence[AnyPlacement] | None = None) -> Tensor:
         """The local tensor of this rank; `grad_placements` are the placements of its gradient.
 
@@ -167,6 +166,9 @@ class DTensor(Wrapper):
         tensor must be the same on all ranks: if each rank has a term of it, as with sharded data, pass Partial. Under
         DSHARD_DEBUG=1 the ranks compare the gradients.
         """
+        if is_transforming():
+            with outside_transforms():
+                return self.to_local(grad_placements=grad_placements)
         layout = None
         if grad_placements is not None:
             layout = gradient_layout(self._spec.layout, self._spec.shape, grad_placements, "to_local")

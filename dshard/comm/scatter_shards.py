@@ -12,7 +12,7 @@ from dshard.comm import transport
 from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import run_pending
 from dshard.comm.pieces import view_of
-from dshard.comm.rank_tensors import are_simulated, has_data, has_only_shape, is_absent, of_rank, per_rank
+from dshard.comm.rank_tensors import are_simulated, has_only_shape, is_absent, of_rank, per_rank
 from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
@@ -65,13 +65,14 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
     is_simulated = are_simulated([x])
     memory_format = torch.preserve_format if source is None else torch.contiguous_format
     with torch.no_grad():
-        if source is not None and taking_part(mesh) is not None and has_data(x):
-            take_as_even(tuple(x.shape), x.dtype, layout, "distribute_tensor")
-            run_pending()  # a rank that gives an empty tensor sends nothing
-        if source is None or not scatters(x, layout, source):
+        if source is None or not _meets(x, layout, source):
             return local_of(layout, shard)
         if not traced(x):
-            return _scatter(x, layout, source)
+            take_as_even(tuple(x.shape), x.dtype, layout, "distribute_tensor")
+            if x.numel():
+                return _scatter(x, layout, source)
+            run_pending()  # with nothing to send, too, a rank compares what all give
+            return local_of(layout, shard)
         if TracingContext.try_get() is None:  # in FakeTensorMode: any rank's part looks like this
             return local_of(layout, shard)
         raise CompileError(
@@ -82,9 +83,14 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
 
 def scatters(x: Tensor, layout: Layout, source: int | None) -> bool:
     """Whether `scatter_shards` sends anything for these arguments: a broadcast of replicas, or a scatter."""
+    return _meets(x, layout, source) and x.numel() > 0
+
+
+def _meets(x: Tensor, layout: Layout, source: int | None) -> bool:
+    """Whether the ranks of the mesh meet in `scatter_shards`, if there is anything to send."""
     if source is None or taking_part(layout.mesh) is None:
         return False
-    return layout.mesh.size > 1 and x.numel() > 0 and not has_only_shape(x)
+    return layout.mesh.size > 1 and not has_only_shape(x)
 
 
 def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
