@@ -179,7 +179,7 @@ class _Rank:
 
 _GRACE = {
     FailureKind.EXITED: 0.5,
-    FailureKind.RAISED: 2.0,
+    FailureKind.RAISED: 1.0,
 }  # seconds, at least, for the other ranks once one has failed
 
 

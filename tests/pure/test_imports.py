@@ -217,6 +217,7 @@ def loaded() -> tuple[set[str], set[str]]:
     return {*first.split()}, {*then.split()}
 
 
+@pytest.mark.thorough
 def test_importing_dshard_loads_little_beside_its_own_modules() -> None:
     found, _ = loaded()
 

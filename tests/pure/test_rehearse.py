@@ -50,6 +50,7 @@ def test_a_rehearsed_step_sends_what_the_recorded_one_does() -> None:
     assert found.seconds == max(found.local) + found.network
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_made_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 failed: ValueError: no such model"):
         rehearse(failing, ranks=2, topology=NETWORK)

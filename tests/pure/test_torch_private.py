@@ -147,6 +147,7 @@ def imported_without(name: str, then: str = "") -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_a_missing_name_says_what_does_not_work_without_it() -> None:
     name = NAMES["torch._C._will_engine_execute_node"]
 
@@ -159,6 +160,7 @@ def test_a_missing_name_says_what_does_not_work_without_it() -> None:
     assert "dshard was tested with torch 2.13: install that, or a dshard for your torch" in error
 
 
+@pytest.mark.thorough
 def test_without_an_optional_name_dshard_works() -> None:
     path = "torch._C._dynamo.eval_frame.set_code_exec_strategy"
 

@@ -528,6 +528,7 @@ def save_often(path: Path, stop: Any) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_loads_succeed_while_another_process_saves_all_the_time(ranks: RankPool, tmp_path: Path) -> None:
     save({name: torch.ones(8) for name in "abc"}, tmp_path / "x")
     context = multiprocessing.get_context("fork")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -162,8 +163,7 @@ def distributed_otherwise(case: str, placement: Placement) -> str:
     return ""
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
-@pytest.mark.parametrize("case", GIVEN)
+@pytest.mark.parametrize(("case", "placement"), one_way_each(GIVEN, [Shard(0), Replicate()]), ids=str)
 def test_whole_tensors_that_differ_are_refused_before_anything_is_sent(case: str, placement: Placement) -> None:
     with rank_pool(2) as pool:  # as above
         for told in pool.run(distributed_otherwise, case, placement, timeout=WAIT):

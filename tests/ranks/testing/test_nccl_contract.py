@@ -294,6 +294,7 @@ def test_calls_that_nccl_refuses_are_refused_before_anything_is_sent(ranks: Rank
             assert f"[NCCL contract: {rule}; {RULES[rule].source}]" in errors[i]
 
 
+@pytest.mark.thorough
 def test_programs_that_are_wrong_on_several_ranks_together_are_caught(ranks: RankPool) -> None:
     texts = ranks.run(wrong_programs)
     for i, (rule, program, pattern, where) in enumerate(WRONG):
