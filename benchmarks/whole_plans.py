@@ -1,6 +1,6 @@
 """Plans that choose all layouts of a step together, beside the best strategy by name, by the price of the traced step.
 
-    python benchmarks/whole_plans.py [--ranks 8 64] [--models gpt llama ...] [--write]
+    python benchmarks/whole_plans.py [--ranks 8 64 512] [--models gpt llama ...] [--write]
 
 Models without data, of two blocks, on meshes without processes; nothing runs. Each row is a model on a preset: the step
 of "auto", the cheapest of the names, how many times that takes, what was found, the certificate of the plan, and the
@@ -45,7 +45,7 @@ NAMES = {
 }
 ROWS = 8
 SECONDS = 60
-"""Of the processor, for each search, six times the default: on 64 ranks some searches of three axes end there."""
+"""Of the processor, for each search, six times the default: on more ranks some of three axes end there."""
 HEADER = ("model", "preset", "mesh", "auto, ms", "best name", "ms", "name / auto", "found", "certificate", "CPU s")
 
 
@@ -167,7 +167,7 @@ def row(model: str, preset: str, topology: Topology, mesh: Mesh) -> list[str]:
 def main() -> None:
     """Plan, print, and write if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--jobs", type=int, default=2, help="rows at once")
     parser.add_argument("--write", action="store_true")
