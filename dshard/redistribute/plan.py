@@ -190,12 +190,12 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
 
 def _one_reduction(src: Layout, dst: Layout) -> AllReduce | None:
     """The all_reduce that is all there is between two layouts, if one is."""
-    sizes = zip(src.mesh.names, src.mesh.shape, strict=True)
-    ends = [*zip(sizes, src.placements, dst.placements, strict=True)]
+    ends = [*zip(src.mesh.names, src.placements, dst.placements, strict=True)]
     ops = {at.reduce_op for _, at, to in ends if isinstance(at, Partial) and to == Replicate()}
     is_reduced = all(at == to or (isinstance(at, Partial) and to == Replicate()) for _, at, to in ends)
-    axes = tuple([name for (name, size), at, to in ends if at != to and size > 1])
-    return AllReduce(axes, ops.pop()) if is_reduced and axes and len(ops) == 1 and src.order == dst.order else None
+    if not is_reduced or len(ops) != 1 or src.order != dst.order:
+        return None
+    return AllReduce(tuple([name for name, at, to in ends if at != to]), ops.pop())
 
 
 def _plan_of_blocks(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, search: Search) -> Plan:
