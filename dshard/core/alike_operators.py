@@ -51,7 +51,7 @@ class AlikeOperators(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.known = Cache("alike operators", 65536)
+        self.known = Cache("operators", 65536)
         self.is_functional: dict[Function, bool] = {}
 
     def run(

@@ -58,7 +58,8 @@ def test_layers_have_few_caches() -> None:
     for module in pkgutil.walk_packages(dshard.__path__, "dshard."):
         if not module.name.endswith("__main__"):
             import_module(module.name)
-    given = set(dshard.cache_info()) - {"three", "one of two", "squares"}
+    # The cache of a runtime is there once a mesh of processes was made.
+    given = {*dshard.cache_info(), "runners"} - {"three", "one of two", "squares"}
 
     assert len(given) <= 40, given
 
