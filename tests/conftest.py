@@ -90,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was imported and collected out of all later collections, of which tests ask for many."""
     gc.freeze()
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])  # the default looks through young objects every few calls
     gc.enable()
 
 

@@ -37,7 +37,7 @@ def test_a10_a_model_is_laid_out_by_one_line() -> None:
         torch.testing.assert_close(whole(model(images).detach()), expected.detach())
 
 
-@pytest.mark.parametrize("strategy", one_in(2, ["megatron-sp", "megatron", "optimus", "atp"]))
+@pytest.mark.parametrize("strategy", one_in(4, ["megatron-sp", "megatron", "optimus", "atp"]))
 def test_s13_the_last_product_of_a_checkpointed_block_is_not_repeated(strategy: str) -> None:
     mesh, found, gradients = SHAPES[strategy], {}, {}
     for keeps in ("all", "inputs"):

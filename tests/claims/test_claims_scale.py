@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.default_cases import one_way_each
 
 from dshard import Mesh
 from dshard.errors import StrategyError
@@ -156,7 +157,7 @@ def test_s9_optimus_moves_the_volumes_of_its_table_1(q: int) -> None:
     assert received("optimus", q, q) == pytest.approx((volume, 2 * volume), rel=1e-3)
 
 
-@pytest.mark.parametrize(("q", "depth"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("q", "depth"), one_way_each([2, 4], [2, 4]))
 def test_tesseract_gathers_less_the_deeper_it_is(q: int, depth: int) -> None:
     """Activations are split over the depth, weights are not; their gradients are summed over it once."""
     activations, weights = (q - 1) / q**2 * 7 * BSH / depth, (q - 1) / q**2 * 12 * HH

@@ -173,13 +173,12 @@ NAMED = ("--strategy", "fsdp", "--strategy", "data", "--strategy", "expert")
 
 def test_the_table_says_what_was_read_and_has_as_many_rows_as_asked(small: str, tmp_path: Any, capsys: Any) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
-    for top in (2, 1):
-        command = ["plan", "model", "--devices", "2", "--model", small, *COMMON, "--out", str(plan), *NAMED]
-        assert main([*command, "--top", str(top)]) == 0
-        out = capsys.readouterr().out
-        assert "2 layers, gated, " in out
-        assert "experts 4 of which 2" in out
-        assert sum("%" in line and "=" in line for line in out.splitlines()) == top
+    command = ["plan", "model", "--devices", "2", "--model", small, *COMMON, "--out", str(plan), *NAMED]
+    assert main([*command, "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 layers, gated, " in out
+    assert "experts 4 of which 2" in out
+    assert sum("%" in line and "=" in line for line in out.splitlines()) == 2
     assert main(["simulate", "step", "--plan", str(plan), "--model", small, *COMMON, "--trace", str(trace)]) == 0
     assert "a rank holds at most" in " ".join(capsys.readouterr().out.split())
     assert json.loads(trace.read_text())["traceEvents"]

@@ -86,15 +86,12 @@ def test_pinned_plans_have_their_pins_and_compute_what_one_device_does() -> None
     model, args = language(8)
     pins: Pins = {"head.weight": "x:S(0) y:R", "blocks.*.up.weight": [Shard(1), Shard(0)], "blocks.0.q": "x:R y:S(1)"}
     with use_topology(H100):
-        free, plan = (plan_model(model, MESH, Auto(pins=own), *args) for own in ({}, pins))
+        plan = plan_model(model, MESH, Auto(pins=pins), *args)
 
     assert plan.placements("head.weight") == (Shard(0), Replicate())
     assert {plan.placements(f"blocks.{i}.up.weight") for i in range(2)} == {(Shard(1), Shard(0))}
     assert moves_of_results(plan)["blocks.0.q"] == (Replicate(), Shard(1))
     assert plan.certificate == pytest.approx(1.0)
-    assert plan.search is not None
-    assert free.bound is not None
-    assert plan.search.seconds >= free.bound
     trains_as_one_device(plan)
 
 
@@ -150,9 +147,8 @@ def test_the_runner_up_is_the_least_of_all_other_layouts(free: Plan) -> None:
     space: Any = free.search.space
     least = plan_step(space.tables, space.weights).total
     dims: list[Placement] = [Replicate(), Shard(0), Shard(1)]
-    sums = {}
+    tables, sums = StepTables(graph, MESH, H100), {}
     for layout in (Layout(MESH, (a, b)) for a in dims for b in dims):
-        tables = StepTables(graph, MESH, H100)
         sums[layout.placements] = plan_step(tables.pinned({name: layout}), space.weights).total
     del sums[free.placements(name)]
     other = free.runner_up(name)
@@ -258,7 +254,7 @@ def test_strategies_by_name_are_priced_before_the_mesh_is_refined(monkeypatch: p
         ),
         ({"forbid": {"z": "batch"}}, MeshError, r"no axis 'z': use x, y"),
         (
-            {"memory": 1000, "seconds": 1},
+            {"memory": 1000, "seconds": 0.05},
             StrategyError,
             r"needs the least, .* MiB, most of it for .*, .*, .*; use more",
         ),

@@ -38,7 +38,7 @@ HOSTS = Topology("of two", (Layer("node", 4, 1e9, hardware="network"), Layer("gp
         ("gpt-oss", None, "fsdp x expert"),
         pytest.param("deepseek", "batched_mm", "megatron", marks=pytest.mark.thorough),
         ("qwen3-moe", "grouped_mm", "expert x megatron"),
-        ("mixtral", "eager", "fsdp"),
+        pytest.param("mixtral", "eager", "fsdp", marks=pytest.mark.thorough),
     ],
 )
 def test_steps_are_those_of_one_device(family: str, implementation: str | None, strategy: str) -> None:

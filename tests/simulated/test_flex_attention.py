@@ -127,6 +127,7 @@ def sliding(width: int, block: int, queries: int) -> BlockMask:
             Layout(Mesh((2, 2), ("x", "y")), (Replicate(), Shard(2))),
         ],
         [(5, 1), (16, 3)],
+        every=2,
     ),
     ids=str,
 )

@@ -120,7 +120,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize(("strategy", "trained"), one_way_each(NAMES, ["adapters", "all"], every=2))
+@pytest.mark.parametrize(("strategy", "trained"), one_way_each(NAMES, ["adapters", "all"], every=4))
 def test_adapters_send_hardly_more_than_their_base(strategy: str, trained: str) -> None:
     sent = []
     for rank in (0, 4):

@@ -93,7 +93,7 @@ CASES: list[Case] = [
 MORE: list[Case] = [*product([Deep, tied], [("megatron", (8,)), ("fsdp x megatron-sp", (2, 4)), ("optimus", (2, 4))])]
 
 
-@pytest.mark.parametrize("case", [*one_in(6, CASES), *one_in(5, MORE)])
+@pytest.mark.parametrize("case", [*one_in(8, CASES), *one_in(5, MORE)])
 def test_a_first_step_is_completed_to_the_second(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its collectives, with the seconds that they hide behind work, its waits, and its peak of memory."""
     make, (strategy, shape) = case

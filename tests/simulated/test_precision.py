@@ -65,7 +65,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "shape", "reduce_dtype", "tolerance"),
     [
-        ("data", (4,), torch.float32, 1e-6),
+        pytest.param("data", (4,), torch.float32, 1e-6, marks=pytest.mark.thorough),
         ("data", (4,), None, 0.02),
         ("fsdp", (4,), torch.float32, 1e-6),
         pytest.param("fsdp", (4,), None, 0.02, marks=pytest.mark.thorough),

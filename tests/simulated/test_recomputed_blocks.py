@@ -91,7 +91,9 @@ class RecomputingInside(Recomputing):
         return x
 
 
-@pytest.mark.parametrize(("strategy", "use_reentrant"), one_way_each(["data", "fsdp", "megatron"], [False, True]))
+@pytest.mark.parametrize(
+    ("strategy", "use_reentrant"), one_way_each(["data", "fsdp", "megatron"], [False, True], every=2)
+)
 def test_blocks_that_recompute_themselves_use_weights_in_their_dtype(strategy: str, use_reentrant: bool) -> None:
     x, alone = torch.randn(4, 8, 8, dtype=torch.float64), RecomputingInside(use_reentrant).double()
     alone(x).sin().sum().backward()

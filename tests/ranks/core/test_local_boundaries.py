@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.default_cases import one_way_each
+from helpers.looking_soon import looking_soon
 from torch import Tensor, nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -116,6 +117,7 @@ PARTS = {
 """Local tensors of rank 0 and of the other ranks, which no rank compares before it sends."""
 
 
+@looking_soon()
 def beside_uneven_parts(case: str) -> list[str]:
     """What this rank is told by programs of one collective, after one of parts that are even, of 4 rows."""
     mesh, told = line(), list[str]()
@@ -151,6 +153,7 @@ GIVEN = {
 """Whole tensors of rank 0 and of the other ranks, which `distribute_tensor` would send parts of."""
 
 
+@looking_soon()
 def distributed_otherwise(case: str, placement: Placement) -> str:
     """What this rank is told of whole tensors that differ, after one that does not."""
     distribute_tensor(torch.ones(6, 2), line(), [placement])

@@ -26,7 +26,7 @@ def operands(n: int, m: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor
     return x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("p", one_in(2, POWERS))
+@pytest.mark.parametrize("p", one_in(3, POWERS))
 @pytest.mark.parametrize(
     ("first", "second", "forward", "backward"),
     [

@@ -38,7 +38,7 @@ MESH_SHAPES = ((3,), (2, 2))
 pytestmark = [pytest.mark.thorough] if THOROUGH else []
 
 
-@pytest.mark.parametrize(("name", "shape"), one_way_each(SAMPLES, MESH_SHAPES, every=3))
+@pytest.mark.parametrize(("name", "shape"), one_way_each(SAMPLES, MESH_SHAPES, every=4))
 def test_an_operator_equals_its_single_device_self(name: str, shape: tuple[int, ...]) -> None:
     function, sample = moved(SAMPLES[name])
 

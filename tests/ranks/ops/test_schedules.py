@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.default_cases import one_in
 from helpers.held_memory import Held
 from helpers.schedule_forms import messages, peak
 from hypothesis import settings
@@ -215,7 +216,7 @@ def wrong_whole_numbers(mesh: Mesh, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", WHOLE_NUMBERS, ids=str)
+@pytest.mark.parametrize("dtype", one_in(2, WHOLE_NUMBERS), ids=str)
 def test_products_of_whole_numbers_that_the_backend_does_not_reduce(ranks: RankPool, dtype: torch.dtype) -> None:
     """gloo does not sum 16-bit integers: their terms are exchanged and summed here, and wrap around as torch's do."""
     assert ranks.run(wrong_whole_numbers, Mesh((2, 2), ("x", "y")), dtype, timeout=120) == [[]] * 4

@@ -98,7 +98,7 @@ def unlike_one_device(plan: str, outputs: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plan", "outputs"), one_way_each(PLANS, ["distributed", "plain"], every=2))
+@pytest.mark.parametrize(("plan", "outputs"), one_way_each(PLANS, ["distributed", "plain"], every=4))
 def test_loaders_of_different_lengths_are_one_device(ranks: RankPool, plan: str, outputs: str) -> None:
     assert ranks.run(unlike_one_device, plan, outputs) == [[]] * 4
 

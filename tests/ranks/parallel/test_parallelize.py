@@ -48,9 +48,7 @@ ALL = [(family, strategy) for family in FAMILIES for strategy in MESHES]
 SAMPLE = [
     ("gpt2", "megatron"),
     ("llama", "context"),
-    ("gpt2", "ulysses"),
     ("vit", "fsdp"),
-    ("t5", "megatron-sp"),
 ]
 TOLERANCE = 1e-9
 
@@ -136,7 +134,7 @@ def demo_on_ranks(strategy: str, shape: tuple[int, ...], names: tuple[str, ...])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", one_in(2, ["optimus", "megatron", "fsdp x megatron-sp", "atp"]))
+@pytest.mark.parametrize("strategy", one_in(4, ["optimus", "megatron", "fsdp x megatron-sp", "atp"]))
 def test_a_plain_module_on_real_ranks(ranks: RankPool, strategy: str) -> None:
     for error, gradient, split in ranks.run(demo_on_ranks, strategy, (2, 2), ("a", "b")):
         assert error < TOLERANCE

@@ -107,7 +107,7 @@ def as_one_device(name: str, strategy: str) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "strategy"), one_way_each(PROGRAMS, list(WAYS)))
+@pytest.mark.parametrize(("name", "strategy"), one_way_each(PROGRAMS, list(WAYS), every=2))
 def test_models_that_share_modules_learn_what_they_learn_on_one_device(
     ranks: RankPool, name: str, strategy: str
 ) -> None:

@@ -93,7 +93,7 @@ def program_equals_one_device(name: str, strategy: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "strategy"), one_way_each(USERS, list(MESHES)[:-2], every=12))
+@pytest.mark.parametrize(("name", "strategy"), one_way_each(USERS, list(MESHES)[:-2], every=16))
 def test_a_program_logs_what_one_device_logs(ranks: RankPool, name: str, strategy: str) -> None:
     assert min(ranks.run(program_equals_one_device, name, strategy, timeout=120.0)) > 2
 
@@ -108,6 +108,6 @@ def test_a_program_under_the_cheapest_plan_logs_what_one_device_logs(ranks: Rank
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", one_in(74, product(TAUGHT, TAUGHT_WAYS)), ids=" under ".join)
+@pytest.mark.parametrize("case", one_in(111, product(TAUGHT, TAUGHT_WAYS)), ids=" under ".join)
 def test_a_taught_program_is_that_of_one_device(ranks: RankPool, case: tuple[str, str]) -> None:
     assert min(ranks.run(program_equals_one_device, *case, timeout=120.0)) > 1

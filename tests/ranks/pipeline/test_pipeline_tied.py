@@ -77,7 +77,7 @@ def on_ranks(wheres: tuple[Where, ...], accumulate: int) -> tuple[list[float], l
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("wheres", "accumulate"), one_way_each([TWO, UNEVEN, FOUR], [1, 2], every=2))
+@pytest.mark.parametrize(("wheres", "accumulate"), one_way_each([TWO, UNEVEN, FOUR], [2, 1], every=3))
 def test_copies_train_as_one_parameter(ranks: RankPool, wheres: tuple[Where, ...], accumulate: int) -> None:
     losses, tied = on_one_device(len(wheres), accumulate)
 

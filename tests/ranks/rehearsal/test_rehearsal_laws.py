@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.default_cases import one_in, one_way_each
+from helpers.looking_soon import looking_soon
 from helpers.rehearsed_programs import PROGRAMS, ROWS, WIDTH, Keeping, run_program, squares
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,7 +37,7 @@ FEW = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=3))
+@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=6))
 def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
@@ -71,7 +72,7 @@ SHARED = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "plan"), one_way_each(SHARED, ["data x megatron", "data"], every=3))
+@pytest.mark.parametrize(("name", "plan"), one_way_each(SHARED, ["data x megatron", "data"], every=4))
 def test_ranks_that_run_by_python_go_with_ranks_that_rehearse(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan, mixed=True)
 
@@ -143,6 +144,7 @@ def test_it_says_what_differed(pair: RankPool) -> None:
         assert off == "it is turned off"
 
 
+@looking_soon()
 def failing_on_one_rank(step: int) -> str:
     """How a backward pass ends in which the second rank alone fails: one that is derived, or run by a program."""
     model = steps_of("data")
