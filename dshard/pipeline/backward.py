@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from dshard.autograd.backward_graph import AutogradGraph
+from dshard.rehearsal.region_backward import is_behind_first_node
 from dshard.torch_private import no_torch_function
 
 Outputs = Sequence[tuple[Tensor, Tensor | None]]
@@ -37,7 +38,8 @@ def backward_input(outputs: Outputs, inputs: Sequence[Tensor], weights: Sequence
     """
     inputs = [x for x in inputs if x.requires_grad]
     graph = AutogradGraph([root for out, _ in outputs if (root := _node(out)) is not None])
-    leading = graph.leading_to({node for x in inputs if (node := _node(x)) is not None})
+    reaching = graph.leading_to({node for x in inputs if (node := _node(x)) is not None})
+    leading = {node for node in reaching if not is_behind_first_node(node)}
     now = [pair for pair in outputs if _node(pair[0]) in leading]
     later = [pair for pair in outputs if _node(pair[0]) not in leading]
     if not now:

@@ -99,6 +99,11 @@ class RegionNode(torch.autograd.Function):
 _apply = unchecked_apply(RegionNode)
 
 
+def is_behind_first_node(node: Any) -> bool:
+    """Whether a node of autograd gives gradients that the first node of its run computes: no pass starts there."""
+    return isinstance(getattr(node, "inner", None), Run) and node.segment > 0
+
+
 def begun(record: Record, inputs: Sequence[Tensor], use: GatheredUse | None) -> Run:
     """A run of a record that begins; its results have its first node."""
     run = Run(record, inputs, use)
@@ -177,6 +182,8 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
         return asked, _DerivedPass(run, pattern, asked, given, arrived).parts()
+    if None in [run.values[slot.number] for slot in program.slots]:  # it ended when no program was known to read them
+        return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     _check_versions(run, program.reads)
     for number in program.fresh:
         if run.values[number]._version:

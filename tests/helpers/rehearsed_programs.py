@@ -80,17 +80,45 @@ def accumulation() -> tuple[Make, Step]:
     return Model, lambda model, x, i: squares(model, x) + squares(model, x * 2)
 
 
+def differentiable(model: Any, x: Tensor) -> Any:
+    """A batch that needs a gradient."""
+    mesh = model.a.weight.device_mesh
+    rows = [Shard(0) if name == "dp" else dshard.Replicate() for name in mesh.mesh_dim_names]
+    return distribute_tensor(x, mesh, rows).requires_grad_()
+
+
 @program
 def input_needs_gradient() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
-        mesh = model.a.weight.device_mesh
-        rows = [Shard(0) if name == "dp" else dshard.Replicate() for name in mesh.mesh_dim_names]
-        z = distribute_tensor(x, mesh, rows).requires_grad_()
+        z = differentiable(model, x)
         loss = model(z * 2).square().mean()
         loss.backward()
         return [loss, z.grad]
 
     return Model, step
+
+
+class Chained(Model):
+    """A product of a product: what the first gives is read for gradients of weights alone."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.n(x)))
+
+
+@program
+def gradients_of_an_input_once() -> tuple[Make, Step]:
+    """A run ends while no backward pass is known but one that reads less than its own."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        z, weights = differentiable(model, x), [*model.parameters()]
+        if i < 2:
+            return [model(z).detach()]
+        before, now = model(z), model(z)
+        grads = torch.autograd.grad(now.square().mean(), [z])
+        after = model(z)
+        return [*grads, *(g for y in (before, after) for g in torch.autograd.grad(y.square().mean(), weights))]
+
+    return Chained, step
 
 
 @program
