@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from dshard.comm import break_off, device_of, is_from_peer, is_published, leave_word, peek, put, runtime_of, share
-from dshard.core.signature import Function
+from dshard.core.signature import Context, Function
 from dshard.distribute import distribute_tensor
 from dshard.errors import DShardError, MixedError, PipelineError, ScheduleError, ShapeError
 from dshard.layout import Layout
@@ -46,6 +46,18 @@ class Activations:
     inputs: dict[str, Tensor]
     outputs: tuple[Tensor, ...]
     weights: Callable[[], None] | None = None
+
+
+class Operand(torch.autograd.Function):
+    """A received leaf of autograd -> the operand of a stage, which may write to it in place; backward: its gradient."""
+
+    @staticmethod
+    def forward(ctx: Context, x: DTensor) -> DTensor:
+        return DTensor._wrap(x._local_tensor, x._spec)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return grad
 
 
 @dataclass(slots=True)
@@ -138,7 +150,8 @@ class Runner:
             case Forward():
                 inputs = {name: self._take(name, k) for name in self.stage.takes}
                 begin = perf_counter()
-                self._step.running[k] = Activations(inputs, self._forward(inputs, k))
+                operands = [Operand.apply(x) if x.requires_grad else x for x in inputs.values()]  # type: ignore[no-untyped-call]
+                self._step.running[k] = Activations(inputs, self._forward(operands, k))
             case Backward():
                 outputs = self._with_gradients(k)
                 begin = perf_counter()
@@ -170,9 +183,9 @@ class Runner:
         assert header is not None
         return received.requires_grad_() if header.differentiable else received
 
-    def _forward(self, inputs: Mapping[str, Tensor], k: int) -> tuple[Tensor, ...]:
+    def _forward(self, operands: Sequence[Tensor], k: int) -> tuple[Tensor, ...]:
         assert self.stage.module is not None
-        outputs = self.stage.outputs(self.stage.module(*inputs.values()), self.number)
+        outputs = self.stage.outputs(self.stage.module(*operands), self.number)
         if not self._last:
             return outputs
         microbatch = self._step.microbatches[k]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers.default_cases import one_way_each
 from helpers.pipeline_models import LOSS, Where, errors, mesh_of, staged
 from torch import nn
 
-from dshard import distribute_module
+from dshard import Shard, distribute_module, parallelize
 from dshard.errors import DShardError, PipelineError, RankError, ShapeError
 from dshard.pipeline import SCHEDULES, Pipeline, Stage
 from dshard.pipeline.runner import cut_batch
@@ -65,6 +66,53 @@ def test_losses_and_gradients_are_those_of_one_device(ranks, model, wheres):
 @pytest.mark.parametrize("n_microbatches", [1, 2, 6])
 def test_every_schedule_on_eight_ranks(model, wheres, n_microbatches):
     assert max(rank_pool(8).run(trained, model, wheres, ALL, n_microbatches, timeout=500)) < 1e-12
+
+
+WIDTH = 8
+
+
+class Residual(nn.Module):
+    """A module, the gradient of whose input is the last to be known."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def parallelized(strategy, delay):
+    """The largest error of losses, and of weights after many steps, of stages that `parallelize` lays out."""
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))  # it writes to what it takes
+    parts = [nn.Linear(WIDTH, WIDTH).double(), Residual().double(), last.double()]
+    one_device = nn.Sequential(*map(deepcopy, parts))
+    meshes = [mesh_of((0,), (1,)), mesh_of((1, 2), (2,)), mesh_of((3,), (1,))]
+    for part, mesh in zip(parts, meshes, strict=True):
+        if mesh.get_coordinate() is not None:
+            parallelize(part, mesh, strategy, torch.randn(4, WIDTH).double())
+    stages = [Stage(part, mesh, placements={"x": [Shard(0)]}) for part, mesh in zip(parts, meshes, strict=True)]
+    pipeline = Pipeline(stages, n_microbatches=2, loss=F.mse_loss, delay=delay)
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (pipeline.parameters(), one_device.parameters())]
+    errors = []
+    for _ in range(5):
+        x, target = torch.randn(2, 6, WIDTH).double()
+        loss = F.mse_loss(one_device(x), target)
+        loss.backward()
+        errors.append(abs(loss.item() - pipeline.step(x, target).item()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = one_device[pipeline.number].state_dict()
+    state = pipeline.module.state_dict()
+    return max([*errors, *((state[name].full_tensor() - x).abs().max().item() for name, x in expected.items())])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "delay"), one_way_each(["data", "megatron", "fsdp"], [0, 1, None], every=3))
+def test_stages_that_are_rehearsed_learn_what_one_device_does(ranks, strategy, delay):
+    assert max(ranks.run(parallelized, strategy, delay)) < 1e-12
 
 
 def message(call):
