@@ -14,11 +14,11 @@ algorithm runs what:
 | permute        | one message to the next rank  | the same                 | the same      |
 
 On a topology that has NCCL's algorithms, as presets of GPUs do, the cheapest of these runs the first three and
-broadcasts, by NCCL's own prices (`algorithm_price`). NCCL gathers and scatters pieces of one size alone: those of
-different sizes are exchanged pairwise (`sends_pieces_in_messages`). A collective along several mesh axes takes its
-messages along each of them, one after the other. A two-level all_reduce is no algorithm here but a plan: reduce_scatter
-inside, all_reduce across, all_gather inside. Prices grow with the bytes, and are never below the
-bytes that must pass a cut of the network over its bandwidth.
+broadcasts, by NCCL's own prices (`algorithm_price`), and messages take the steps of its rings. NCCL gathers and
+scatters pieces of one size alone: those of different sizes are exchanged pairwise (`sends_pieces_in_messages`). A
+collective along several mesh axes takes its messages along each of them, one after the other. A two-level all_reduce is
+no algorithm here but a plan: reduce_scatter inside, all_reduce across, all_gather inside. Prices grow with the bytes,
+and are never below the bytes that must pass a cut of the network over its bandwidth.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dshard.mesh import Mesh
 from dshard.topology import COLLECTIVES, Collective, Link, Topology
 from dshard.topology.algorithms import COLLECTIVES_OF, Algorithm
 from dshard.topology.links import Hardware
+from dshard.topology.sharing import DIRECT
 
 LARGE_PIECE = 2**22
 """Bytes of a piece above which a broadcast of each piece takes less time than messages from each rank to each.
@@ -70,9 +71,13 @@ def collective_seconds(
     reduce_scatter that is not `even` differ in size.
     """
     axes = tuple(axes)
-    n, link, algorithms, latency = terms_of(collective, mesh, axes, topology)
+    terms = terms_of(collective, mesh, axes, topology)
+    n, link, algorithms, latency = terms.ranks, terms.link, terms.algorithms, terms.latency
     if n == 1:
         return 0.0
+    if terms.messages:
+        crossing = _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology)) if along else None
+        return terms.message_seconds(nbytes, 1 if collective == "permute" else peers, crossing)
     if not even and topology.backend == "nccl":
         nodes, _ = topology.nodes(mesh, axes) or (1, None)
         if sends_pieces_in_messages(collective, nbytes / (n - 1), nodes > 1):  # at least the bound of a search
@@ -89,21 +94,12 @@ def collective_seconds(
             ring = 2 * latency + link.seconds(nbytes)
             tree = topology.backend == "nccl" and not link.measured
             return min(ring, tree_all_reduce_seconds(nbytes, n, link)) if tree else ring
-        case "exchange" if along:
-            few = inf if peers is None else peers * link.latency
-            return min(latency, few) + _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology))
-        case "all_to_all":
-            return latency + link.seconds(nbytes)
-        case "exchange":
-            return min(latency, inf if peers is None else peers * link.latency) + link.seconds(nbytes)
         case "broadcast" if topology.backend == "gloo":  # a binomial tree, whose root sends all bytes log n times
             return _log2(n) * messages_seconds(nbytes, 1, link)
         case "broadcast":
             return messages_seconds(nbytes, n - 1, link)
-        case "permute":
-            return messages_seconds(nbytes, 1, link)
         case _:
-            assert_never(collective)
+            raise AssertionError(f"{collective} is of messages")
 
 
 def sends_pieces_in_messages(collective: str, piece: float, spans_hosts: bool) -> bool:
@@ -137,6 +133,10 @@ def tree_all_reduce_seconds(nbytes: float, n: int, link: Link) -> float:
     return messages_seconds(nbytes * n / (n - 1), 2 * _log2(n), link)
 
 
+SENT: frozenset[Collective] = DIRECT | {"permute"}
+"""Collectives of messages, of which each rank has its own for each other."""
+
+
 class AlgorithmPrice(NamedTuple):
     """Seconds of a collective by one algorithm: those to begin, and the bytes that a ring would receive over `rate`."""
 
@@ -144,17 +144,41 @@ class AlgorithmPrice(NamedTuple):
     rate: float
 
 
+class MessagePrice(NamedTuple):
+    """Seconds of messages by one protocol: to begin them, of `one`, of those from all others of a group.
+
+    Bytes take `slowed` times as long as over the bare link.
+    """
+
+    begin: float
+    one: float
+    all: float
+    slowed: float
+
+
 class Terms(NamedTuple):
     """The price of a collective along mesh axes: the ranks of a group, their link, and the topology's algorithms.
 
-    There are no algorithms where none runs the collective, or its link was measured. Else `latency` are the seconds of
-    one message after the other to all ranks of a group, but for one; an all_reduce takes twice as long.
+    A collective in which each rank has messages of its own for others has `messages`, by each protocol. There are no
+    algorithms where none runs the collective, or its link was measured. Else `latency` are the seconds of one message
+    after the other to all ranks of a group, but for one; an all_reduce takes twice as long.
     """
 
     ranks: int
     link: Link
     algorithms: tuple[AlgorithmPrice, ...]
     latency: float
+    messages: tuple[MessagePrice, ...] = ()
+
+    def message_seconds(self, nbytes: float, peers: int | None = None, crossing: float | None = None) -> float:
+        """Seconds of messages from so many peers, or all; bytes take `crossing`, or as long as over the link."""
+        over = self.link.seconds(nbytes) if crossing is None else crossing
+        return min(
+            [
+                begin + (most if peers is None else min(most, peers * one)) + slowed * over
+                for begin, one, most, slowed in self.messages
+            ]
+        )
 
 
 @cached("network", 8192)
@@ -172,6 +196,9 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
         beside = n - 1 - sum([each.ranks - 1 for each in along])
         latency = sum([each.latency for each in along]) + beside * BESIDE * link.latency
         terms = terms._replace(latency=min(terms.latency, latency))
+    if collective in SENT:
+        where = None if link.measured else topology.nodes(mesh, axes)
+        return terms._replace(messages=_message_prices(topology, terms, where))
     if not topology.algorithms or link.measured or collective not in COLLECTIVES_OF["ring"]:
         return terms
     where = topology.nodes(mesh, axes)
@@ -179,6 +206,36 @@ def terms_of(collective: Collective, mesh: Mesh, axes: tuple[str, ...], topology
         return terms
     alike: Collective = "all_gather" if collective == "reduce_scatter" else collective
     return terms._replace(algorithms=_algorithm_prices(topology, alike, n, *where, link.bandwidth))
+
+
+def message_terms(mesh: Mesh, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], topology: Topology) -> Terms:
+    """The terms of one message between each of these pairs of ranks of each group along `axes`, all sent at once."""
+    link, where = topology.link_within(mesh, axes, pairs)
+    terms = Terms(2, link, (), link.latency)
+    return terms._replace(messages=_message_prices(topology, terms, None if link.measured else where))
+
+
+def _message_prices(
+    topology: Topology, terms: Terms, where: tuple[int, Hardware | None] | None
+) -> tuple[MessagePrice, ...]:
+    """The prices of messages: by NCCL's protocols LL and Simple, of its rings, where it is priced so.
+
+    NCCL has no prices of messages: by one from each rank to each it takes the steps of a ring, and here as long.
+    """
+    n, link = terms.ranks, terms.link
+    sending = [each for each in topology.algorithms if each.kind == "ring" and each.protocol != "LL128"]
+    bare = (MessagePrice(0.0, link.latency, terms.latency, 1.0),)
+    if where is None:
+        return bare
+    nodes, inside = where
+    prices = []
+    for each in sending:
+        step, between = each.step(inside), each.alone if n == nodes else each.network
+        most = (n - nodes) * step + (nodes - 1) * between
+        rate = each.bandwidth(link.bandwidth, nodes)
+        if rate:
+            prices.append(MessagePrice(each.base, between if nodes > 1 else step, most, link.bandwidth / rate))
+    return tuple(prices) or bare
 
 
 @cached("network", 1024)

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.comm import Scoped, outside_graphs
-from dshard.core.moves import local_redistribution, redistributed, reduction_of
+from dshard.core.moves import joined_redistribution, local_redistribution, redistributed
 from dshard.core.spec import spec_of
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.layout import Layout
@@ -94,7 +94,7 @@ class _ReduceOnce:
         self.leaf.has_partial_sum = False
         grad, layout = x.grad, self.leaf.layout
         if isinstance(grad, Wrapper) and grad._spec.layout is not layout:
-            move = reduction_of(self.leaf.reduced(grad._spec), layout)
+            move = joined_redistribution(self.leaf.reduced(grad._spec), layout)
             joined = join(self.leaf, grad._local_tensor, move, False)
             with no_torch_function():
                 x.grad = redistributed(grad, layout, "accumulate") if joined is None else joined

@@ -20,7 +20,7 @@ from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.sole_owner import give_up_local
 from dshard.comm import Stream, current_stream, follow
 from dshard.core.joined_moves import Ends, begin_together
-from dshard.core.moves import LocalRedistribution, redistribute_local, reduction_of, write_local
+from dshard.core.moves import LocalRedistribution, joined_redistribution, redistribute_local, write_local
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.view_sync import propagate_write, shown_of
@@ -260,7 +260,7 @@ class GatheredUse:
         if self.before is not None and self.before.gathered is not None:
             self.before.gathered.local()
         specs = [_reduced(grad._spec, x) for grad, x in zip(grads, stored, strict=True)]
-        reductions = [reduction_of(spec, move.source_grad) for spec, move in zip(specs, moves, strict=True)]
+        reductions = [joined_redistribution(spec, move.source_grad) for spec, move in zip(specs, moves, strict=True)]
         local, leaves = give_up_local(grads), tuple(map(id, stored))
         ends = begin_together(reductions, local, f"gradients of {len(leaves)} leaves", leaves)
         self.finish_reductions_after()

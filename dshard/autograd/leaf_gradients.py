@@ -13,7 +13,7 @@ from dshard.autograd.crossing import Redistribute, as_distributed, redistribute,
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.autograd.sole_owner import NOT_SHARED, is_sole_owner, python_references, unshared
 from dshard.comm import RECORDERS, recorder
-from dshard.core.moves import LocalRedistribution, reduction_of
+from dshard.core.moves import LocalRedistribution, joined_redistribution
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap
@@ -96,7 +96,7 @@ def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wra
         if added is not None:
             return added
     sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
-    move = reduction_of(sent, layout)
+    move = joined_redistribution(sent, layout)
     if move.keeps_data and sent is spec and not torch.is_grad_enabled():
         return wrap(grad._local_tensor, move.spec)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end

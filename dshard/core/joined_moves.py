@@ -54,13 +54,15 @@ def begin_together(
 
 
 def _lanes(moves: Sequence[LocalRedistribution]) -> list[list[int]]:
-    """The positions of redistributions that begin as one, from the cache of the topology in use."""
+    """The positions of redistributions that begin as one, from the cache of the topology in use.
+
+    Of a large tensor the copies into one buffer, or out of it, may take longer than a collective of its own to begin.
+    """
 
     def make() -> list[list[int]]:
         lanes: defaultdict[object, list[int]] = defaultdict(list)
         for i, move in enumerate(moves):
-            lane = move.lane
-            lanes[i if lane is None else (lane, move.spec.dtype, move.spec.device)].append(i)
+            lanes[(move.lane, move.spec.dtype, move.spec.device) if move.gains_joined() else i].append(i)
         return [*lanes.values()]
 
     return planning_context().moves.of((_lanes, *moves), make)  # type: ignore[no-any-return]

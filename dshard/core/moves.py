@@ -102,6 +102,11 @@ class LocalRedistribution:
         key = (self.plan, source.dtype, source.device)  # strides are those of the graph by which it was made
         self.same: object = _SAME.get(key) or _SAME.add(key, object())
 
+    def gains_joined(self) -> bool:
+        """Whether the redistribution takes no longer as part of one of several tensors than alone."""
+        topology = planning_context().topology_of(self.source.layout.mesh)
+        return self.lane is not None and self.plan.joined_seconds(self.spec.itemsize, topology) <= self.plan.seconds
+
     def __call__(self, local: Tensor) -> Tensor:
         """The local tensor under the target layout; not recorded by autograd."""
         return (self.runner or self._ready())(local) if self.plan.steps else local
@@ -139,9 +144,9 @@ def local_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
     return redistribution
 
 
-def reduction_of(spec: Spec, layout: Layout) -> LocalRedistribution:
-    """The redistribution of a gradient of `spec` to `layout`, which is joined with others, from the same cache."""
-    key = (reduction_of, spec, layout)
+def joined_redistribution(spec: Spec, layout: Layout) -> LocalRedistribution:
+    """The redistribution of a weight or gradient of `spec` to `layout`, joined with others, from the same cache."""
+    key = (joined_redistribution, spec, layout)
     return planning_context().moves.of(key, partial(LocalRedistribution, spec, layout, "joined"))  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
 from dshard.compile.graph_functions import skip_frames
 from dshard.core.context import planning_context
-from dshard.core.moves import LocalRedistribution, local_redistribution
+from dshard.core.moves import LocalRedistribution, joined_redistribution
 from dshard.core.spec import outside_checkpoint
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.numbered_hooks import after, before
@@ -111,7 +111,7 @@ class GatherGroup:
 
         def make() -> list[LocalRedistribution]:
             used = (x._spec if precision is None else x._spec.with_dtype(precision.used(x._spec.dtype)) for x in stored)
-            return [local_redistribution(s, gathered_layout(s.layout, own)) for s, own in zip(used, axes, strict=True)]
+            return [joined_redistribution(s, gathered_layout(s.layout, own)) for s, own in zip(used, axes, strict=True)]
 
         key = (gathered_layout, *axes, precision, *[x._spec for x in stored])
         return planning_context().moves.of(key, make)  # type: ignore[no-any-return]

@@ -128,6 +128,7 @@ class MovePrices:
             space.layout_of(src), space.layout_of(dst), space.shape, self.itemsize, space.topology, search="joined"
         )
         is_joined = all(isinstance(step, AllGather | AllReduce | ReduceScatter) for step in own.steps)
+        is_joined = is_joined and own.joined_seconds(self.itemsize, space.topology) <= own.seconds
         return own.seconds_on(space.topology, space.itemsize) / self.joined if is_joined else own.seconds
 
     def _renamed(self, src: State, dst: State) -> Iterator[tuple[int, int]]:

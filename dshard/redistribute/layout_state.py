@@ -30,6 +30,7 @@ from dshard.redistribute.step import (
     ReduceScatter,
     Slice,
     Step,
+    after,
 )
 from dshard.topology import Collective, Topology
 
@@ -37,6 +38,10 @@ Axes: TypeAlias = tuple[tuple[int, ...], ...]
 Partials: TypeAlias = tuple[ReduceOp | None, ...]
 Begins: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """The mesh axes on which a reduction may be left partial anew."""
+
+
+JOINED = 2**24
+"""Bytes of a collective by which others are priced that are joined with it: its link is full, and it has begun."""
 
 
 class State:
@@ -462,6 +467,19 @@ def _common(first: Sequence[range], second: Sequence[range]) -> int:
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
     """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
     return load_seconds(type(step), load_of(step, layout, tuple(shape)), itemsize, layout.mesh, step.axes, topology)
+
+
+def joined_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
+    """Seconds by which `step` from `layout` lengthens a collective of `JOINED` bytes of other tensors.
+
+    A tensor is copied once, into the buffer that is sent, or out of the one received.
+    """
+    load, others = load_of(step, layout, tuple(shape)), JOINED // itemsize
+    packed = max(layout.local_numel(shape), after(step, layout).local_numel(shape))
+    together = load._replace(received=load.received + others, copied=packed)
+    beside = load._replace(received=others, copied=0)
+    both = [load_seconds(type(step), each, itemsize, layout.mesh, step.axes, topology) for each in (together, beside)]
+    return both[0] - both[1]
 
 
 def load_seconds(

@@ -45,7 +45,7 @@ class LeastTerms(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A collective along some axes: its ranks, its doublings, the least seconds to begin, the most bytes per second.
+    """A collective along some axes: its ranks, the least seconds to begin by doublings, the most bytes per second.
 
     An exchange is `counted` where what crosses an axis takes as long as along that axis alone.
     """
@@ -53,8 +53,7 @@ class _Way(NamedTuple):
     kind: Literal["gather", "all_reduce", "all_to_all", "exchange", "counted"]
     axes: frozenset[int]
     ranks: int
-    doublings: int
-    begin: float
+    begins: tuple[tuple[int, float], ...]
     rate: float
 
     def received(self, n: int) -> float:
@@ -107,16 +106,21 @@ def _moves_and_reductions(mesh: Mesh, topology: Topology) -> tuple[_Ways, tuple[
 
 
 def _way(axes: frozenset[int], terms: dict[Collective, Terms], collective: Collective) -> _Way:
-    ranks, link, algorithms, _ = terms[collective]
+    ranks, link, algorithms, latency, messages = terms[collective]
     kind: Literal["gather", "all_reduce", "all_to_all", "exchange", "counted"] = "gather"
     if collective == "exchange":
         kind = "counted" if len(axes) > 1 and ranks <= COUNTED else "exchange"
     elif collective == "all_reduce" or collective == "all_to_all":
         kind = collective
-    if not algorithms:  # at least a message for each doubling
-        return _Way(kind, axes, ranks, 1, link.latency, link.best_bandwidth)
-    begin, rate = min([price.begin for price in algorithms]), max([price.rate for price in algorithms])
-    return _Way(kind, axes, ranks, (ranks - 1).bit_length(), begin, rate)
+    doublings = (ranks - 1).bit_length()
+    if algorithms:
+        begin, rate = min([price.begin for price in algorithms]), max([price.rate for price in algorithms])
+        return _Way(kind, axes, ranks, ((doublings, begin),), rate)
+    begin, one, most, slowed = map(min, zip(*messages or [(0.0, link.latency, latency, 1.0)], strict=True))
+    if begin == 0.0:  # at least a message for each doubling, of one collective or of several
+        return _Way(kind, axes, ranks, ((1, min(one, most)),), link.best_bandwidth / slowed)
+    begins = tuple([(many, begin + min(many * one, most)) for many in range(1, doublings + 1)])
+    return _Way(kind, axes, ranks, begins, link.best_bandwidth / slowed)
 
 
 def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
@@ -134,7 +138,7 @@ def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
 
 
 def _begins(ways: list[_Way]) -> set[tuple[int, float]]:
-    return {(way.doublings, way.begin) for way in ways}
+    return {each for way in ways for each in way.begins}
 
 
 def _least(begins: set[tuple[int, float]], seconds: Sequence[float]) -> list[float]:

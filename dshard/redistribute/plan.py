@@ -10,16 +10,32 @@ from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.caches import cached
-from dshard.cost import collective_seconds
 from dshard.errors import LayoutError, MeshError
 from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
-from dshard.placements import Partial, Replicate
 from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
-from dshard.redistribute.layout_state import Begins, LayoutEdge, Load, ReachedState, State, load_of, step_seconds
+from dshard.redistribute.layout_state import (
+    Begins,
+    LayoutEdge,
+    Load,
+    ReachedState,
+    State,
+    joined_seconds,
+    load_of,
+    step_seconds,
+)
 from dshard.redistribute.space import Space, space_of
-from dshard.redistribute.step import AllReduce, Exchange, Step, after, describe, sizes_received
+from dshard.redistribute.step import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    ReduceScatter,
+    Step,
+    after,
+    describe,
+    sizes_received,
+)
 from dshard.topology import Topology
 
 Search: TypeAlias = Literal["lean", "free", "joined"]
@@ -92,6 +108,10 @@ class Plan(Interned, Tabled):
         assert shape is None or not self.parts, "tensors of several shapes have blocked dims unflattened"
         return sum(step_seconds(step, at, shape or own, itemsize, topology) for step, at, own in self.shaped_stages())
 
+    def joined_seconds(self, itemsize: int, topology: Topology) -> float:
+        """Seconds by which these steps lengthen collectives with which they are joined."""
+        return sum(joined_seconds(step, at, own, itemsize, topology) for step, at, own in self.shaped_stages())
+
     def words(self) -> tuple[tuple[str, str, str], ...]:
         """Each step in words: the collective, the mesh axes, and how the placement on them changes."""
         return tuple(describe(step, layout) for step, layout in self.stages())
@@ -113,8 +133,8 @@ def plan(
     """The cheapest plan from `src` to `dst` for a tensor of global `shape` with elements of `itemsize` bytes.
 
     A "lean" plan never holds more than the larger of the two local tensors, and one message; a "free" plan may hold
-    more in between if that is cheaper. A "joined" plan is lean, but that it reduces by one all_reduce, which may be
-    joined with those of other tensors, where without what it takes to begin that is no dearer.
+    more in between if that is cheaper. A "joined" plan is lean, but that it gathers or reduces by one collective, which
+    may be joined with those of other tensors, where that lengthens theirs by no more than a plan of its own takes.
 
     The plan that moves the fewest bytes is the one on `BYTES`.
 
@@ -173,14 +193,14 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     dst.check(shape)
     if src.blocks or dst.blocks:
         return _plan_of_blocks(src, dst, shape, itemsize, topology, search)
-    reduction = _one_reduction(src, dst) if search == "joined" else None
-    if reduction is not None:
-        begin = collective_seconds("all_reduce", 0.0, src.mesh, reduction.axes, topology)
-        seconds = step_seconds(reduction, src, shape, itemsize, topology)
-        lean = _plan(src, dst, shape, itemsize, topology, "lean")
-        return lean if lean.seconds < seconds - begin else Plan(src, dst, shape, (reduction,), seconds)
     space = space_of(dst.mesh, topology, shape, itemsize)
     first, last = space.state_of(src), space.state_of(dst)
+    kind = _joinable(first, last) if search == "joined" else None
+    if kind is not None:
+        step = space.step(first, last, kind, range(dst.mesh.ndim))
+        lean = _plan(src, dst, shape, itemsize, topology, "lean")
+        one = Plan(src, dst, shape, (step,), step_seconds(step, src, shape, itemsize, topology))
+        return lean if lean.seconds < min(one.seconds, one.joined_seconds(itemsize, topology)) else one
     renamed = space.canonical_axes(first, last)
     axes = [renamed.index(axis) for axis in range(dst.mesh.ndim)]
     end = _cheapest(space, *space.canonical(first, last), search)
@@ -188,14 +208,21 @@ def _plan(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topol
     return Plan(src, dst, shape, steps, end.seconds)
 
 
-def _one_reduction(src: Layout, dst: Layout) -> AllReduce | None:
-    """The all_reduce that is all there is between two layouts, if one is."""
-    ends = [*zip(src.mesh.names, src.placements, dst.placements, strict=True)]
-    ops = {at.reduce_op for _, at, to in ends if isinstance(at, Partial) and to == Replicate()}
-    is_reduced = all(at == to or (isinstance(at, Partial) and to == Replicate()) for _, at, to in ends)
-    if not is_reduced or len(ops) != 1 or src.order != dst.order:
+def _joinable(first: State, last: State) -> type[Step] | None:
+    """The kind of the one collective, of those that can be joined, that leads from one state to another; or None."""
+    changed = [(have, want) for have, want in zip(first.axes, last.axes, strict=True) if have != want]
+    ends = [(axis, op) for axis, (op, to) in enumerate(zip(first.partial, last.partial, strict=True)) if op != to]
+    if not ends:
+        gathers = len(changed) == 1 and changed[0][0][: len(changed[0][1])] == changed[0][1]
+        return AllGather if gathers else None
+    if any(last.partial[axis] for axis, _ in ends) or len({op for _, op in ends}) > 1:
         return None
-    return AllReduce(tuple([name for name, at, to in ends if at != to]), ops.pop())
+    if not changed:
+        return AllReduce
+    (have, want), *others = changed
+    new = want[len(have) :]
+    scatters = not others and want[: len(have)] == have and {*new} == {axis for axis, _ in ends}
+    return ReduceScatter if scatters else None
 
 
 def _plan_of_blocks(src: Layout, dst: Layout, shape: Shape, itemsize: int, topology: Topology, search: Search) -> Plan:

@@ -46,7 +46,7 @@ from dshard.redistribute.step import (
     Slice,
     Step,
 )
-from dshard.topology import Collective, Topology
+from dshard.topology import Topology
 
 
 class _StatesOf(dict[Layout, "State"]):
@@ -261,27 +261,14 @@ class Space:
         return state.direct[target]
 
     def _exchange(self, state: State, target: State) -> LayoutEdge | None:
-        """The exchange to `target`, which is partial on the same axes; a slice if it only cuts chunks.
-
-        None where an all_gather over gloo does the same and both were measured: they differ by little but chance, and
-        all_gathers of several tensors can be joined.
-        """
+        """The exchange to `target`, which is partial on the same axes; a slice if it only cuts chunks."""
         if state is target:
             return None
         if nests(state.axes, target.axes):
             n = prod([self.sizes[axis] for axis in changed_axes(state, target)])
             return LayoutEdge(target, Slice, self.seconds(Slice, (), slice_load(target, n)))
         axes = reordered_axes(state, target)
-        if _gathers_one_dim(state, target) and self._measures_gathers_of_gloo(axes):
-            return None
         return LayoutEdge(target, Exchange, self.seconds(Exchange, axes, exchange_load(state, target, axes)))
-
-    def _measures_gathers_of_gloo(self, axes: Sequence[int]) -> bool:
-        kinds: tuple[Collective, ...] = ("all_gather", "exchange")
-        names = self._names(axes)
-        return self.topology.backend == "gloo" and all(
-            self.topology.link(self.mesh, names, kind).measured for kind in kinds
-        )
 
     def _reduce_exchange(self, state: State, target: State) -> LayoutEdge | None:
         """The reduction of one kind, on all axes where it ends, directly to chunks within those of `state`."""
@@ -292,12 +279,6 @@ class Space:
             return None
         load = reduce_exchange_load(target, prod([self.sizes[axis] for axis in ends]))
         return LayoutEdge(target, ReduceExchange, self.seconds(ReduceExchange, tuple(ends), load))
-
-
-def _gathers_one_dim(state: State, target: State) -> bool:
-    """Whether an all_gather of one dim leads from `state` to `target`, which is partial on the same axes."""
-    changed = [(have, want) for have, want in zip(state.axes, target.axes, strict=True) if have != want]
-    return len(changed) == 1 and changed[0][0][: len(changed[0][1])] == changed[0][1]
 
 
 def commute(a: ReduceOp, b: ReduceOp) -> bool:

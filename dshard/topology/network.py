@@ -105,10 +105,13 @@ class Topology(Interned, Drawn):
             as_tuple(axes, "axes", f"give names of axes of the mesh ({mesh}), such as ['tp']", TopologyError)
             raise
 
-    def link_within(self, mesh: Mesh, axes: Iterable[str], pairs: Iterable[tuple[int, int]]) -> Link:
+    def link_within(
+        self, mesh: Mesh, axes: Iterable[str], pairs: Iterable[tuple[int, int]]
+    ) -> tuple[Link, tuple[int, Hardware | None] | None]:
         """The link of one rank in messages between these pairs of ranks of each group along `axes`, all sent at once.
 
-        Ranks are counted within their group. Messages may all stay within smaller groups, such as those of a host.
+        With it the nodes that a pair spans at most, as by `nodes`. Ranks are counted within their group. Messages may
+        all stay within smaller groups, such as those of a host.
         """
         return _link_within(self, mesh, tuple(axes), tuple(pairs))
 
@@ -342,10 +345,12 @@ def _overlap(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> float:
 
 
 @cached("network", 4096)
-def _link_within(topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]) -> Link:
+def _link_within(
+    topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
+) -> tuple[Link, tuple[int, Hardware | None] | None]:
     groups = _peers_of(mesh, axes)
-    messages = {(min(group[i], group[j]), max(group[i], group[j])) for group in groups for i, j in pairs}
-    return link_within(topology.measured, topology.layers, tuple(sorted(messages)))
+    messages = tuple(sorted({(min(group[i], group[j]), max(group[i], group[j])) for group in groups for i, j in pairs}))
+    return link_within(topology.measured, topology.layers, messages), nodes_of(topology.layers, messages)
 
 
 @cached("network", 256)

@@ -186,7 +186,7 @@ def test_the_table_says_what_was_read_and_has_as_many_rows_as_asked(small: str, 
 
 def test_the_planner_is_a_row_whose_file_runs_as_it_is(small: str, tmp_path: Any, capsys: Any) -> None:
     path, options = tmp_path / "plan.json", ["--model", small, *COMMON]
-    named = ["--strategy", "planned", "--strategy", "data", "--strategy", "fsdp"]
+    named = ["--strategy", "planned", "--strategy", "data"]
     assert main(["plan", "model", "--devices", "2", *options, *named, "--json", "--out", str(path)]) == 0
     rows = json.loads(capsys.readouterr().out)["plans"]
     assert len({tuple(map(str, (row["seconds"], row["received"], row["memory"]))) for row in rows}) == len(rows)

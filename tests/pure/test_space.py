@@ -11,7 +11,7 @@ from dshard.layout import Layout, Shape, parse_layout
 from dshard.mesh import Mesh
 from dshard.ops.matmul.rules import matmul_rule
 from dshard.placements import REDUCE_OPS, Partial
-from dshard.redistribute import AllGather, AllReduce, ReduceScatter, Step, plan
+from dshard.redistribute import AllGather, AllReduce, Step, plan
 from dshard.redistribute.layout_state import LayoutEdge, State, step_seconds
 from dshard.redistribute.plan import plan_price_within
 from dshard.redistribute.space import Space
@@ -50,14 +50,15 @@ SECONDS = st.floats(1e-5, 1e-2)
 
 
 @given(st.sampled_from(["x:S(0)", "x:S(1)", "x:P(sum)"]), SHAPES, st.data())
-def test_gathers_over_gloo_can_be_joined_whatever_was_measured(src: str, shape: Shape, data: st.DataObject) -> None:
-    """Exchanges cannot: each gradient would take collectives of its own."""
+def test_weights_and_gradients_are_joined_whatever_latencies_are(src: str, shape: Shape, data: st.DataObject) -> None:
+    """Exchanges cannot be: each gradient would take collectives of its own."""
     kinds: tuple[Collective, ...] = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     figures = [Measured(LINE, ("x",), data.draw(SECONDS), 1e9, kind) for kind in kinds]
+    ends = parse_layout(src, LINE), parse_layout("x:R", LINE)
 
-    found = plan(parse_layout(src, LINE), parse_layout("x:R", LINE), shape, 4, FLAT_CPU.with_measured(figures))
+    found = plan(*ends, shape, 4, FLAT_CPU.with_measured(figures), search="joined")
 
-    assert all(isinstance(step, AllGather | AllReduce | ReduceScatter) for step in found.steps)
+    assert [type(step) for step in found.steps] in ([AllGather], [AllReduce])
 
 
 @given(LAID, layouts(CUBE, 2, partial=()), SHAPES, TOPOLOGIES)
@@ -112,7 +113,7 @@ def test_the_least_between_hosts_is_near(src: str, dst: str, shape: Shape) -> No
 
     least = space.least(*map(space.state_of, ends))
 
-    assert 0.45 < least / plan(*ends, shape, 4, HOSTS, search="free").seconds <= 1
+    assert 0.43 < least / plan(*ends, shape, 4, HOSTS, search="free").seconds <= 1
     below_every_plan(*ends, shape, HOSTS)
 
 

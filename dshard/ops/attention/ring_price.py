@@ -15,7 +15,7 @@ from dshard.cost import (
     collective_seconds,
     copy_seconds,
     hidden_seconds_lost,
-    messages_seconds,
+    message_terms,
     planned_collective,
     together_seconds,
     work_seconds,
@@ -287,8 +287,8 @@ class _Price:
         if not sent.nbytes or len(pairs) == self.plans[0].ranks or len(hops) > 1:
             return sent
         # where a mask spares messages, those of a step may all stay within hosts
-        link = self.topology.link_within(self.mesh, self.attention.axes, pairs)
-        return replace(sent, seconds=min(sent.seconds, messages_seconds(sent.nbytes, 1, link)))
+        within = message_terms(self.mesh, self.attention.axes, pairs, self.topology).message_seconds(sent.nbytes, 1)
+        return replace(sent, seconds=min(sent.seconds, within))
 
     def _swaps(self, tensors: Sequence[tuple[int, int, int]]) -> list[PlannedCollective]:
         """The swap of second halves of tensors: each has the rows of an operand, of so many elements of a size."""

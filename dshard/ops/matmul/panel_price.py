@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from dshard.caches import cached
-from dshard.cost import collective_seconds, copy_seconds, work_seconds
+from dshard.cost import copy_seconds, messages_seconds, work_seconds
 from dshard.layout import Shape
 from dshard.ops.matmul.panel_executor import PanelExecutor, PlannedMatmul
 from dshard.ops.matmul.symmetric import FusedMatmul, SymmetricExecutor, fused_matmul
@@ -87,8 +87,8 @@ def _in_a_kernel(matmul: PlannedMatmul, fused: FusedMatmul) -> PanelCost:
     n, scatters, itemsize = mesh.shape[mesh.axis(fused.axis)], fused.tensor == 2, dtype.itemsize
     shapes = [_panel(plan.shape, term, fused.factor, n) for plan, term in zip(plans, matmul.terms, strict=True)]
     received = plans[fused.tensor].busiest() * itemsize
-    copy = collective_seconds("all_to_all", received, mesh, (fused.axis,), topology) / (n - 1)
     barrier, chunk = topology.link(mesh, (fused.axis,), "permute").latency, received / (n - 1)
+    copy = messages_seconds(chunk, 1, topology.link(mesh, (fused.axis,), "all_to_all"))
     work = _work(matmul, shapes)
     if scatters:
         seconds = (n - 1) * max(copy + 2 * barrier, work) + work + 2 * barrier
