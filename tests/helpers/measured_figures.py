@@ -22,7 +22,7 @@ def measured(shape: tuple[int, ...], base: Topology | None) -> tuple[Topology, l
             mesh_of(shape),
             base=base,
             sizes=(1 << 12, 1 << 16, 1 << 18),
-            seconds=0.1,
+            seconds=0.03,
             progress=lambda done, what: heard.append((done, what)),
         )
     return topology, heard

@@ -342,7 +342,7 @@ def new_world(store: Any, name: str) -> Iterator[None]:
 
 def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]]]:
     """Of each call, in a new world, and of one more that is right but for what was before it."""
-    peer_failure.PATIENCE = timedelta(seconds=0.5)
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
     store, found = dist.distributed_c10d._get_default_store(), []
     _, y = recorded()  # what is slow the first time
     y.sum().backward()
@@ -356,7 +356,7 @@ def outcomes(calls: list[Callable[[], Any]]) -> list[list[tuple[str, str, float]
 
 def outcomes_of_graphs(cases: list[Callable[[str], Callable[[], Any]]], backend: str) -> list[tuple[str, str, float]]:
     """Of each case, in a new world, once its graph is compiled."""
-    peer_failure.PATIENCE = timedelta(seconds=0.5)
+    peer_failure.PATIENCE = timedelta(seconds=0.1)
     store, found = dist.distributed_c10d._get_default_store(), []
     for i, prepare in enumerate(cases):
         torch._dynamo.reset()  # graphs know process groups by name

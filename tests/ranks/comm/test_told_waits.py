@@ -28,7 +28,7 @@ from dshard.errors import ArgumentError
 from dshard.testing import RankPool
 
 pytestmark = pytest.mark.ranks
-SOON = 0.3  # seconds until a wait is told
+SOON = 0.2  # seconds until a wait is told
 
 
 def mesh() -> Any:

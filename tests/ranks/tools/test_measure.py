@@ -203,7 +203,7 @@ def test_measure_on_the_command_line(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "here.json"
-    command = ["topology", "measure", "--mesh", "dp=2", "--seconds", "0.1", "--device", "cpu", "--out", str(file)]
+    command = ["topology", "measure", "--mesh", "dp=2", "--seconds", "0.03", "--device", "cpu", "--out", str(file)]
 
     assert main([*command, "--json"]) == 0
 
