@@ -1,8 +1,9 @@
 """Seconds of the local work of a call of a step, forward and backward: its own kernels, run without data.
 
 So a plan is priced by what the executor will record: all operators that torch runs for a call on local tensors of a
-strategy's shapes, priced each as `StepTimeline` prices them. Where an operator has other arguments on each rank, as a
-slice or the groups of a norm have, the executor runs it: autograd would take those of whole tensors backward.
+strategy's shapes, priced each as `StepTimeline` prices them. Where an operator has other arguments on each rank, as the
+groups of a norm have, the executor runs it, as it may do other work backward than autograd would of these; but a view
+does none, whatever its arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dshard.caches import Cache
 from dshard.comm import plain, planning
-from dshard.core.call import LocalOp
+from dshard.core.call import Call, Kernel, LocalOp, views_first
 from dshard.core.context import use_topology
 from dshard.core.local_work import host_seconds
 from dshard.core.observe import OperatorMode, observing
@@ -83,16 +84,36 @@ def _local_shapes(layouts: Sequence[Layout], values: Sequence[Value]) -> tuple[S
 
 
 def _has_local_arguments(call: GraphCall) -> bool:
-    """Whether the call is of an operator that has other arguments on each rank."""
+    """Whether the call is of an operator that has other arguments on each rank, and is no view."""
+    function = call.function
+    return isinstance(function, OpOverload) and not views_first(function) and _own_kernel(call) is not None
+
+
+def _own_kernel(call: GraphCall) -> Kernel | None:
+    """What gives an operator other arguments on each rank, if it has any."""
     op = find(call.function) if call.kernel is None and isinstance(call.function, OpOverload) else None
-    return op is not None and op.kernel is not None
+    return None if op is None else op.kernel
 
 
 def kernel_of(call: GraphCall, expansion: Expansion) -> LocalOp | None:
-    """What the first rank runs on its local operands in place of a function, if it does not run that."""
-    if call.kernel is None:
+    """What the first rank runs on its local operands in place of a function or a view, if it does not run that."""
+    strategy, first = cast(Strategy, expansion), (0,) * expansion.inputs[0].mesh.ndim
+    if call.kernel is not None:
+        return call.kernel(strategy, first)
+    own, function = _own_kernel(call), call.function
+    if own is None or not isinstance(function, OpOverload):
         return None
-    return call.kernel(cast(Strategy, expansion), (0,) * expansion.inputs[0].mesh.ndim)
+    ends = zip(expansion.inputs, call.operands, strict=True)
+    specs = tuple([contiguous_spec(layout, x.shape, x.dtype, torch.device("meta")) for layout, x in ends])
+    outs = tuple([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in call.results])
+    args, kwargs = call.arguments_of(specs)
+    local = own(Call(function, args, kwargs, specs, outs).at(strategy, first))
+
+    def run(*operands: object) -> Any:
+        args, kwargs = call.arguments_of(operands)
+        return local(*args, **kwargs)
+
+    return run
 
 
 @plain()

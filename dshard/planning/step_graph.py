@@ -102,10 +102,16 @@ class GraphCall:
         function = self.function
         return self.writes or function is _given or (isinstance(function, OpOverload) and views_first(function))
 
+    def arguments_of(self, operands: Sequence[object]) -> tuple[Args, Kwargs]:
+        """The arguments with these operands."""
+        filled: tuple[Args, Kwargs] = replace_leaves(
+            self.arguments, lambda x: operands[x.number] if isinstance(x, OperandSlot) else x
+        )
+        return filled
+
     def run(self, *operands: object) -> Any:
         """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""
-        args, kwargs = replace_leaves(self.arguments, lambda x: operands[x.number] if isinstance(x, OperandSlot) else x)
-        function = self.function
+        (args, kwargs), function = self.arguments_of(operands), self.function
         return (with_meta_form(function) if isinstance(function, OpOverload) else function)(*args, **kwargs)
 
 
