@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, permutations, product
+from itertools import chain, count, islice, permutations, product
 from math import inf, prod, sqrt
 from time import perf_counter
 from types import MappingProxyType
@@ -30,9 +31,11 @@ from dshard.parallel.plan_values import Cost, Pins, Plan, PlanOptions, Search, T
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.parallel.whole_plan import as_plan
+from dshard.planning.alike_axes import AxisGroups
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
+from dshard.planning.step_limits import FREE, StepLimits
 from dshard.planning.step_tables import MOMENTS, StepTables, Weights, local_bytes
 from dshard.redistribute.axis_roles import step_terms
 from dshard.routing import Routing
@@ -118,7 +121,7 @@ class PlanSearch:
         self.deadline = Deadline(auto.seconds)
         self.shows = _progress()
         self.priced: list[Priced] = []
-        self.solved: list[tuple[Mesh, StepPlan]] = []
+        self.solved: list[tuple[tuple[Mesh, AxisGroups], StepPlan]] = []
 
     def is_over(self) -> bool:
         """Whether there is a plan, and no time for another one."""
@@ -137,6 +140,31 @@ class PlanSearch:
         fitting = [each for each in self.priced if self.auto.allows(each.plan)]
         return min(fitting, key=lambda each: each.plan.cost.seconds, default=None)
 
+    def tables(self, graph: StepGraph, limits: StepLimits, mesh: Mesh, rows: int) -> StepTables | None:
+        """The tables of the step on a mesh, if there is time for them.
+
+        On the first mesh there are always some: without time for all plans, those of plans that use mesh axes alike.
+        All of them, or those of either half where a batch of so many `rows` does not divide among all ranks, or there
+        is time for that. Where there are limits, which may leave no such plan, these are always those of all plans.
+        """
+        topology = planning_context().topology_of(mesh)
+
+        def tables(alike: AxisGroups, deadline: Deadline) -> StepTables:
+            return StepTables(graph, mesh, topology, replace(limits, alike=alike), deadline)
+
+        if self.solved or limits != FREE or mesh.ndim == 1 or self.deadline.seconds == inf:
+            with suppress(TimeIsOver):
+                return tables((), self.deadline if self.solved else ENDLESS)
+            return None
+        begin, halves = self.deadline.left(), _halves(mesh)
+        coarse = tables(halves if rows % mesh.size else (tuple(range(mesh.ndim)),), ENDLESS)
+        of_all = (begin - self.deadline.left()) * coarse.growth()
+        with suppress(TimeIsOver):
+            if of_all < self.deadline.left() or coarse.limits.alike == halves:
+                return tables((), self.deadline)
+            return tables(halves, self.deadline)
+        return coarse
+
     def add_planned(self, tables: StepTables) -> None:
         """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
         known: list[tuple[Plan, Plan]] = []
@@ -144,7 +172,7 @@ class PlanSearch:
         def planned(weights: Weights) -> Plan | None:
             most = self.most(weights)
             chosen = plan_step(tables, weights, deadline=self.deadline, most=most)
-            self.solved.append((tables.mesh, chosen))
+            self.solved.append(((tables.mesh, tables.limits.alike), chosen))
             if chosen.total > most:  # a plan on a coarser mesh, which is one on this mesh, too, is as cheap
                 return None
             made = as_plan(tables.graph, chosen, tables.mesh)
@@ -224,11 +252,11 @@ class PlanSearch:
         return inf if self.auto.memory is not None else min(totals, default=inf) * (1 - GAIN)
 
     def bound(self, weights: Weights, held: float) -> float:
-        """What each plan that holds so many bytes takes at least, on any mesh that was tried, by these weights."""
-        bounds = dict[Mesh, float]()
-        for mesh, chosen in self.solved:
+        """What each plan that holds so many bytes takes at least, of all that were searched, by these weights."""
+        bounds = dict[tuple[Mesh, AxisGroups], float]()
+        for space, chosen in self.solved:
             if chosen.weights.beside == weights.beside and (held or not chosen.weights.memory):
-                bounds[mesh] = max(bounds.get(mesh, 0.0), chosen.least(held))
+                bounds[space] = max(bounds.get(space, 0.0), chosen.least(held))
         return min(bounds.values(), default=0.0)
 
     def result(self, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
@@ -260,9 +288,10 @@ class PlanSearch:
                 self.bound(weights, held),
                 assignments(tables),
                 self.deadline.spent(),
-                len({mesh for mesh, _ in self.solved}),
+                len({mesh for (mesh, _), _ in self.solved}),
                 self._tried(named)[:MOST],
                 named_parts(plan, laid),
+                bool(tables.limits.alike),
                 TracedSpace(
                     tables, weights, (chosen or least_of(tables, plan, deadline=self.deadline)).total, names, laid
                 ),
@@ -345,23 +374,27 @@ def cheapest(
         if not _is_tried(unfolded, mesh, worth):
             continue
         plans = _by_name(roles, unfolded, mesh)
-        if unfolded == mesh and plans and not limited:  # the planner may take all of the time
-            search.price(plans[0])
-        try:
-            deadline = search.deadline if search.solved else ENDLESS
-            tables = None if graph is None else _tables(graph, mesh, unfolded, auto, names, deadline)
-        except TimeIsOver:
-            break
-        if tables is not None:
+        if unfolded == mesh and not limited:
+            for first in islice(plans, 1):  # the planner may take all of the time
+                search.price(first)
+                plans = chain([first], plans)
+        tables = None
+        if graph is not None:
+            tables = search.tables(graph, _limits(graph, mesh, unfolded, auto, names), unfolded, roles.rows)
+            if tables is None:
+                break
             search.add_planned(tables)
         worth[unfolded] = tables is None or any(each.tables is tables for each in search.priced)
         bounds = dict[tuple[Layout, ...], float]()
         for plan in plans:
-            if tables is None or limited or search.is_over():
+            is_over = search.is_over()
+            if tables is None or tables.limits.alike or limited or is_over:  # or bounds of these plans are not known
                 named.append((0.0, plan))
+                if is_over:
+                    break
                 continue
             named.append((search.least(tables, plan, bounds), plan))
-            if _is_of_alike(plan, mesh):  # before the time goes to bounds of others
+            if unfolded == mesh and _is_of_alike(plan.strategy, mesh.ndim):  # before the time goes to bounds of others
                 search.add_named(named, mesh, NAMED)
         if unfolded == mesh and tables is not None and not limited:  # before it goes to finer meshes
             search.add_named(named, mesh, NAMED)
@@ -384,33 +417,39 @@ def _is_limited(auto: Auto, graph: StepGraph | None) -> bool:
 
 def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
     """The place of a strategy by name among those to try: a mixture takes about the mean of what it mixes."""
-    if _is_of_alike(plan, mesh):
+    if plan.mesh == mesh and _is_of_alike(plan.strategy, mesh.ndim):
         return 0, least
     known = [of_alike[part] for part in plan.strategy.split(" x ") if part in of_alike]
     return (1, sum(known) / len(known)) if known else (2, least)
 
 
-def _by_name(roles: Roles, unfolded: Mesh, mesh: Mesh) -> list[Plan]:
+def _by_name(roles: Roles, unfolded: Mesh, mesh: Mesh) -> Iterator[Plan]:
     """The strategies by name on a mesh that `mesh` unfolds to, those of all axes alike first."""
-    plans = uniform(roles, unfolded) if unfolded.ndim <= max(2, mesh.ndim) else ()
-    return sorted(plans, key=lambda plan: not _is_of_alike(plan, mesh))
+    if unfolded.ndim > max(2, mesh.ndim):
+        return iter(())
+    return uniform(roles, unfolded, lambda name: unfolded == mesh and _is_of_alike(name, mesh.ndim))
 
 
-def _is_of_alike(plan: Plan, mesh: Mesh) -> bool:
-    """Whether a strategy by name uses all axes of the mesh alike."""
-    parts = plan.strategy.split(" x ")
-    return plan.mesh == mesh and len(parts) == mesh.ndim and len({*parts}) == 1
+def _is_of_alike(name: str, axes: int) -> bool:
+    """Whether a strategy uses so many mesh axes alike, by its name."""
+    parts = name.split(" x ")
+    return len(parts) == axes and len({*parts}) == 1
 
 
-def _tables(
-    graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str], deadline: Deadline
-) -> StepTables:
-    """The tables of the step on a mesh that `mesh` unfolds to, with the limits."""
+def _halves(mesh: Mesh) -> AxisGroups:
+    """The mesh axes in two groups, the larger of which has as few ranks as can be, without groups of one axis."""
+    n = min(range(1, mesh.ndim), key=lambda n: max(prod(mesh.shape[:n]), prod(mesh.shape[n:])))
+    axes = tuple(range(mesh.ndim))
+    return tuple([group for group in (axes[:n], axes[n:]) if len(group) > 1])
+
+
+def _limits(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str]) -> StepLimits:
+    """The limits of a search on a mesh that `mesh` unfolds to."""
     words: Any = auto.forbid
     limits = limits_of(graph, mesh, auto.pins, words, names)  # in the user's words
     if unfolded != mesh:
         limits = limits_of(graph, unfolded, *on_finer(mesh, auto.pins, words, unfolded), names)
-    return StepTables(graph, unfolded, planning_context().topology_of(unfolded), limits, deadline)
+    return limits
 
 
 def least_of(tables: StepTables, plan: Plan, most: float = inf, deadline: Deadline = ENDLESS) -> StepPlan:
@@ -509,13 +548,15 @@ def names(axes: int, experts: bool = False) -> Iterator[str]:
             yield from (f"{name} x {rest}" for rest in names(axes - len(parts), experts))
 
 
-def uniform(roles: Roles, mesh: Mesh) -> Iterator[Plan]:
+def uniform(roles: Roles, mesh: Mesh, is_first: Callable[[str], bool] = lambda name: False) -> Iterator[Plan]:
     """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow.
+
+    Those whose names are to be first come first.
 
     Sequences are sharded only if rows do not divide among the ranks: sharded rows send less, as attention then moves
     nothing, and the rest is the same.
     """
-    for name in names(mesh.ndim, roles.has_experts):
+    for name in sorted(names(mesh.ndim, roles.has_experts), key=lambda name: not is_first(name)):
         axes = axes_of(name, mesh)
         of_tokens = [size for axis, size in zip(axes, mesh.shape, strict=True) if axis.batch or axis.sequence]
         if any(axis.sequence for axis in axes) and roles.rows % prod(of_tokens) == 0:

@@ -41,8 +41,8 @@ class TracedSpace:
     def edited(self, plan: Plan, pins: Pins) -> Plan:
         """The cheapest plan of the step with these layouts, and those that were pinned before."""
         begin, own = process_time(), self.tables
-        limits = with_pins(own.limits, own.graph, own.mesh, pins, self.names)
-        if limits.read != own.limits.read:  # which candidates calls have
+        limits = replace(with_pins(own.limits, own.graph, own.mesh, pins, self.names), alike=())
+        if (limits.read, limits.alike) != (own.limits.read, own.limits.alike):  # which candidates calls have
             tables = StepTables(own.graph, own.mesh, own.topology, limits)
         else:
             tables = own.pinned(limits.parameters)

@@ -179,7 +179,8 @@ class Search:
     `seconds` are those of the plan, less what of it is assumed to run beside work, and no plan on any of the `meshes`
     that were tried takes less than `bound`, or with a limit of memory none that holds no more. `assignments` is the
     decimal logarithm of the number of plans, `spent` the seconds of the processor. `tried` are the plan and others, the
-    fastest first, `parts` the blocks of the model.
+    fastest first, `parts` the blocks of the model. Where there was no time for all plans, these `are_alike` on all
+    axes of some groups of mesh axes: all of them, or of two groups.
     """
 
     seconds: float
@@ -189,6 +190,7 @@ class Search:
     meshes: int = 1
     tried: tuple[Tried, ...] = ()
     parts: tuple[PlanPart, ...] = ()
+    are_alike: bool = False
     space: StepSpace | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,7 +204,7 @@ class Search:
 
     def notes(self, plan: Plan) -> list[str]:
         """How good the plan is, what else was tried, and what its blocks are and would cost otherwise, in sentences."""
-        foldings = f"{self.meshes} folding{'s' * (self.meshes != 1)}"
+        foldings = f"{self.meshes} folding{'s' * (self.meshes != 1)}{', axes used alike' * self.are_alike}"
         power = int(self.assignments)
         number = f"{10 ** (self.assignments - power):.0f} x 10^{power}" if power > 3 else f"{10**self.assignments:.0f}"
         took = "" if plan.cost is None else f"{human_seconds(plan.cost.seconds)}, "

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from math import prod
 
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Replicate
+from dshard.planning.alike_axes import AxisGroups, are_alike, on_axes
+from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.expert_candidates import expert_candidates
 from dshard.planning.local_seconds import executed, local_seconds
 from dshard.planning.step_graph import GraphCall, given_layout, is_copy
@@ -57,39 +59,51 @@ class CallCandidate:
         return self.work + self.exchanges
 
 
-def candidates(call: GraphCall, mesh: Mesh, topology: Topology) -> tuple[CallCandidate, ...]:
-    """The candidates of a call on a mesh: of those with the same layouts the cheapest."""
+def candidates(
+    call: GraphCall, mesh: Mesh, topology: Topology, alike: AxisGroups = (), deadline: Deadline = ENDLESS
+) -> tuple[CallCandidate, ...]:
+    """The candidates of a call on a mesh: of those with the same layouts the cheapest.
+
+    Mesh axes of a group have the same row, in the rule itself, whose alternatives are left out, then: most of the time
+    goes to these.
+
+    Raises:
+        TimeIsOver: the deadline came first.
+    """
     given = given_layout(call)
     if given is not None:
         rows: tuple[Row, ...] = (None,) * mesh.ndim
         return (CallCandidate((given,), (given,), (given.cotangent(),), rows, "", 0.0, 0.0, 0),)
     best: dict[tuple[tuple[Layout, ...], ...], CallCandidate] = {}
-    for candidate in _all(call, mesh, topology):
+    for candidate in _all(call, mesh, topology, alike):
+        deadline.check()
         key = (candidate.inputs, candidate.outputs, candidate.gradients, candidate.cotangents)
         if key not in best or candidate.seconds < best[key].seconds:
             best[key] = candidate
     return tuple(best.values())
 
 
-def _all(call: GraphCall, mesh: Mesh, topology: Topology) -> Iterator[CallCandidate]:
+def _all(call: GraphCall, mesh: Mesh, topology: Topology, alike: AxisGroups) -> Iterator[CallCandidate]:
     if call.rule.chosen is not None:
-        for strategy, loops, (local, _, sent, outputs, _) in expert_candidates(call, mesh, topology):
+        for strategy, loops, (local, _, sent, outputs, _) in expert_candidates(call, mesh, topology, alike):
             ends = (strategy.inputs, outputs, strategy.gradients)
             yield CallCandidate(*ends, loops, "", local.both, sent, local.saved)
         return
     packed = () if call.packed is None else (("", call.packed),)
-    for name, rule in (("", call.rule), *packed, *call.alternatives):
-        yield from _expansions(call, name, rule, mesh, topology)
+    for name, rule in (("", call.rule), *packed, *(() if alike else call.alternatives)):
+        yield from _expansions(call, name, rule, mesh, topology, alike)
 
 
-def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: Topology) -> Iterator[CallCandidate]:
+def _expansions(
+    call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: Topology, alike: AxisGroups
+) -> Iterator[CallCandidate]:
     whole = replicated(mesh)
     operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
     outputs = tuple([(value.shape, value.itemsize) for value in call.results])
     sizes = sizes_of(rule, operands, outputs)
     beyond = _factors(rule) - _factors(call.rule)
     in_blocks = {n for term in (*rule.inputs, *rule.outputs) for dim in term if {*dim[:1]} & rule.blocks for n in dim}
-    for rows in product(_rows(call, rule, sizes), repeat=mesh.ndim):
+    for rows in on_axes(_rows(call, rule, sizes), mesh.ndim, alike):
         order = _order(rows)
         if any(sizes[factor] < prod(mesh.shape[axis] for axis in axes) for factor, axes in order.items()):
             continue
@@ -109,7 +123,7 @@ def _expansions(call: GraphCall, name: str, rule: Rule, mesh: Mesh, topology: To
         own = (rows, name, local.both, sent, local.saved)
         yield CallCandidate(expansion.inputs, results, gradients, *own)
         if is_copy(call):
-            for sums in _partial(expansion.gradients[0], rows):
+            for sums in _partial(expansion.gradients[0], rows, alike):
                 yield CallCandidate(expansion.inputs, results, (sums,), *own, (sums,))
 
 
@@ -123,14 +137,15 @@ def _of_bias(rule: Rule, expansion: Expansion, gradients: Sequence[Layout]) -> I
         yield layout
 
 
-def _partial(gradient: Layout, rows: Sequence[Row]) -> Iterator[Layout]:
+def _partial(gradient: Layout, rows: Sequence[Row], alike: AxisGroups) -> Iterator[Layout]:
     """The layouts of gradients that pass through a copy as partial sums on axes that do nothing: they are added."""
     idle = [axis for axis, row in enumerate(rows) if row is None]
     for axes in (each for n in range(1, len(idle) + 1) for each in combinations(idle, n)):
         layout = gradient
         for axis in axes:
             layout = layout.replace(axis, Partial())
-        yield layout
+        if are_alike(dict.fromkeys(axes, Partial()), alike):
+            yield layout
 
 
 def _factors(rule: Rule) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from dshard.ops.experts.experts_call import run_experts
 from dshard.ops.experts.experts_choice import ExpertsCandidates
 from dshard.ops.matmul.options import use_strategy
 from dshard.placements import Shard
+from dshard.planning.alike_axes import AxisGroups, on_axes
 from dshard.planning.local_seconds import ExecutedCall, run_by_executor
 from dshard.planning.step_graph import GraphCall, OperandSlot
 from dshard.routing import Routing
@@ -37,7 +37,7 @@ class _AxisLoop(NamedTuple):
 
 
 def expert_candidates(
-    call: GraphCall, mesh: Mesh, topology: Topology
+    call: GraphCall, mesh: Mesh, topology: Topology, alike: AxisGroups = ()
 ) -> Iterator[tuple[Strategy, ExpertLoops, ExecutedCall]]:
     """The strategies of a call of a layer of experts, each with its loops, and with what the executor does for it."""
     routing = call.rule.chosen.routing if call.rule.chosen is not None else UNIFORM
@@ -45,7 +45,7 @@ def expert_candidates(
     tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in call.operands]
     best = dict[tuple[Layout, ...], tuple[Strategy, ExpertLoops]]()
     with use_topology(topology), use_strategy(routing=routing):
-        for loops, layouts in _layouts(call, mesh):
+        for loops, layouts in _layouts(call, mesh, alike):
             specs = specs_of(layouts, tensors, torch.device("meta"))
             strategy = ExpertsCandidates(call.rule, specs, loops, needed, may_ask=True).choice().strategy
             is_first = layouts not in best or strategy.seconds < best[layouts][0].seconds
@@ -55,7 +55,7 @@ def expert_candidates(
             yield strategy, loops, run_by_executor(_with_loops(call, loops, routing), strategy.inputs, topology)
 
 
-def _layouts(call: GraphCall, mesh: Mesh) -> Iterator[tuple[ExpertLoops, tuple[Layout, ...]]]:
+def _layouts(call: GraphCall, mesh: Mesh, alike: AxisGroups) -> Iterator[tuple[ExpertLoops, tuple[Layout, ...]]]:
     """Loops for all mesh axes, and the layouts of the operands."""
     rule, whole = call.rule, replicated(mesh)
     operands = tuple([Operand(whole, value.shape, value.itemsize) for value in call.operands])
@@ -64,7 +64,7 @@ def _layouts(call: GraphCall, mesh: Mesh) -> Iterator[tuple[ExpertLoops, tuple[L
     kinds = [_AxisLoop(None), _AxisLoop("e", "e"), *[_AxisLoop("t", each) for each in tokens]]
     kinds += [_AxisLoop("f", "f")] if "f" in sizes and "f" not in rule.unsharded else []
     kinds += [_AxisLoop(loop, "e", each) for loop in ("ragged", "hop") for each in tokens]
-    for axes in product(kinds, repeat=mesh.ndim):
+    for axes in on_axes(kinds, mesh.ndim, alike):
         split = [each.loop for each in axes if each.row == "e"]
         if "hop" in split and {*split[1:]} != {"ragged"}:  # hosts, and ranks within them
             continue

@@ -20,7 +20,7 @@ from dshard.rules.strategy import completed_layout
 from dshard.topology import Topology
 
 FEW = 256
-"""So many moves are bounded one by one."""
+"""So many moves are bounded one by one; four times as many for each mesh axis above three, as layouts are then."""
 
 
 def completion(layout: Layout, shape: Shape, itemsize: int, topology: Topology) -> tuple[Layout, float]:
@@ -83,7 +83,7 @@ class MovePrices:
 
     def bound(self) -> None:
         """Have a lower bound for each move that was asked for."""
-        if int((self.asked & ~self.known).sum()) > FEW:
+        if int((self.asked & ~self.known).sum()) > FEW * 4 ** max(0, self.space.mesh.ndim - 3):
             blocks = dict.fromkeys([tuple(layout.blocks.items()) for layout in self.layouts])
             if all(self._bound_together(dict(cuts)) for cuts in blocks):
                 self.known |= self.asked  # by nothing, where blocks become others

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.placements import Replicate, Shard
+from dshard.planning.alike_axes import AxisGroups
 from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.step_graph import GraphCall, StepGraph, Value
 
@@ -87,13 +88,15 @@ class StepLimits:
     """What a plan of a step may not do.
 
     `parameters` says by name where some may be stored, `read` in which layout all that read a value do, by its number,
-    and `forbid` what each mesh axis may not shard, where `words` has what the dims of each value count.
+    and `forbid` what each mesh axis may not shard, where `words` has what the dims of each value count. Mesh axes of a
+    group are used `alike` by each call, and for each parameter where `parameters` says nothing.
     """
 
     parameters: Mapping[str, StoredLimit] = field(default_factory=dict)
     read: Mapping[int, Layout] = field(default_factory=dict)
     forbid: Mapping[int, frozenset[str]] = field(default_factory=dict)
     words: Mapping[int, DimWords] = field(default_factory=dict)
+    alike: AxisGroups = ()
 
     def stored(self, name: str) -> StoredLimit:
         """Where the parameter of this name may be stored."""

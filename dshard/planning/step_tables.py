@@ -25,6 +25,7 @@ from dshard.cost import collective_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
+from dshard.planning.alike_axes import AxisGroups, are_alike, on_axes
 from dshard.planning.call_candidates import CallCandidate, candidates
 from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.eliminate import NamedTable
@@ -215,8 +216,18 @@ class StepTables:
                 if value.producer is not None and not value.uses:
                     self._add_end(value, value.producer)
             self.of_calls = len(self.domains), len(self.domain_of), len(self.uses)
-            self._add_parameters()
-            self._bound()
+            self._add_parameters(deadline)
+            self._bound(deadline)
+
+    def growth(self) -> float:
+        """How many times the candidates there would be if no mesh axes were used alike, of calls by about as many ways.
+
+        What takes time is proportional to that, about.
+        """
+        free = self.mesh.ndim - sum([len(group) - 1 for group in self.limits.alike])
+        sizes = [len(own) for own in self.domains[: self.of_calls[0]]]
+        grown: float = sum([size ** (self.mesh.ndim / free) for size in sizes])
+        return grown / sum(sizes)
 
     def pinned(self, stored: Mapping[str, Layout | StoredLimit]) -> StepTables:
         """The tables of plans that store parameters, by name, in these layouts; prices are known to both."""
@@ -232,12 +243,13 @@ class StepTables:
         )
         other.work, other.parameters = dict(self.work), {}
         with no_functions():
-            other._add_parameters()
-            other._bound()
+            other._add_parameters(ENDLESS)
+            other._bound(ENDLESS)
         return other
 
-    def _bound(self) -> None:
+    def _bound(self, deadline: Deadline) -> None:
         for prices in self.prices.values():
+            deadline.check()
             prices.bound()
 
     # -- what there is
@@ -252,7 +264,8 @@ class StepTables:
             if key not in known:
                 deadline.check()
                 known[key] = len(self.domains)
-                own = limit.allowed(call, candidates(call, self.mesh, self.topology), self.graph)
+                every = candidates(call, self.mesh, self.topology, self.limits.alike, deadline)
+                own = limit.allowed(call, every, self.graph)
                 self.domains.append(own)
                 work = [c.work + self._sums(call, c) for c in own]
                 saved = [float(c.saved + self._results(call, c)) for c in own]
@@ -343,15 +356,16 @@ class StepTables:
             self.work[key] = _Work.of([ends[layout] for layout in layouts])
         self.uses.append(NamedTable(key, (producer.call,)))
 
-    def _add_parameters(self) -> None:
+    def _add_parameters(self, deadline: Deadline) -> None:
         for value in self.graph.parameters():
+            deadline.check()
             self._add_parameter(value, self.limits.stored(value.name))
 
     def _add_parameter(self, value: Value, limit: StoredLimit) -> None:
         """Add the tables of a parameter, stored in a layout that the limit allows."""
         variable = None
         if len(value.uses) > 1:
-            variable, own = len(self.domain_of), limit.of(_layouts(value, self.mesh, ()))
+            variable, own = len(self.domain_of), limit.of(_layouts(value, self.mesh, (), self.limits.alike))
             self.domain_of.append(len(self.domains))
             self.domains.append(own)
             stored, gradients = self._held(value, own)
@@ -370,7 +384,7 @@ class StepTables:
                 pairs = self._pairs(prices, domain, operand)
                 if variable is None:
                     used = [prices.layouts[i] for i in pairs.used.unique().tolist()]
-                    own = limit.of(_layouts(value, self.mesh, used))
+                    own = limit.of(_layouts(value, self.mesh, used, self.limits.alike))
                 stored = prices.add(own)
                 single.add(prices.layouts)
                 for each in (prices, single):
@@ -550,17 +564,22 @@ def _bucket_bytes(total: int, mesh: Mesh, topology: Topology) -> float:
     return total / max(1, int(sqrt((seconds - begin) / begin))) if begin > 0 else 0.0
 
 
-def _layouts(value: Value, mesh: Mesh, used: Sequence[Layout]) -> tuple[Layout, ...]:
-    """The layouts in which a parameter may be stored: each dim sharded along any axes, and further shards of a use."""
+def _layouts(value: Value, mesh: Mesh, used: Sequence[Layout], alike: AxisGroups) -> tuple[Layout, ...]:
+    """The layouts in which a parameter may be stored: each dim sharded along any axes, and further shards of a use.
+
+    Axes of a group are used alike.
+    """
     dims: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))]
-    layouts = dict.fromkeys([Layout(mesh, placements) for placements in product(dims, repeat=mesh.ndim)])
+    layouts = dict.fromkeys([Layout(mesh, placements) for placements in on_axes(dims, mesh.ndim, alike)])
     for layout in used:
         layouts[layout] = None
         free = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
         for n in range(1, len(free) + 1):
             for axes, into in product(combinations(free, n), product(range(len(value.shape)), repeat=n)):
-                finer = layout
-                for axis, dim in zip(axes, into, strict=True):
+                finer, dims_of = layout, dict(zip(axes, into, strict=True))
+                if not are_alike(dims_of, alike):
+                    continue
+                for axis, dim in dims_of.items():
                     finer = finer.replace(axis, Shard(dim))
                 layouts[finer] = None
     return tuple([layout for layout in layouts if _has_parts(layout, value.shape)])

@@ -19,7 +19,9 @@ from dshard.parallel.trace_step import record_step
 from dshard.placements import Replicate, Shard
 from dshard.planning import deadline
 from dshard.planning import plan_step as module
+from dshard.planning.alike_axes import AxisGroups
 from dshard.planning.plan_step import plan_step
+from dshard.planning.step_limits import StepLimits
 from dshard.planning.step_tables import StepTables, Weights
 
 TOPOLOGIES = [Topology.preset("dgx-h100"), Topology.preset("cpu")]
@@ -213,6 +215,28 @@ def test_a_search_ends_at_its_deadline_with_a_choice_and_a_bound(reads: int, mon
 
     assert next(clock) <= reads + 2
     assert 0 < plan.bound <= least * (1 + 1e-8) <= plan.total * (1 + 2e-8)
+
+
+@pytest.mark.parametrize(("shape", "alike"), [((2, 2), ((0, 1),)), ((2, 2, 2), ((1, 2),)), ((2, 2, 2), ((0, 1, 2),))])
+@pytest.mark.parametrize("parts", [["linear", "norm", "linear", "add"], ["tied", "relu", "tied"]])
+def test_plans_that_use_axes_alike_are_some_of_all_at_their_prices(
+    shape: tuple[int, ...], alike: AxisGroups, parts: list[str]
+) -> None:
+    every = tables_of(parts, (4096, 1024), Mesh(shape), TOPOLOGIES[0])
+    some = StepTables(every.graph, every.mesh, every.topology, StepLimits(alike=alike))
+
+    for own, domain in zip(some.domains, every.domains, strict=True):
+        assert len(own) < len(domain)
+        for each in own:
+            layouts = (each,) if isinstance(each, Layout) else each.layouts
+            assert all(len({x.placements[axis] for axis in group}) == 1 for x in layouts for group in alike)
+        if isinstance(own[0], Layout):
+            assert {*own} <= {*domain}
+        else:
+            least = {(x.inputs, x.outputs, x.gradients, x.cotangents): x.seconds for x in domain}
+            assert all(least[x.inputs, x.outputs, x.gradients, x.cotangents] <= x.seconds for x in own)
+    assert plan_step(every).total <= plan_step(some).total * (1 + 1e-8)
+    assert some.growth() > 1
 
 
 def test_tables_are_given_up_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

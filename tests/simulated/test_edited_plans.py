@@ -211,7 +211,14 @@ def test_a_search_without_time_gives_a_plan_with_a_bound(case: str) -> None:
     assert hurried.search is not None
     assert free.search is not None
     assert 1.0 <= (hurried.certificate or 0.0) < float("inf")
-    assert (hurried.bound or 0.0) <= free.search.seconds * (1 + 1e-8)
+    assert not free.search.are_alike
+    assert hurried.search.are_alike
+    assert "axes used alike" in hurried.notes()[1]
+    if hurried.strategy == "planned":
+        assert all(len({*placements}) == 1 for placements in hurried.parameters.values())
+    pinned = hurried.edit({next(iter(hurried.parameters)): "x:S(0) y:R"})  # which no plan does that uses axes alike
+    assert pinned.search is not None
+    assert (pinned.search.bound, pinned.search.are_alike) >= (free.search.bound * (1 - 1e-8), False)
     assert [each.strategy for each in hurried.search.tried] in (["planned", "data x data"], ["data x data", "planned"])
 
 
