@@ -13,7 +13,9 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dshard.redistribute.layout_state import COUNTED, Load, State, nested_and_apart_in
@@ -56,8 +58,8 @@ def _without_sums(space: Space, state: State) -> Iterator[State]:
             yield space.state(state.axes, tuple([op if i in left else None for i, op in enumerate(state.partial)]))
 
 
-_Steps = list[tuple[Tensor, Tensor]]
-"""From each state the numbers of those to which a step leads, and its seconds."""
+_Steps = list[tuple[NDArray[np.int64], NDArray[np.float64]]]
+"""From each state the numbers of those to which a step leads, and its seconds: arrays of numpy, as they are small."""
 
 
 def _steps(space: Space, ends: Sequence[State]) -> tuple[list[State], _Steps] | None:
@@ -73,26 +75,27 @@ def _steps(space: Space, ends: Sequence[State]) -> tuple[list[State], _Steps] | 
             least[number] = min(seconds, least.get(number, inf))
         if len(states) > STATES:
             return None
-        steps.append((torch.tensor([*least], dtype=torch.long), torch.tensor([*least.values()], dtype=torch.float64)))
+        steps.append((np.array([*least], np.int64), np.array([*least.values()], np.float64)))
     return states, steps
 
 
 def _closed(steps: _Steps, ends: int) -> Tensor:
     """For each state the least seconds of steps to it from each of the first ones."""
-    far = torch.full((len(steps), ends), inf, dtype=torch.float64)
-    far[:ends].fill_diagonal_(0)
+    far = np.full((len(steps), ends), inf)
+    np.fill_diagonal(far, 0.0)
     waiting = set(range(ends))
     while waiting:
         again = set[int]()
         for number in sorted(waiting):
             there, seconds = steps[number]
             before = far[there]
-            after = torch.minimum(before, far[number] + seconds[:, None])
+            after = far[number] + seconds[:, None]
             sooner = (after < before).any(1)
-            far[there] = after
-            again.update(there[sooner].tolist())
+            there, after, before = there[sooner], after[sooner], before[sooner]
+            far[there] = np.minimum(before, after)
+            again.update(there.tolist())
         waiting = again
-    return far
+    return torch.from_numpy(far)
 
 
 class _Dim(NamedTuple):
