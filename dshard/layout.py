@@ -106,6 +106,18 @@ class Layout(Interned, Drawn):
         """Whether each rank holds the global tensor: it is replicated on every mesh axis of more than one rank."""
         return all(isinstance(p, Replicate) or n == 1 for p, n in zip(self.placements, self.mesh.shape, strict=True))
 
+    def differs_on_one_rank(self, other: Layout) -> bool:
+        """Whether the layouts differ on mesh axes of one rank alone, so that each rank holds the same under both.
+
+        >>> mesh = Mesh((1, 2), ("dp", "tp"))
+        >>> Layout(mesh, (Shard(0), Shard(0))).differs_on_one_rank(Layout(mesh, (Replicate(), Shard(0))))
+        True
+        """
+        axes = [axis for axis, n in enumerate(self.mesh.shape) if n > 1]
+        dims = {*self.sharded_dims(), *other.sharded_dims()}
+        in_order = [[[axis for axis in each.axes_of(dim) if axis in axes] for dim in dims] for each in (self, other)]
+        return in_order[0] == in_order[1] and all(self.placements[axis] == other.placements[axis] for axis in axes)
+
     def partial_axes(self) -> tuple[int, ...]:
         """The indices of the mesh axes on which the tensor is partial."""
         return self._partial

@@ -60,7 +60,7 @@ class LocalRedistribution:
     `spec` is the spec of the result, `grad` the layout of its gradient, `source_grad` that of the source's gradient.
     `gathers` says whether a sharded dim becomes replicated: then one collective reduces a partial gradient. `same` is
     one object for all with equal plans between equal specs: what a rank has planned anew is what it was to others.
-    `keeps_data` says that all its steps are along axes of one rank, so that the local tensor is the same after them,
+    `keeps_data` says that the layouts differ on axes of one rank alone, so that the local tensor is the same,
     `has_steps` that it may take several collectives, of which later ones begin when the result is used.
     `device_type` is the type of the spec's device, which torch makes anew each time.
     """
@@ -93,8 +93,7 @@ class LocalRedistribution:
             isinstance(target, Replicate) and isinstance(placement, Shard)
             for placement, target in zip(source.layout.placements, layout.placements, strict=True)
         )
-        sizes = dict(zip(layout.mesh.names, layout.mesh.shape, strict=True))
-        self.keeps_data = all(sizes[axis] == 1 for step in self.plan.steps for axis in step.axes)
+        self.keeps_data = source.layout.differs_on_one_rank(layout)
         several = self.lane is None or len(self.lane.collectives) > 1
         self.has_steps = several or self.spec.dtype not in _IN_ONE
         self.runner: Moving | None = None

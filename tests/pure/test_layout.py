@@ -88,6 +88,17 @@ def test_the_gradient_is_laid_out_like_the_tensor_and_replicated_where_that_is_p
     assert gradient.cotangent() == gradient
 
 
+@given(meshes(), st.data())
+def test_layouts_that_differ_on_one_rank_are_those_under_which_each_rank_holds_the_same(
+    mesh: Mesh, data: st.DataObject
+) -> None:
+    one, other = (data.draw(layouts(mesh, 2, partial=())) for _ in range(2))
+    shape = (prod(mesh.shape) * 2,) * 2  # so large that chunks are the same by no chance
+    same = [one.region(shape, at) == other.region(shape, at) for at in mesh.coordinates()]
+
+    assert one.differs_on_one_rank(other) == all(same)
+
+
 @given(laid_out(), st.data())
 def test_a_replaced_placement_comes_last_in_its_dim(case: tuple[Layout, Shape], data: st.DataObject) -> None:
     layout, shape = case
