@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from dshard.ops.random import distributions, draw
 from dshard.ops.random.distributions import Distribution, named
 from dshard.ops.random.philox import words
 from dshard.ops.random.state import Draw, next_draw
+from dshard.redistribute.blocks import unflattened_shape
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import OpOverload, TracingContext, no_torch_dispatch, torch_check
 
@@ -66,16 +67,18 @@ def filled(
     call_draw = None if later else repeated or draw_for(layout.mesh, what, generator)
     distribution = make(spec.dtype)
     simulated = are_simulated([x._local_tensor])  # whose mode would look at each of the many operators
+    cuts = layout.blocks  # the numbers of elements are those of the tensor with these dims unflattened
+    shape = unflattened_shape(spec.shape, cuts)
 
     def local_op(coordinate: Coordinate) -> LocalOp:
-        region = layout.region(spec.shape, coordinate)
+        region = layout.unflattened(cuts).region(shape, coordinate)
 
         def fill(drawn: Tensor, call_draw: Draw) -> None:
-            draw.fill(drawn, spec.shape, region, call_draw, distribution)
+            draw.fill(_unflattened(drawn, cuts), shape, region, call_draw, distribution)
 
         def write(local: Tensor) -> Tensor:
             if call_draw is None:
-                drawn = filled_later(local, spec.shape, region, distribution)
+                drawn = filled_later(_unflattened(local, cuts), shape, region, distribution).reshape(local.shape)
                 return local.copy_(drawn) if layout == spec.layout else drawn
             drawn = local if layout == spec.layout else torch.empty_like(local)
             with no_torch_dispatch() if simulated else nullcontext():
@@ -89,6 +92,13 @@ def filled(
         if layout != spec.layout:
             write_local(x._local_tensor, redistribute_local(drawn, spec.with_layout(layout), spec.layout, what))
     return x
+
+
+def _unflattened(local: Tensor, cuts: Mapping[int, int]) -> Tensor:
+    """A view of a local tensor with each dim of `cuts` unflattened into so many blocks and the rest."""
+    for dim in sorted(cuts, reverse=True):
+        local = local.unflatten(dim, (cuts[dim], local.shape[dim] // cuts[dim]))
+    return local
 
 
 # -- in place, and new tensors like another
