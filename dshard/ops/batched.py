@@ -21,7 +21,7 @@ from dshard.torch_private import OpOverload
 def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callable[[Call], Rule]:
     """The rule of an operator whose first `count(ndim)` dims all tensors share; if they differ, none may be sharded.
 
-    A partial sum passes through the operands `passes`.
+    A partial sum passes through the operands `passes`, but for one of whole numbers, whose means are rounded.
     """
 
     def rule(call: Call) -> Rule:
@@ -30,7 +30,8 @@ def leading(count: Callable[[int], int], passes: tuple[int, ...] = ()) -> Callab
         n = count(len(first))
         shared = all(shape[:n] == first[:n] for shape in (*call.shapes, *call.out_shapes))
         batch = " ".join(f"b{i}" for i in range(n if shared else 0))
-        partials = (i for i in passes if i < len(call.specs))
+        rounds = not (call.specs[0].dtype.is_floating_point or call.specs[0].dtype.is_complex)
+        partials = () if rounds else (i for i in passes if i < len(call.specs))
         return call.rule(f"*{batch} [...] -> *{batch} [...]", passes=linear(*partials))
 
     return rule

@@ -19,6 +19,7 @@ def reals(*shape: int) -> Tensor:
 
 
 line, image, solid = reals(3, 5, 6), reals(3, 5, 6, 6), reals(3, 2, 5, 5, 5)
+pixels = torch.randint(9, (2, 3, 4, 4), dtype=torch.uint8, generator=_GENERATOR)
 matrices = reals(5, 3, 3)
 positive = matrices @ matrices.mT + 3 * torch.eye(3, dtype=torch.float64)
 lower = torch.linalg.cholesky(positive)
@@ -53,6 +54,7 @@ CONVOLUTIONS: dict[str, Sample] = {
 
 POOLING: dict[str, Sample] = {
     "avg_pool2d": (F.avg_pool2d, (image, 2)),
+    "avg_pool2d of whole numbers": (F.avg_pool2d, (pixels.long(), 2)),
     "avg_pool3d": (F.avg_pool3d, (solid, 2)),
     "max_pool2d": (F.max_pool2d, (image, 2)),
     "max_pool3d": (F.max_pool3d, (solid, 2)),
@@ -67,6 +69,7 @@ POOLING: dict[str, Sample] = {
     **{f"nearest-exact {x.dim()}": resized("nearest-exact", x) for x in (line, image, solid)},
     "linear": resized("linear", line),
     "bilinear": resized("bilinear", image),
+    "bilinear of whole numbers": resized("bilinear", pixels),
     "bicubic": resized("bicubic", image),
     "trilinear": resized("trilinear", solid),
     "bilinear antialias": resized("bilinear", image, antialias=True),
