@@ -141,6 +141,7 @@ def _message(missing: list[PrivateName]) -> str:
 
 if TYPE_CHECKING:
     from torch._C import DispatchKey as DispatchKey
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch._subclasses import FakeTensor as FakeTensor
@@ -152,6 +153,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     DispatchKey = _needed("torch._C.DispatchKey", "running foreach operators one by one and counting writes")
+    HigherOrderOperator = _needed("torch._ops.HigherOrderOperator", "refusing operators that take functions")
     OpOverload = _needed("torch._ops.OpOverload", "telling operators from functions")
     OpOverloadPacket = _needed("torch._ops.OpOverloadPacket", "rules of all overloads of an operator")
     _FAKE = "torch._subclasses.fake_tensor"

@@ -22,13 +22,14 @@ from dshard.comm.workspace import lent_beside
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
 from dshard.cost import PlannedCollective, planned_collective
+from dshard.errors import StrategyError
 from dshard.redistribute import Plan
 from dshard.reshard import ReshardPlan
 from dshard.rules.expand import Operand
 from dshard.rules.panel_stream import IN_BULK, Panels
 from dshard.rules.strategy import Strategy, StrategyChoice
 from dshard.topology import Topology
-from dshard.torch_private import TorchDispatchMode
+from dshard.torch_private import HigherOrderOperator, TorchDispatchMode
 
 T = TypeVar("T")
 ASKED, NEEDED = "asked for", "the operator needs it so"
@@ -225,6 +226,8 @@ class OperatorMode(TorchDispatchMode):
     So do the local operators of distributed tensors, which are dispatched as others are.
     """
 
+    supports_higher_order_operators = True  # which are refused here, in words
+
     def __init__(self, run: Callable[[Any, Args, Kwargs], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
@@ -234,6 +237,11 @@ class OperatorMode(TorchDispatchMode):
     ) -> object:
         if any(issubclass(kind, Wrapper) for kind in types):
             return NotImplemented
+        if isinstance(func, HigherOrderOperator):
+            raise StrategyError(
+                f"torch's operator {func.name()} takes functions, and has no rule for distributed tensors: write "
+                "branches and loops in Python (`if x.sum() > 0:`), which runs in each step: all ranks read one value"
+            )
         return self.run(func, args, kwargs or {})
 
 

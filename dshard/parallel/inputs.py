@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -152,6 +153,12 @@ class Inputs:
     ) -> tuple[Rows, set[int]]:
         """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks."""
         named = self.named(inputs, names)
+        for each in named:
+            if each.x.layout is not torch.strided:
+                raise LayoutError(
+                    f"the input {each.name} has layout {each.x.layout}, and a distributed tensor is strided: give "
+                    f"{each.name}.to_dense()"
+                )
         own = row_of(named, compares)
         named.sort(key=lambda each: each.path)
         of_rank = gather_rows(own, self.plan.mesh, is_check=not self.per_data_rank)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dshard
-from dshard import ArgumentError, Layout, LayoutError, Mesh, Partial, Replicate, Shard, parallelize
+from dshard import ArgumentError, Layout, LayoutError, Mesh, Partial, Replicate, Shard, StrategyError, parallelize
 from dshard.comm import as_mesh
 from dshard.distribute import cut
 from dshard.testing import RankPool, simulated
@@ -226,6 +226,8 @@ def given_different_data() -> str:
         rows(x[:, : 6 - (rank == 2)])
     with pytest.raises(LayoutError, match=r"different data, x, on ranks \[0\] and ranks \[1\]"):
         rows(x[: 4 - (rank == 1)])
+    with pytest.raises(LayoutError, match=r"the input x has layout torch.sparse_coo, .* give x.to_dense\(\)"):
+        model(x.to_sparse(), y)
     model(x, y)  # raised on all ranks: they are still in step
     torch.manual_seed(rank)
     model.head = nn.Linear(WIDTH, CLASSES).double()
@@ -237,6 +239,15 @@ def given_different_data() -> str:
 @pytest.mark.ranks
 def test_different_data_on_the_ranks_is_refused(ranks: RankPool) -> None:
     assert ranks.run(given_different_data) == ["raised"] * 4
+
+
+def test_operators_that_take_functions_are_refused_with_the_way_out() -> None:
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, super().forward, torch.tanh, (x,))
+
+    with pytest.raises(StrategyError, match=r"operator cond takes functions, .* write branches and loops in Python"):
+        parallelize(Branches(4, 4), Mesh((2,), ("x",)), "data", torch.ones(2, 4, device="meta"))
 
 
 class TakesMasks(Net):
