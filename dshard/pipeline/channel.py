@@ -138,7 +138,8 @@ class Channels:
         elif expected != header:
             raise PipelineError(
                 f"{item[0]} was {expected} and is now {header} for a batch of the same shape: what stages give "
-                "each other may depend on the shape of the batch alone"
+                "each other may depend on the shape of the batch alone; after parameters were frozen or thawed, or "
+                "their dtype or layout was changed, make the Pipeline anew, on all its ranks"
             )
         return header
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dshard.comm import group_of, runtime_of
 from dshard.core.signature import Function
@@ -18,6 +19,7 @@ from dshard.pipeline.runner import TARGET, Reduction, Runner, cut_batch
 from dshard.pipeline.simulator import DELAYS, choose
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of
+from dshard.tensor import DTensor
 from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type
 
 AUTO = "auto"
@@ -137,7 +139,25 @@ class Pipeline:
             values[TARGET] = target
         microbatches = cut_batch(values, self.program.n_microbatches, self._reduction)
         loss = self._runner.run(self.program, microbatches, [microbatch.shapes for microbatch in microbatches])
-        return self._runner.shared(loss, self._group)
+        return self._runner.shared(loss, self.stages[-1], self._group, "the loss")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all stages together, and return their norm before, on every rank, as torch's does.
+
+        All ranks call it. The copies of a tied parameter count once.
+        """
+        parameters = self.parameters()
+        elsewhere = [tied.later_copy for tied in self._runner.tied]
+        counted = [p.grad for p in parameters if p.grad is not None and not any(p is copy for copy in elsewhere)]
+        norm: Any = get_total_norm(counted, norm_type)
+        here = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms = [
+            self._runner.shared(here if i == self.number else None, stage, self._group, "the norm of gradients")
+            for i, stage in enumerate(self.stages)
+        ]
+        total = get_total_norm(norms, norm_type)
+        clip_grads_with_norm_(parameters, max_norm, total)
+        return total
 
     def _join(self, ranks: tuple[int, ...]) -> Any:
         """Create the process groups of the edges, in the same order on all ranks, and the group of all ranks."""

@@ -127,11 +127,10 @@ class Runner:
         with self._naming("the end of the step"):
             return None if step.loss is None else step.loss.full_tensor()
 
-    def shared(self, loss: Tensor | None, group: Any) -> Tensor:
-        """Broadcast the loss of the last stage to all ranks of the `group`."""
-        with self._naming("the loss"):
-            mesh = self._stages[-1].layout_mesh
-            return share(loss, mesh.ranks[0], group, device_of(self.stage.layout_mesh))
+    def shared(self, x: Tensor | None, stage: Stage, group: Any, what: str) -> Tensor:
+        """Broadcast `x`, a number of a `stage`, to all ranks of the `group`; errors name `what` it is."""
+        with self._naming(what):
+            return share(x, stage.layout_mesh.ranks[0], group, device_of(self.stage.layout_mesh))
 
     def _do(self, action: Action) -> None:
         match action:
@@ -325,6 +324,8 @@ def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Redu
         check_type(x, Tensor, f"{name} of the batch", "give a torch.Tensor with the samples along dim 0")
         if isinstance(x, DTensor):
             raise MixedError(f"{name} is a DTensor: a pipeline takes the whole batch as plain tensors, on every rank")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ScheduleError(f"{name} of the batch needs a gradient: a pipeline gives none; pass {name}.detach()")
     sizes = {x.shape[0] if x.dim() else None for x in values.values()}
     if len(sizes) != 1 or None in sizes:
         listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in values.items())

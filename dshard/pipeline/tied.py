@@ -43,6 +43,11 @@ class Tied:
         self._device = device_of(stage.layout_mesh)
         self._before: Any = None
 
+    @property
+    def later_copy(self) -> Any:
+        """This stage's copy, unless it is the first; its gradient is that of the first."""
+        return None if self._number == self.copies[0].stage else self._parameter
+
     @torch.no_grad()
     def make_equal(self) -> None:
         """Give every copy the values of the first."""

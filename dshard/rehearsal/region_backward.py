@@ -182,7 +182,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
         return asked, _DerivedPass(run, pattern, asked, given, arrived).parts()
-    if None in [run.values[slot.number] for slot in program.slots]:  # it ended when no program was known to read them
+    if any(run.values[slot.number] is None for slot in program.slots):  # it ended when no known program read them
         return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     _check_versions(run, program.reads)
     for number in program.fresh:

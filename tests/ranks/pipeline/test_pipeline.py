@@ -6,6 +6,7 @@ import os
 import re
 import time
 from copy import deepcopy
+from math import inf
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from helpers.pipeline_models import LOSS, Where, errors, mesh_of, staged
 from torch import nn
 
 from dshard import Shard, distribute_module, parallelize
-from dshard.errors import DShardError, PipelineError, RankError, ShapeError
+from dshard.errors import DShardError, PipelineError, RankError, ScheduleError, ShapeError
 from dshard.pipeline import SCHEDULES, Pipeline, Stage
 from dshard.pipeline.runner import cut_batch
 from dshard.testing import RankPool, rank_pool
@@ -83,7 +84,7 @@ class Residual(nn.Module):
 
 
 def parallelized(strategy, delay):
-    """The largest error of losses, and of weights after many steps, of stages that `parallelize` lays out."""
+    """The largest error of losses, norms of gradients, and final weights, of stages that `parallelize` lays out."""
     torch.manual_seed(0)
     last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))  # it writes to what it takes
     parts = [nn.Linear(WIDTH, WIDTH).double(), Residual().double(), last.double()]
@@ -96,11 +97,13 @@ def parallelized(strategy, delay):
     pipeline = Pipeline(stages, n_microbatches=2, loss=F.mse_loss, delay=delay)
     optimizers = [torch.optim.SGD(each, lr=0.1) for each in (pipeline.parameters(), one_device.parameters())]
     errors = []
-    for _ in range(5):
+    for norm_type in (2.0, 2.0, inf, 1.0, 3.0):
         x, target = torch.randn(2, 6, WIDTH).double()
         loss = F.mse_loss(one_device(x), target)
         loss.backward()
         errors.append(abs(loss.item() - pipeline.step(x, target).item()))
+        norm = nn.utils.clip_grad_norm_(one_device.parameters(), 0.5, norm_type)
+        errors.append(abs(norm.item() - pipeline.clip_grad_norm_(0.5, norm_type).item()))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -113,6 +116,31 @@ def parallelized(strategy, delay):
 @pytest.mark.parametrize(("strategy", "delay"), one_way_each(["data", "megatron", "fsdp"], [0, 1, None], every=3))
 def test_stages_that_are_rehearsed_learn_what_one_device_does(ranks, strategy, delay):
     assert max(ranks.run(parallelized, strategy, delay)) < 1e-12
+
+
+def frozen_between_steps():
+    """The errors of a step after the first stage was frozen, and the loss of a pipeline that is made anew."""
+    modules, meshes = [nn.Linear(3, 3), nn.Linear(3, 3)], [mesh_of((0, 1), (2,)), mesh_of((2, 3), (2,))]
+    for module, mesh in zip(modules, meshes, strict=True):
+        if mesh.get_coordinate() is not None:
+            distribute_module(module, mesh)
+    x, stages = torch.ones(4, 3), [Stage(*each) for each in zip(modules, meshes, strict=True)]
+    pipeline = Pipeline(stages, n_microbatches=2, loss=F.mse_loss)
+    before = pipeline.step(x, x).item()
+    modules[0].requires_grad_(False)
+    text = message(lambda: pipeline.step(x, x))
+    torch.distributed.barrier()
+    again = Pipeline(stages, n_microbatches=2, loss=F.mse_loss)
+    return text, before == again.step(x, x).item()
+
+
+@pytest.mark.ranks
+def test_stages_that_are_frozen_between_steps_are_refused(ranks):
+    found = ranks.run(frozen_between_steps)
+
+    assert all("without gradient for a batch of the same shape" in text for text, _ in found)
+    assert all("were frozen or thawed, or their dtype or layout was changed, make the" in text for text, _ in found[:2])
+    assert all(is_same for _, is_same in found)
 
 
 def message(call):
@@ -172,6 +200,11 @@ def test_stages_that_cannot_be_are_refused_on_all_ranks(ranks):
 def test_batches_that_cannot_be_cut_are_refused(values, n, message):
     with pytest.raises(ShapeError, match=message):
         cut_batch(values, n, "mean")
+
+
+def test_a_batch_that_needs_a_gradient_is_refused():
+    with pytest.raises(ScheduleError, match=r"x of the batch needs a gradient.*; pass x.detach\(\)"):
+        cut_batch({"x": torch.zeros(4, requires_grad=True)}, 2, "mean")
 
 
 @pytest.mark.parametrize(("size", "n"), [(6, 3), (10, 4), (7, 3), (1, 1)])

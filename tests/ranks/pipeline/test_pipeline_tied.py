@@ -17,7 +17,7 @@ from dshard.testing import RankPool
 TWO = (Where((0, 1), (2,), "data"), Where((2, 3), (2,), "tensor"))
 UNEVEN = (Where((3,), (1,), "replicated"), Where((2, 0, 1), (3,), "tensor"))
 FOUR = tuple(Where((rank,), (1,), "replicated") for rank in range(4))
-STEPS, RATE = 3, 0.1
+STEPS, RATE, LIMIT = 3, 0.1, 0.5
 
 
 def names(n_stages: int) -> tuple[str, str]:
@@ -31,7 +31,7 @@ def named(modules: list[nn.Module], text: str) -> nn.Parameter:
 
 
 def on_one_device(n_stages: int, accumulate: int) -> tuple[list[float], torch.Tensor]:
-    """Losses of some steps of gradient descent, and the tied parameter after them."""
+    """Losses and norms of gradients of some steps of descent, which are clipped, and the tied parameter after them."""
     modules = [module for module, _, _ in parts("gpt", n_stages)]
     first, second = names(n_stages)
     tied = named(modules, first)
@@ -44,7 +44,7 @@ def on_one_device(n_stages: int, accumulate: int) -> tuple[list[float], torch.Te
         for _ in range(accumulate):
             loss = LOSS["gpt"](nn.Sequential(*modules)(x), target)
             loss.backward()
-        losses.append(loss.item())
+        losses += [loss.item(), nn.utils.clip_grad_norm_(optimiser.param_groups[0]["params"], LIMIT).item()]
         optimiser.step()
         optimiser.zero_grad()
     return losses, tied.detach()
@@ -69,7 +69,7 @@ def on_ranks(wheres: tuple[Where, ...], accumulate: int) -> tuple[list[float], l
     for _ in range(STEPS):
         for _ in range(accumulate):
             loss = pipeline.step(*batch("gpt"))
-        losses.append(loss.item())
+        losses += [loss.item(), pipeline.clip_grad_norm_(LIMIT).item()]
         optimiser.step()
         optimiser.zero_grad()
     mine = [text.partition(".")[2] for text in both if int(text[0]) == pipeline.number]
