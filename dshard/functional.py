@@ -57,7 +57,7 @@ def matmul(
         raise _operand_error(input, other)
     ndim = len(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) + (input.ndim > 1) + (other.ndim > 1)
     options = _options((input, other), ndim, strategy, out_placements, saved, panels)
-    return functions.matmul(torch.matmul, (input, other), {}, options)  # type: ignore[no-any-return]
+    return functions.matmul_of(functions.MATMUL, (input, other), options)  # type: ignore[no-any-return]
 
 
 @traceable
@@ -84,7 +84,8 @@ def linear(
     if bias is not None:
         check_type(bias, Tensor, "bias", "give a DTensor, or None")
     options = _options((input, weight), input.ndim - 2 + weight.ndim, strategy, out_placements, saved, panels)
-    return functions.linear(F.linear, (input, weight, bias), {}, options)  # type: ignore[no-any-return]
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    return functions.matmul_of(functions.LINEAR, tensors, options)  # type: ignore[no-any-return]
 
 
 def _operand_error(*tensors: object) -> DShardError:

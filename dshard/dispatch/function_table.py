@@ -42,25 +42,13 @@ from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding, embedding_bag, embedding_bag_form, embedding_form
 from dshard.ops.fused_loss.fused_call import (
+    fused_form,
     linear_cross_entropy,
-    linear_cross_entropy_form,
     own_linear_cross_entropy,
     torch_linear_cross_entropy,
-    torch_linear_cross_entropy_form,
 )
 from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
-from dshard.ops.matmul.functions import (
-    addmm,
-    addmm_form,
-    bmm,
-    einsum,
-    einsum_form,
-    linear,
-    linear_form,
-    matmul,
-    matmul_form,
-    rmatmul,
-)
+from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, operator_form, rmatmul
 from dshard.ops.norms import batch_norm, rms_norm, rms_norm_form
 from dshard.ops.pointwise import nonlinear_names
 from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
@@ -344,8 +332,8 @@ class FunctionRow(NamedTuple):
             decides on these, too.
         rewrites: Whether it calls other functions, whose plans are cheaper, with `__torch_function__` on.
         is_backward: Whether it runs a backward pass.
-        form: The call of global tensors as one operator, for whoever plans a whole step; None for a call that is to be
-            planned as the operators that torch runs.
+        form: The call of global tensors as one operator, for whoever plans a whole step; None or NotImplemented for a
+            call that is to be planned as the operators that torch runs.
     """
 
     handler: Function
@@ -353,6 +341,11 @@ class FunctionRow(NamedTuple):
     rewrites: bool = False
     is_backward: bool = False
     form: Callable[[Args, Kwargs], OperatorForm | None] | None = None
+
+
+def _or_form(handler: Function, form: Function) -> FunctionRow:
+    """The row of a handler that gives its call to a function `run`, of which `form` makes one operator."""
+    return FunctionRow(handler, form=partial(handler, None, run=form))
 
 
 def _rows(row: FunctionRow, *functions: object) -> dict[object, FunctionRow]:
@@ -376,22 +369,20 @@ FUNCTIONS: dict[object, FunctionRow] = {
     # Their gradients look for the results among the operands: a sum that is reduced twice may be rounded in two ways.
     **_of_names(_COMPLETED, ("index_reduce", "scatter_reduce"), torch, Tensor),
     **_rows(FunctionRow(reduce_partial_sources_first), _T.index_reduce_, _T.scatter_reduce_),
-    **_rows(FunctionRow(matmul, form=matmul_form), torch.matmul, torch.mm, _T.mm, _T.matmul, _T.__matmul__),
+    **_rows(_or_form(matmul, operator_form), torch.matmul, torch.mm, _T.mm, _T.matmul, _T.__matmul__),
     **_rows(FunctionRow(rmatmul), _T.__rmatmul__),
-    **_rows(FunctionRow(addmm, form=addmm_form), torch.addmm, _T.addmm),
-    **_rows(FunctionRow(bmm, form=matmul_form), torch.bmm, _T.bmm),
-    **_rows(FunctionRow(einsum, form=einsum_form), torch.einsum, torch.functional.einsum),
-    F.linear: FunctionRow(linear, form=linear_form),
+    **_rows(_or_form(addmm, operator_form), torch.addmm, _T.addmm),
+    **_rows(FunctionRow(bmm, form=partial(matmul, torch.matmul, run=operator_form)), torch.bmm, _T.bmm),
+    **_rows(_or_form(einsum, operator_form), torch.einsum, torch.functional.einsum),
+    F.linear: _or_form(linear, operator_form),
     F.scaled_dot_product_attention: FunctionRow(attention, form=attention_form),
     torch.ops.higher_order.flex_attention: FunctionRow(flex_attention_operator),
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
     F.embedding: FunctionRow(embedding, form=embedding_form),
     F.embedding_bag: FunctionRow(embedding_bag, form=embedding_bag_form),
     F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
-    **_of_names(
-        FunctionRow(torch_linear_cross_entropy, form=torch_linear_cross_entropy_form), ("linear_cross_entropy",), F
-    ),
-    linear_cross_entropy: FunctionRow(own_linear_cross_entropy, "with plain", form=linear_cross_entropy_form),
+    **_of_names(_or_form(torch_linear_cross_entropy, fused_form), ("linear_cross_entropy",), F),
+    linear_cross_entropy: _or_form(own_linear_cross_entropy, fused_form)._replace(when="with plain"),
     F.ctc_loss: FunctionRow(ctc_loss),
     F.rms_norm: FunctionRow(or_reduce_partials_first(rms_norm), form=rms_norm_form),
     F.batch_norm: FunctionRow(batch_norm),

@@ -120,7 +120,7 @@ class _FunctionCall(NamedTuple):
                 form = self.form(*self.arguments)
         except (TypeError, DShardError):  # torch refuses such arguments in its own words
             form = None
-        if form is None:
+        if form is None or form is NotImplemented:
             return None
         slots = defaultdict[int, list[OperandSlot]](list)
         for i, x in reversed([*enumerate(form.operands)]):

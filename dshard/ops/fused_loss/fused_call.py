@@ -219,22 +219,17 @@ OPERANDS = 5
 """The number of operands, of which the last two may be None."""
 
 
-def own_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def own_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs, run: Function = run_fused) -> Any:
     """`dshard.linear_cross_entropy` of distributed tensors, and of plain ones that are the same on all ranks."""
-    return run_fused(_bound(args))
-
-
-def linear_cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`dshard.linear_cross_entropy` as one operator, with whole or with sharded classes."""
-    return _form(_bound(args))
+    return run(_bound(args))
 
 
 def _bound(arguments: Args) -> FusedCall:
     return fused_call(arguments[:OPERANDS], *arguments[OPERANDS:])
 
 
-def _form(call: FusedCall) -> OperatorForm | None:
-    """A call as one operator; with class weights, of which each rank needs all, it is planned as several."""
+def fused_form(call: FusedCall) -> OperatorForm | None:
+    """A call as one operator, with whole or with sharded classes; with class weights, which are whole, as several."""
     has_bias, has_weight = call.has
     if has_weight:
         return None
@@ -252,16 +247,10 @@ _OF_TORCH = (
 )
 
 
-def torch_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def torch_linear_cross_entropy(func: Function, args: Args, kwargs: Kwargs, run: Function = run_fused) -> Any:
     """`torch.nn.functional.linear_cross_entropy` of class indices; any other call is left to torch's decomposition."""
     call = _bound_of_torch(args, kwargs)
-    return NotImplemented if call is None else run_fused(call)
-
-
-def torch_linear_cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`torch.nn.functional.linear_cross_entropy` of class indices as one operator."""
-    call = _bound_of_torch(args, kwargs)
-    return None if call is None else _form(call)
+    return NotImplemented if call is None else run(call)
 
 
 def _bound_of_torch(args: Args, kwargs: Kwargs) -> FusedCall | None:

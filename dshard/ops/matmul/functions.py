@@ -19,7 +19,7 @@ from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, operand_of
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec, for_shapes, meta_tensors
-from dshard.core.torch_function import autocast, bind_arguments, call_torch
+from dshard.core.torch_function import autocast, bind_arguments
 from dshard.core.wrapper import Wrapper, is_leaf, is_recorded, wrap
 from dshard.layout import Shape, replicated
 from dshard.mesh import Coordinate
@@ -247,7 +247,7 @@ def distributed_operands(name: str, tensors: Sequence[Any]) -> Sequence[Any]:
     return [as_distributed(t, replicated(mesh)) for t in tensors]
 
 
-# -- torch's functions
+# -- torch's functions: each runs as a matmul, or `run` takes the function and its operands; NotImplemented is no matmul
 
 MATMUL, MM = (MatmulFunction(infer.__name__, infer, matmul_rule) for infer in (torch.matmul, torch.mm))
 BMM = MatmulFunction("bmm", torch.bmm, bmm_rule)
@@ -255,12 +255,18 @@ ADDMM = MatmulFunction("addmm", lambda a, b, bias: torch.addmm(bias, a, b), matm
 LINEAR = MatmulFunction("linear", F.linear, linear_rule)
 
 
-def matmul(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
+def operator_form(function: MatmulFunction, tensors: Sequence[Tensor], options: object = None) -> OperatorForm:
+    """A matmul of two tensors, plus a bias along the last dim if there is a third, as one operator of a whole step."""
+    rule = function.rule(*(tuple(x.shape) for x in tensors[:2]))
+    return OperatorForm(tuple(tensors), rule if len(tensors) == 2 else rule_with_bias(rule))
+
+
+def matmul(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
     """`torch.matmul`, `@`."""
     a, b, *out = _in_order(args, kwargs) if kwargs else args
     if out or not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dim() == 0 or b.dim() == 0:
-        return call_torch(func, args, kwargs)
-    return matmul_of(MM if func in (torch.mm, Tensor.mm) else MATMUL, (a, b), options)
+        return NotImplemented
+    return run(MM if func in (torch.mm, Tensor.mm) else MATMUL, (a, b))
 
 
 def _in_order(args: Args, kwargs: Kwargs) -> Args:
@@ -275,76 +281,31 @@ def rmatmul(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def bmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.bmm`."""
-    if len(args) != 2 or kwargs:
-        return call_torch(func, args, kwargs)
-    return matmul_of(BMM, args)
+    return NotImplemented if len(args) != 2 or kwargs else matmul_of(BMM, args)
 
 
-def einsum(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def einsum(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
     """`torch.einsum`: a matmul if there are two operands; for any other number torch decomposes it."""
-    form = einsum_form(args, kwargs)
-    if form is None:
-        return call_torch(func, args, kwargs)
-    equation, rule = args[0], form.rule
-    function = MatmulFunction("einsum", partial(torch.einsum, equation), lambda *shapes: rule, equation)
-    return matmul_of(function, form.operands)
-
-
-def addmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`torch.addmm` of a bias along the last dim: a matmul with a bias, as `linear` is."""
-    if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
-        return call_torch(func, args, kwargs)
-    bias, a, b = args
-    if bias.shape[0] != b.shape[-1]:
-        return call_torch(func, args, kwargs)
-    return matmul_of(ADDMM, (a, b, bias))
-
-
-def linear(func: Function, args: Args, kwargs: Kwargs, options: MatmulOptions | None = None) -> Any:
-    """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
-    x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    options = options_of(weight) if options is None else options
-    return matmul_of(LINEAR, tensors, options)
-
-
-# -- as one operator, for whoever plans a whole step
-
-
-def linear_form(args: Args, kwargs: Kwargs) -> OperatorForm:
-    """`torch.nn.functional.linear` as one operator."""
-    x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
-    return _form(LINEAR, (x, weight) if bias is None else (x, weight, bias))
-
-
-def matmul_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`torch.matmul`, `mm` and `bmm` as one operator."""
-    tensors = _in_order(args, kwargs)
-    if len(tensors) != 2 or not all(isinstance(x, Tensor) and x.dim() for x in tensors):
-        return None
-    return _form(MATMUL, tensors)
-
-
-def einsum_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`torch.einsum` of two operands as one operator, unless it is more than a matmul."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if kwargs or not isinstance(equation, str) or len(operands) != 2:
-        return None
+        return NotImplemented
     rule = einsum_rule(equation, *(tuple(x.shape) for x in operands))
-    return None if rule is None else OperatorForm(tuple(operands), rule)
+    if rule is None:
+        return NotImplemented
+    return run(MatmulFunction("einsum", partial(torch.einsum, equation), lambda *shapes: rule, equation), operands)
 
 
-def addmm_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
-    """`torch.addmm` of a bias along the last dim as one operator."""
-    if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].shape[0] != args[2].shape[-1]:
-        return None
+def addmm(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
+    """`torch.addmm` of a bias along the last dim: a matmul with a bias, as `linear` is."""
+    if len(args) != 3 or kwargs or args[0].dim() != 1 or args[0].dtype != args[1].dtype:
+        return NotImplemented
     bias, a, b = args
-    return _form(ADDMM, (a, b, bias))
+    return run(ADDMM, (a, b, bias)) if bias.shape[0] == b.shape[-1] else NotImplemented
 
 
-def _form(function: MatmulFunction, tensors: Sequence[Tensor]) -> OperatorForm:
-    """A matmul of two tensors, plus a bias along the last dim if there is a third, as one operator."""
-    rule = function.rule(*(tuple(x.shape) for x in tensors[:2]))
-    return OperatorForm(tuple(tensors), rule if len(tensors) == 2 else rule_with_bias(rule))
+def linear(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
+    """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
+    x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
+    return run(LINEAR, (x, weight) if bias is None else (x, weight, bias), options_of(weight))
