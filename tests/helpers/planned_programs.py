@@ -699,7 +699,7 @@ def random_choice(
     parameters = {}
     for value in graph.parameters():
         used = [chosen[use.call].inputs[use.position] for use in value.uses]
-        layouts = layouts_of(value, mesh, used if len(value.uses) == 1 else ())
+        layouts = layouts_of(value, mesh, used if len(value.uses) == 1 else (), ())
         parameters[value.number] = random.choice([random.choice(used), random.choice(layouts)])
         if parameters[value.number] not in layouts:
             parameters[value.number] = random.choice(layouts)
