@@ -179,8 +179,12 @@ def plan_price_within(first: State, last: State, space: Space, most: float) -> P
     if first.blocked or last.blocked:
         priced = plan_price(first, last, space)
         return priced if priced.seconds <= most else None
-    end = _search(space, first, last, max(first.numel, last.numel), most)
-    return None if end is None else PricedPlan(end.seconds, len(end.path()))
+    key: tuple[State, State, Search] = first, last, "lean"
+    end = space.ends.get(key) or _search(space, first, last, max(first.numel, last.numel), most)
+    if end is None or end.seconds > most:
+        return None
+    space.ends[key] = end  # a limit leaves out what is not looked at before this end, so it is that without one
+    return PricedPlan(end.seconds, len(end.path()))
 
 
 @cached("plans", 65536)

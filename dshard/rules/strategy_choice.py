@@ -12,7 +12,7 @@ from dshard.placements import Partial, Shard
 from dshard.rules.expand import Expansion, expansions, order_of
 from dshard.rules.rule import PassThrough
 from dshard.rules.strategy import Question, Strategy, StrategyChoice
-from dshard.rules.strategy_price import Price
+from dshard.rules.strategy_price import Bound, Price
 
 
 def choose(question: Question) -> StrategyChoice:
@@ -92,8 +92,16 @@ def strategies(question: Question) -> Iterator[Strategy]:
 def strategies_within(most: float, question: Question) -> list[Strategy]:
     """The candidate strategies of a rule that take at most so many seconds."""
     price = Price(question)
-    near = [e for e in candidate_expansions(question) if price.bound(e).seconds(price) <= most]
+    near = [e for e in candidate_expansions(question) if _may_take(most, price.bound(e), price)]
     return [strategy for strategy in map(price.of, near) if strategy.seconds <= most]
+
+
+def _may_take(most: float, bound: Bound, price: Price) -> bool:
+    """Whether an expansion may take at most so many seconds: its redistributions are priced until it takes more."""
+    while (least := bound.seconds(price)) <= most:
+        if not bound.refine(price, most * (1 + 1e-8) - least):
+            return True
+    return False
 
 
 def alternative_strategy(

@@ -71,16 +71,25 @@ def ring_strategy(call: RingCall, rows: Allowed, ring: Ring, most: float = inf) 
     price = Price(question._replace(rule=replace(question.rule, triangle=None)))  # a mask is priced step by step
     ways, bases = [*_with_keys_split(call, rows, ring.axes)], dict[int, Strategy]()
     # without the local work, which is less where halves are swapped, and without the ring, a price is a bound
-    queue = [(price.bound(way).seconds(price) - price.local_work(way)[0] * times, i) for i, way in enumerate(ways)]
+    bounds = list(map(price.bound, ways))
+
+    def at_least(i: int) -> float:
+        return bounds[i].seconds(price) - price.local_work(ways[i])[0] * times
+
+    queue = [(at_least(i), i) for i in range(len(ways))]
     heapify(queue)
     best: Strategy | None = None
     while queue:
         least, i = heappop(queue)
         if best is not None and least >= best.seconds:
             break
-        if least + _least(call, ways[i].inputs, ring) * (1 - 1e-12) > most:
+        with_ring = least + _least(call, ways[i].inputs, ring) * (1 - 1e-12)
+        if with_ring > most:
             continue
         if i not in bases:
+            if bounds[i].refine(price, most * (1 + 1e-8) - with_ring):
+                heappush(queue, (at_least(i), i))
+                continue
             base = bases[i] = price.of(ways[i])
             heappush(queue, (base.seconds - base.compute * times, i))
             continue
