@@ -24,6 +24,8 @@ from dshard.redistribute.step import Exchange, ReduceExchange, Slice
 
 STATES = 4096
 """The most layouts of a graph."""
+ROWS = 64
+"""So many rows of a thousand numbers stay in a processor's cache."""
 
 
 def least_moves(space: Space, ends: Sequence[State]) -> Tensor | None:
@@ -39,8 +41,11 @@ def least_moves(space: Space, ends: Sequence[State]) -> Tensor | None:
     far = _closed(steps, len(whole))
     last = _Straight(space, states, tuple(whole)).seconds()
     least = far[: len(whole)].T.contiguous()
-    for number in range(len(states)):
-        torch.minimum(least, far[number][:, None] + last[number], out=least)
+    for rows, ways in zip(least.split(ROWS), far[:, : len(whole), None].split(ROWS, 1), strict=True):
+        total = torch.empty_like(rows)
+        for number in range(len(states)):
+            torch.add(ways[number], last[number], out=total)
+            torch.minimum(rows, total, out=rows)
     numbers = {state: number for number, state in enumerate(whole)}
     for end in ends:  # what is reduced on fewer axes may be reached first, by such a step, too
         for other in _without_sums(space, end):

@@ -265,7 +265,7 @@ def _exchange_counts(
     return most, mean if counts_all else None, tuple(along)
 
 
-@cached("plan spaces", 16384)
+@cached("plan spaces", 65536)
 def _received(
     dims: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...], sizes: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[int, bool, list[tuple[int, int]]]:
