@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -38,6 +37,9 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         """Lay out `module` in place, and return it."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_listed(vars(self))})"
+
 
 class _OfWeights(ParallelStyle):
     """A style of modules with weights: how they, the input and the output are laid out, by the class of the module."""
@@ -53,8 +55,8 @@ class _OfWeights(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = (_placement("input_layouts", input_layouts, self._default_input),)
-        self.output_layouts = (_placement("output_layouts", output_layouts, self._default_output),)
+        self.input_layouts = (_checked("input_layouts", input_layouts) or self._default_input,)
+        self.output_layouts = (_checked("output_layouts", output_layouts) or self._default_output,)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
@@ -66,20 +68,35 @@ class _OfWeights(ParallelStyle):
             )
         one_axis(device_mesh)
         layouts, desired = row
-        size = module.in_features if isinstance(module, nn.Linear) else None
-        return distribute_module(
-            module,
-            device_mesh,
-            lambda name, submodule, mesh: _distribute(submodule, mesh, layouts, self.src_data_rank),
-            lambda mod, inputs, mesh: (
-                distributed_input(inputs[0], mesh, self.input_layouts, (desired,), size),
-                *inputs[1:],
-            ),
-            partial(_returned, self.output_layouts, self.use_local_output),
-        )
+        return self._lay_out(module, device_mesh, layouts, self.input_layouts, (desired,), self.output_layouts)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({_listed(vars(self))})"
+    def _lay_out(
+        self,
+        module: nn.Module,
+        mesh: AnyMesh,
+        layouts: Mapping[str, Placement],
+        given: tuple[Placement, ...],
+        desired: tuple[Placement, ...],
+        output: tuple[Placement, ...] | None,
+    ) -> nn.Module:
+        """Lay out parameters, replicated if not named, and the first input, plain or not, and the output at calls."""
+        size = module.in_features if isinstance(module, nn.Linear) else None
+
+        def lay_out(_: str, own: nn.Module, mesh: Any) -> None:
+            for name, x in list(own.named_parameters(recurse=False)):
+                laid: Any = distribute_tensor(
+                    x, mesh, [layouts.get(name, Replicate())], src_data_rank=self.src_data_rank
+                )
+                own.register_parameter(name, laid)
+
+        def laid_out_input(_: nn.Module, inputs: Args, mesh: Any) -> Args:
+            return distributed_input(inputs[0], mesh, given, desired, size), *inputs[1:]
+
+        def returned(_: nn.Module, x: DTensor, mesh: Any) -> Tensor:
+            x = x if output is None else x.redistribute(placements=output)
+            return x.to_local() if self.use_local_output else x
+
+        return distribute_module(module, mesh, lay_out, laid_out_input, returned)
 
 
 class ColwiseParallel(_OfWeights):
@@ -112,7 +129,7 @@ class RowwiseParallel(_OfWeights):
     }
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(_OfWeights):
     """The parameters of a norm, a dropout or the like are replicated, and its input sharded over the sequence.
 
     A plain input counts as this rank's shard of the sequence, tensor dim `sequence_dim`; a DTensor is redistributed to
@@ -125,15 +142,7 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            lambda name, submodule, mesh: _distribute(submodule, mesh, {}, self.src_data_rank),
-            lambda mod, inputs, mesh: (
-                distributed_input(inputs[0], mesh, self.sequence_sharding, self.sequence_sharding),
-            ),
-            partial(_returned, None, self.use_local_output),
-        )
+        return self._lay_out(module, device_mesh, {}, self.sequence_sharding, self.sequence_sharding, None)
 
     def __repr__(self) -> str:
         return (
@@ -141,18 +150,12 @@ class SequenceParallel(ParallelStyle):
         )
 
 
-def _placement(name: str, placement: Placement | None, default: Placement) -> Placement:
-    """The placement given to a style, or its default."""
-    if placement is None:
-        return default
-    check_placement(name, placement)
-    return placement
-
-
-def check_placement(name: str, placement: object) -> None:
-    """Refuse a value that is no placement."""
-    way_out = "give one placement, Shard(dim), Replicate() or Partial(op)"
-    check_type(placement, Shard | Replicate | Partial, name, way_out, LayoutError)
+def _checked(name: str, placement: Any) -> Placement | None:
+    """A placement, or None; any other value is refused."""
+    if placement is not None:
+        way_out = "give one placement, Shard(dim), Replicate() or Partial(op)"
+        check_type(placement, Shard | Replicate | Partial, name, way_out, LayoutError)
+    return placement  # type: ignore[no-any-return]
 
 
 def distributed_input(
@@ -178,21 +181,6 @@ def _global_shape(x: Tensor, layouts: tuple[Placement, ...], size: int | None) -
     if size is not None and isinstance(layout, Shard) and layout.dim % max(x.ndim, 1) == x.ndim - 1:
         return (*x.shape[:-1], size)
     return None
-
-
-def _distribute(module: nn.Module, mesh: AnyMesh, layouts: Mapping[str, Placement], source: int | None) -> None:
-    """Lay out the module's own parameters; those not named are replicated."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        placement = layouts.get(name, Replicate())
-        module.register_parameter(name, distribute_tensor(parameter, mesh, [placement], src_data_rank=source))  # type: ignore[arg-type]
-
-
-def _returned(
-    layouts: tuple[Placement, ...] | None, use_local: bool, module: nn.Module, outputs: DTensor, mesh: AnyMesh
-) -> Tensor:
-    if layouts is not None:
-        outputs = outputs.redistribute(placements=layouts)
-    return outputs.to_local() if use_local else outputs
 
 
 def one_axis(mesh: AnyMesh) -> Mesh:
@@ -260,9 +248,6 @@ class PrepareModuleInput(ParallelStyle):
             for name, value in kwargs.items()
         }
 
-    def __repr__(self) -> str:
-        return f"PrepareModuleInput({_listed(vars(self))})"
-
 
 class PrepareModuleOutput(ParallelStyle):
     """A module's plain outputs become DTensors of `output_layouts`, redistributed to `desired_output_layouts`.
@@ -292,9 +277,6 @@ class PrepareModuleOutput(ParallelStyle):
         many = outputs if isinstance(outputs, tuple) else (outputs,)
         prepared = _all(many, self.output_layouts, self.desired_output_layouts, "outputs", mesh, self.use_local_output)
         return prepared if len(prepared) > 1 else prepared[0]
-
-    def __repr__(self) -> str:
-        return f"PrepareModuleOutput({_listed(vars(self))})"
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -338,21 +320,14 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _tuple(name: str, layouts: Layouts) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
-    placements = tuple(layouts) if isinstance(layouts, list | tuple) else (layouts,)
-    for placement in placements:
-        if placement is not None:
-            check_placement(name, placement)
-    return placements
+    return tuple([_checked(name, each) for each in (layouts if isinstance(layouts, list | tuple) else (layouts,))])
 
 
-def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:
+def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement | None]:
     if layouts is None:
         return {}
     check_type(layouts, Mapping, name, "give a placement for each name, as in {'x': Shard(0)}", LayoutError)
-    for key, placement in layouts.items():
-        if placement is not None:
-            check_placement(f"{name}[{key!r}]", placement)
-    return dict(layouts)
+    return {key: _checked(f"{name}[{key!r}]", placement) for key, placement in layouts.items()}
 
 
 class _PairError(LayoutError, AssertionError):
@@ -361,8 +336,8 @@ class _PairError(LayoutError, AssertionError):
 
 def _check_pair(
     name: str,
-    layouts: Sequence[Placement | None] | Mapping[str, Placement],
-    desired: Sequence[Placement | None] | Mapping[str, Placement] | None,
+    layouts: Sequence[Placement | None] | Mapping[str, Placement | None],
+    desired: Sequence[Placement | None] | Mapping[str, Placement | None] | None,
 ) -> None:
     if desired is None or len(layouts) != len(desired):
         raise _PairError(

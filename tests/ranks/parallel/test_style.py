@@ -258,6 +258,20 @@ def test_uneven_and_empty_shards_work(features: int) -> None:
             torch.testing.assert_close(whole(mine.grad), reference.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_inputs_after_the_first_pass_a_style_unchanged() -> None:
+    class Scaled(nn.LayerNorm):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    with simulated(LINE):
+        net, x = Scaled(4), torch.randn(2, 8, 4)
+        expected = net(x, 3.0).detach()
+        laid = dshard.distribute_tensor(x, LINE, [Shard(1)])
+        out = parallelize_module(net, LINE, SequenceParallel())(laid, 3.0)
+
+        torch.testing.assert_close(whole(out.detach()), expected)
+
+
 def test_megatron_moves_one_sum_forward_and_one_backward() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
