@@ -230,23 +230,16 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         one_axis(device_mesh)
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (self._prepared(args, device_mesh), self._named(kwargs, device_mesh)),
-            with_kwargs=True,
-        )
+
+        def prepared(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            given, desired, use_local = self.input_layouts, self.desired_input_layouts, self.use_local_output
+            if given is not None and desired is not None:
+                args = _all(args, given, desired, "inputs", device_mesh, use_local)
+            layout, into = self.input_kwarg_layouts.get, self.desired_input_kwarg_layouts.get
+            return args, {key: _one(x, device_mesh, layout(key), into(key), use_local) for key, x in kwargs.items()}
+
+        module.register_forward_pre_hook(prepared, with_kwargs=True)
         return module
-
-    def _prepared(self, args: Args, mesh: AnyMesh) -> tuple[Any, ...]:
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            return args
-        return _all(args, self.input_layouts, self.desired_input_layouts, "inputs", mesh, self.use_local_output)
-
-    def _named(self, kwargs: Kwargs, mesh: AnyMesh) -> dict[str, Any]:
-        layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        return {
-            name: _one(value, mesh, layouts.get(name), desired.get(name), self.use_local_output)
-            for name, value in kwargs.items()
-        }
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -270,13 +263,15 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: AnyMesh) -> nn.Module:
         one_axis(device_mesh)
-        module.register_forward_hook(lambda _, args, outputs: self._prepared(outputs, device_mesh))
-        return module
 
-    def _prepared(self, outputs: object, mesh: AnyMesh) -> Any:
-        many = outputs if isinstance(outputs, tuple) else (outputs,)
-        prepared = _all(many, self.output_layouts, self.desired_output_layouts, "outputs", mesh, self.use_local_output)
-        return prepared if len(prepared) > 1 else prepared[0]
+        def prepared(_: nn.Module, args: Args, outputs: object) -> Any:
+            many = outputs if isinstance(outputs, tuple) else (outputs,)
+            ends = self.output_layouts, self.desired_output_layouts
+            out = _all(many, *ends, "outputs", device_mesh, self.use_local_output)
+            return out if len(out) > 1 else out[0]
+
+        module.register_forward_hook(prepared)
+        return module
 
 
 class PrepareModuleInputOutput(ParallelStyle):
