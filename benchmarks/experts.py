@@ -30,7 +30,7 @@ from torch import Tensor
 import dshard
 from dshard import DTensor, Shard
 from dshard.comm import DeviceMesh, bind, runtime_of
-from dshard.rules.expert_loops import LOOPS
+from dshard.rules.expert_loops import EXPERTS
 from dshard.tools.calibrate.rounds import Clock
 
 SECONDS, SECONDS_BESIDE = 3.0, 2.0
@@ -90,7 +90,7 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     operands = [t.requires_grad_(t.is_floating_point()) for t in laid]
     call = partial(_there_and_back, partial(_forward, operands), operands)
     clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
-    loops = product(LOOPS, repeat=mesh.ndim)
+    loops = product(EXPERTS.loops, repeat=mesh.ndim)
     chosen, runs, predicted = by_all_loops("experts", loops, call, partial(_forward, operands))
     times = in_turns(runs, clock, turns, SECONDS)
     local = [t.to_local().detach().requires_grad_(t.is_floating_point()) for t in operands]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,19 @@ def test_what_is_imported_late_is_there_when_it_is_asked_for() -> None:
         assert getattr(dshard, name) is not None
     with pytest.raises(AttributeError, match="module 'dshard' has no attribute 'paralell'"):
         dshard.paralell  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples"])
+def test_programs_import_what_there_is(folder: str) -> None:
+    """Most of these are run by hand, and some for hours before they would tell."""
+    missing = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in nodes(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dshard":
+                home = import_module(str(node.module))
+                names = [each.name for each in node.names if not hasattr(home, each.name)]
+                missing += [f"{path.name}: {node.module}.{name}" for name in names]
+    assert missing == []
 
 
 def test_no_two_files_share_a_name() -> None:
