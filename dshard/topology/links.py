@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 from dshard.errors import TopologyError
 from dshard.mesh import Mesh
-from dshard.validate import as_tuple, check_type
+from dshard.validate import as_int, as_tuple, check_type
 
 Collective: TypeAlias = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast", "permute"
@@ -108,7 +108,7 @@ class Layer:
         if self.hardware not in (None, *get_args(Hardware)):
             raise TopologyError(f"hardware: {self.hardware!r} is none; use {', '.join(get_args(Hardware))}, or None")
         if self.ranks is not None:
-            check_count("ranks", self.ranks)
+            object.__setattr__(self, "ranks", as_int(self.ranks, "ranks", TopologyError, least=1))
         check_number("group_bandwidth", self.group_bandwidth)
         check_number("latency", self.latency, zero=True)
         if self.rank_bandwidth is not None:
@@ -212,7 +212,8 @@ class Measured:
         object.__setattr__(self, "axes", as_tuple(self.axes, "axes", way_out, TopologyError))
         check_type(self.mesh, Mesh, "mesh", "give the dshard.Mesh whose groups were measured", TopologyError)
         object.__setattr__(self, "points", pairs_of(self.points))
-        object.__setattr__(self, "sizes", as_tuple(self.sizes, "sizes", "give them as a tuple", TopologyError))
+        sizes = as_tuple(self.sizes, "sizes", "give them as a tuple", TopologyError)
+        object.__setattr__(self, "sizes", tuple([as_int(size, "sizes", TopologyError, least=1) for size in sizes]))
         if self.collective is not None and self.collective not in COLLECTIVES:
             raise TopologyError(f"collective: {self.collective!r} is none; use {', '.join(COLLECTIVES)} or None")
         unknown = [axis for axis in self.axes if axis not in self.mesh.names]
@@ -220,8 +221,6 @@ class Measured:
             raise TopologyError(f"axes: {self.axes} of the mesh ({self.mesh}): name some of its axes, each once")
         check_number("latency", self.latency, zero=True)
         check_number("bandwidth", self.bandwidth)
-        for size in self.sizes:
-            check_count("sizes", size)
         check_number("spread", self.spread, zero=True)
         check_points(self.points)
         if self.overlap is not None:
@@ -241,12 +240,6 @@ def check_number(field: str, value: object, *, zero: bool = False, infinite: boo
             return
     least = "a number of at least 0" if zero else "a number above 0"
     raise TopologyError(f"{field}: {value!r} is not {least}")
-
-
-def check_count(field: str, value: object) -> None:
-    """Refuse a value that is no whole number above 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TopologyError(f"{field}: {value!r} is not a whole number above 0")
 
 
 def pairs_of(points: object) -> Points:

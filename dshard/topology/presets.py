@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from dshard.errors import TopologyError
 from dshard.topology.algorithms import Algorithm, nccl_algorithms
-from dshard.topology.links import Device, Layer, Matrix, check_count
+from dshard.topology.links import Device, Layer, Matrix
 from dshard.validate import as_int, suggestion
 
 Backend: TypeAlias = Literal["gloo", "nccl", "xla"]
@@ -96,8 +96,7 @@ def ring(n: int, bandwidth: float) -> Matrix:
 def torus_layers(shape: Sequence[int], bandwidth: float, latency: float) -> tuple[Layer, ...]:
     """The layers of a torus, rings of rings: a link of `bandwidth` between neighbours along each dim."""
     layers = []
-    for i, n in enumerate(shape):
-        check_count("shape", n)
+    for i, n in enumerate(as_int(size, "shape", TopologyError, least=1) for size in shape):
         joined = prod(shape[i + 1 :]) * bandwidth  # each rank below has a link of its own to the next unit
         pair = ring(n, joined) if n > 2 else joined
         layers.append(Layer(f"dim {i}", n, min(n - 1, 2) * joined or joined, latency, pair))

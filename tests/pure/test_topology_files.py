@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.known_networks import FIG_7A, FIG_7B, GB, bandwidths, crossings
 from helpers.topologies import measured_on, meshes_on, topologies
@@ -46,6 +47,16 @@ def test_a_preset_of_other_node_sizes() -> None:
         Topology.preset("pcie", ranks=3)
     with pytest.raises(TopologyError, match=r"a cube of 64 chips, not 8; use Topology.torus"):
         Topology.preset("tpu-torus", ranks=8)
+
+
+def test_whole_numbers_of_numpy_are_kept_as_pythons() -> None:
+    two = np.int64(2)
+    layers = Layer("host", two, 1e9), *Topology.torus((two,), 1e9).layers
+    topology = Topology("mine", layers, CPU, measured=(Measured(Mesh((2,), ("x",)), ("x",), 0, 1e9, sizes=(two,)),))
+
+    assert Topology.from_json(topology.to_json()) == topology
+    with pytest.raises(TopologyError, match=r"ranks: .*0.* is not a whole number above 0"):
+        Layer("host", np.int64(0), 1e9)
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
