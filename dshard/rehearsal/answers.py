@@ -50,7 +50,9 @@ def answers_of(contents: Contents, lifetimes: Lifetimes, versions: dict[int, int
     for i, call in enumerate(contents.calls):
         run, source = writer.function(i, call)
         run = without_autocast(run, call.autocast)
-        answers.append(Answer(call.func, call.grad, call.settings, call.checkpoint is not None, call.autocast, run))
+        answers.append(
+            Answer(call.func, call.grad, call.settings.values, call.checkpoint is not None, call.autocast, run)
+        )
         sources.append(source)
     return answers, sources
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from dshard.comm import ScopedState
 from dshard.core.wrapper import Wrapper
@@ -76,22 +77,40 @@ class ForwardPass(NamedTuple):
     after: Position
 
 
+class CallSettings(NamedTuple):
+    """The settings of a call: the values of dshard's, what restores them, and the kernels of attention torch had."""
+
+    values: list[object]
+    states: Sequence[ScopedState[Any, Any]]
+    kernels: tuple[SDPBackend, ...]
+
+
+def attention_kernels() -> tuple[SDPBackend, ...]:
+    """The kernels of attention that torch may choose."""
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    return tuple([kernel for kernel, is_enabled in enabled.items() if is_enabled])
+
+
 @dataclass(slots=True)
 class RecordedCall:
     """A recorded call: its function, arguments and results, the state it ran in, and its local operators.
 
-    `late` has the operands that are seen first here, and what is known of them. `settings` are those of dshard,
-    `states` restore them. `checkpoint` stands for the checkpoint of torch that the call ran in. `writes` are numbers of
-    tensors whose versions it counted up. `forward` is the pass of a laid-out module that ran; `autocast` is that of
-    torch, `saves_weights` says that autograd saved gathered weights.
+    `late` has the operands that are seen first here, and what is known of them. `checkpoint` stands for the checkpoint
+    of torch that the call ran in. `writes` are numbers of tensors whose versions it counted up. `forward` is the pass
+    of a laid-out module that ran; `autocast` is that of torch, `saves_weights` says that autograd saved gathered
+    weights.
     """
 
     func: Any
     args: Any
     kwargs: Any
     grad: bool
-    settings: list[object]
-    states: Sequence[ScopedState[Any, Any]]
+    settings: CallSettings
     forward: ForwardPass
     autocast: Autocast = ()
     checkpoint: object = None

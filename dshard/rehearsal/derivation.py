@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import sdpa_kernel
 from torch.utils.dlpack import from_dlpack
 
 from dshard.comm import ENDS, recording_calls
@@ -24,7 +25,7 @@ from dshard.core.signature import Args, Context, Kwargs
 from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.dispatch.planned_calls import PLANNED
-from dshard.rehearsal.calls import RecordedCall, Ref, is_ready, local_of
+from dshard.rehearsal.calls import RecordedCall, Ref, attention_kernels, is_ready, local_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
 from dshard.rehearsal.region import Run
@@ -529,7 +530,9 @@ def _as_before(call: RecordedCall) -> Iterator[None]:
     PLANNED.put(*call.forward.before)
     try:
         with ExitStack() as stack:
-            stack.enter_context(settings_restored(call.states))
+            stack.enter_context(settings_restored(call.settings.states))
+            if call.settings.kernels != attention_kernels():
+                stack.enter_context(sdpa_kernel([*call.settings.kernels]))
             stack.enter_context(torch.set_grad_enabled(call.grad))
             for device, dtype, cached in call.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))

@@ -29,10 +29,12 @@ from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.planned_calls import PLANNED, is_checkpoint
 from dshard.rehearsal.calls import (
+    CallSettings,
     ForwardPass,
     Kind,
     RecordedCall,
     Ref,
+    attention_kernels,
     autocast_now,
     is_own,
     is_ready,
@@ -324,8 +326,7 @@ class RegionRecording:
             None,
             None,
             torch.is_grad_enabled(),
-            self.recorder.settings_now(),
-            settings_states(),
+            CallSettings(self.recorder.settings_now(), settings_states(), attention_kernels()),
             ForwardPass(is_within_forward(), PLANNED.position(), PLANNED.position()),
         )
         call.autocast = autocast_now()

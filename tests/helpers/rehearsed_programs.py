@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -321,6 +322,22 @@ def created_graph() -> tuple[Make, Step]:
         return [loss, penalty]
 
     return Model, step
+
+
+@program
+def created_graph_of_attention() -> tuple[Make, Step]:
+    """By the kernel that can be differentiated twice, which the program chooses for the forward pass alone."""
+
+    class Attending(Model):
+        def hidden(self, x: Tensor) -> Tensor:
+            q = self.a(x).view(4, 2, 4, 2).transpose(1, 2)
+            with sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        return created_graph()[1](model, x, i) if i == 5 else squares(model, x)
+
+    return Attending, step
 
 
 @program
@@ -1086,6 +1103,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 ROUNDING: dict[Any, float] = {
     "created_graph": 1e-6,
+    "created_graph_of_attention": 1e-6,
     "twice_before_backward": 1e-6,
     **{("inner_and_outer", plan): 1e-6 for plan in ("fsdp", "fsdp in a block")},  # it creates a graph
 }
