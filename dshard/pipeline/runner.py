@@ -48,8 +48,8 @@ class Activations:
     weights: Callable[[], None] | None = None
 
 
-class Operand(torch.autograd.Function):
-    """A received leaf of autograd -> the operand of a stage, which may write to it in place; backward: its gradient."""
+class StageInput(torch.autograd.Function):
+    """A received leaf of autograd -> an input of a stage, which may write to it in place; backward: its gradient."""
 
     @staticmethod
     def forward(ctx: Context, x: DTensor) -> DTensor:
@@ -149,7 +149,7 @@ class Runner:
             case Forward():
                 inputs = {name: self._take(name, k) for name in self.stage.takes}
                 begin = perf_counter()
-                operands = [Operand.apply(x) if x.requires_grad else x for x in inputs.values()]  # type: ignore[no-untyped-call]
+                operands = [StageInput.apply(x) if x.requires_grad else x for x in inputs.values()]  # type: ignore[no-untyped-call]
                 self._step.running[k] = Activations(inputs, self._forward(operands, k))
             case Backward():
                 outputs = self._with_gradients(k)
