@@ -159,10 +159,10 @@ class PlanSearch:
         begin, halves = self.deadline.left(), _halves(mesh)
         coarse = tables(halves if rows % mesh.size else (tuple(range(mesh.ndim)),), ENDLESS)
         of_all = (begin - self.deadline.left()) * coarse.growth()
-        with suppress(TimeIsOver):
-            if of_all < self.deadline.left() or coarse.limits.alike == halves:
-                return tables((), self.deadline)
-            return tables(halves, self.deadline)
+        finer = () if of_all < self.deadline.left() else halves
+        if coarse.limits.alike != finer:
+            with suppress(TimeIsOver):
+                return tables(finer, self.deadline)
         return coarse
 
     def add_planned(self, tables: StepTables) -> None:

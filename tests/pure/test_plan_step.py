@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, product
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from dshard import Mesh, Topology, plan_model, use_topology
 from dshard.layout import Layout
 from dshard.parallel import Auto, auto
+from dshard.parallel.plan_values import PlanOptions
 from dshard.parallel.trace_step import record_step
 from dshard.placements import Replicate, Shard
 from dshard.planning import deadline
 from dshard.planning import plan_step as module
 from dshard.planning.alike_axes import AxisGroups
 from dshard.planning.plan_step import plan_step
-from dshard.planning.step_limits import StepLimits
+from dshard.planning.step_limits import FREE, StepLimits
 from dshard.planning.step_tables import StepTables, Weights
 
 TOPOLOGIES = [Topology.preset("dgx-h100"), Topology.preset("cpu")]
@@ -237,6 +239,40 @@ def test_plans_that_use_axes_alike_are_some_of_all_at_their_prices(
             assert all(least[x.inputs, x.outputs, x.gradients, x.cotangents] <= x.seconds for x in own)
     assert plan_step(every).total <= plan_step(some).total * (1 + 1e-8)
     assert some.growth() > 1
+
+
+ALL, HALVES = ((0, 1, 2),), ((1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "seconds", "made"),
+    [
+        ((2, 2, 2), 4096, 1e-9, [ALL, HALVES]),
+        ((2, 2, 2), 4095, 1e-9, [HALVES]),
+        ((2, 2, 2), 4096, 1e4, [ALL, ()]),
+        ((2, 2, 2), 4096, inf, [()]),
+        ((2, 2), 4095, 1e4, [()]),
+        ((2, 2), 4096, 1e-9, [((0, 1),), ()]),
+    ],
+)
+def test_tables_are_of_as_many_plans_as_there_is_time_for(
+    shape: tuple[int, ...], rows: int, seconds: float, made: list[AxisGroups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[AxisGroups]()
+    graph = tables_of(["linear", "relu", "linear"], (rows, 64), Mesh((2,)), TOPOLOGIES[0]).graph
+    search = auto.PlanSearch(Auto(seconds=seconds), PlanOptions(None, None), lambda plan: plan.cost, graph)
+
+    def tables(*args: Any) -> StepTables:
+        begun.append(args[3].alike)
+        return StepTables(*args)
+
+    monkeypatch.setattr(auto, "StepTables", tables)
+    with use_topology(TOPOLOGIES[0]):
+        last = search.tables(graph, FREE, Mesh(shape), rows)
+
+    assert begun == made
+    assert last is not None
+    assert last.limits.alike == (made[-1] if seconds > 1 else made[0])
 
 
 def test_tables_are_given_up_at_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
