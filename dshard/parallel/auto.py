@@ -292,9 +292,7 @@ class PlanSearch:
                 self._tried(named)[:MOST],
                 named_parts(plan, laid),
                 bool(tables.limits.alike),
-                TracedSpace(
-                    tables, weights, (chosen or least_of(tables, plan, deadline=self.deadline)).total, names, laid
-                ),
+                TracedSpace(tables, weights, None if chosen is None else chosen.total, names, laid),
             ),
         )
 

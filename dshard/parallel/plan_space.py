@@ -29,12 +29,13 @@ QUICK = 4
 class TracedSpace:
     """The plans of a traced step, by the weights by which one of them was chosen, with the weighted sum `total`.
 
+    That is None of a strategy by name: it is found if need be, as the least of plans that store parameters as it does.
     `names` has the first name of each parameter by all of its names.
     """
 
     tables: StepTables
     weights: Weights
-    total: float
+    total: float | None
     names: Mapping[str, str]
     named: Named
 
@@ -62,7 +63,7 @@ class TracedSpace:
         if pinned:
             raise StrategyError(f"runner_up: {pinned[0]!r} is pinned, so it lies nowhere else: ask without that")
         chosen = plan_step(own.pinned(limits), self.weights)
-        return RunnerUp(self._made(plan, chosen, None), chosen.total - self.total)
+        return RunnerUp(self._made(plan, chosen, None), chosen.total - self._total(plan))
 
     def as_named(self, plan: Plan, parameters: Sequence[str]) -> tuple[str, float] | None:
         """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes."""
@@ -72,13 +73,19 @@ class TracedSpace:
             ways.setdefault(tuple([Layout(each.mesh, placements[p]) for p, each in present.items()]), name)
         ways.pop(tuple(present.values()), None)
         sums, begin = list[tuple[str, float]](), process_time()
+        total = self._total(plan) if ways and present else 0.0
         for layouts, name in [*ways.items()][:QUICK] if present else ():
             pinned = self.tables.pinned(dict(zip(present, layouts, strict=True)))
-            sums.append((name, plan_step(pinned, self.weights, passes=QUICK).total - self.total))
-            if sums[-1][1] < -CLOSE * self.total or process_time() - begin > SOON:
+            sums.append((name, plan_step(pinned, self.weights, passes=QUICK).total - total))
+            if sums[-1][1] < -CLOSE * total or process_time() - begin > SOON:
                 break
         best = min(sums, key=lambda each: each[1], default=None)
-        return None if best is None or best[1] < -CLOSE * self.total else best
+        return None if best is None or best[1] < -CLOSE * total else best
+
+    def _total(self, plan: Plan) -> float:
+        if self.total is not None:
+            return self.total
+        return plan_step(self.tables.pinned(stored(self.tables, plan)), self.weights, passes=QUICK).total
 
     def _made(self, plan: Plan, chosen: StepPlan, search: Search | None) -> Plan:
         made = as_plan(self.tables.graph, chosen, self.tables.mesh)
