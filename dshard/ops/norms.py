@@ -148,7 +148,11 @@ def _axes_of_rows(spec: Spec) -> tuple[int, ...]:
 
 def _of_channels(x: Spec, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
     """The spec of numbers for each channel of `x`, the last dim, which are the same for all rows."""
-    placements = [Shard(len(shape) - 1) if p == Shard(1) else Replicate() for p in x.layout.placements]
+    last = len(shape) - 1
+    placements = [
+        Shard(last, blocks=p.blocks) if isinstance(p, Shard) and p.dim == 1 else Replicate()
+        for p in x.layout.placements
+    ]
     return contiguous_spec(Layout(x.layout.mesh, tuple(placements)), shape, dtype, x.device)
 
 

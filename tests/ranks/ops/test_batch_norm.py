@@ -31,6 +31,7 @@ LAYOUTS = [
     Layout(Mesh((2, 2), ("x", "y")), [Shard(0), Shard(1)]),
     Layout(Mesh((2, 2), ("x", "y")), [Shard(0), LAST]),
     Layout(Mesh((2, 2), ("x", "y")), [Shard(0), Shard(0)]),
+    Layout(Mesh((2, 2), ("x", "y")), [Shard(0), Shard(1, blocks=3)]),
 ]
 
 
