@@ -18,7 +18,7 @@ NORMS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "rows": (nn.BatchNorm1d, (7, 3), {}),
     "few rows": (nn.BatchNorm1d, (2, 3), {}),
     "sequences": (nn.BatchNorm1d, (5, 3, 4), {"momentum": None}),
-    "images": (nn.BatchNorm2d, (3, 4, 5, 2), {"affine": False}),
+    "images": (nn.BatchNorm2d, (3, 6, 5, 2), {"affine": False}),
     "volumes": (nn.BatchNorm3d, (2, 3, 2, 5, 2), {"track_running_stats": False}),
     "no bias": (lambda n, **options: without_bias(nn.BatchNorm1d(n, **options)), (6, 3), {}),
 }
