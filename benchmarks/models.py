@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import dshard
 from dshard import Mesh, Topology, parallelize, plan_model, use_topology
 from dshard.calibrate import measure
-from dshard.parallel import Auto, Plan
+from dshard.parallel import Auto, ModelPlan
 from dshard.parallel.auto import names, unfoldings
 from dshard.tables import text_table
 from dshard.testing import RankPool
@@ -95,7 +95,7 @@ SWEEP = (
 """Models, hidden sizes and batches."""
 
 
-def plans(ranks: int, hidden: int, batch: int, kind: str = "transformer", beside: int = 99) -> dict[str, Plan]:
+def plans(ranks: int, hidden: int, batch: int, kind: str = "transformer", beside: int = 99) -> dict[str, ModelPlan]:
     """The cheapest plan, and the cheapest named ones on all unfoldings."""
     x, line = torch.empty(batch, 16, 32, device="meta"), Mesh((ranks,), ("x",))
     auto, found = plan_model(model(hidden, kind), line, Auto(seconds=SECONDS), x), {}
@@ -170,7 +170,7 @@ class Took(NamedTuple):
     others: float | None
 
 
-def measured(found: dict[str, Plan], meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int]) -> Took:
+def measured(found: dict[str, ModelPlan], meshes: dict[Mesh, dshard.DeviceMesh], setting: tuple[str, int, int]) -> Took:
     """Time steps under each plan, one of each in a round."""
     kind, hidden, batch = setting
     x = torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))

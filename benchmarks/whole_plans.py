@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dshard import Layout, Mesh, StrategyError, Topology, plan_model, use_topology
 from dshard.caches import clear_caches
-from dshard.parallel import Auto, Plan
+from dshard.parallel import Auto, ModelPlan
 
 NAMES = {
     1: ("data", "fsdp", "megatron", "megatron-sp", "context", "ulysses", "expert"),
@@ -131,14 +131,14 @@ def settings(ranks: list[int]) -> Iterator[tuple[str, Topology, Mesh]]:
                 yield preset, Topology.preset(preset), Mesh((8,), ("x",))
 
 
-def found(plan: Plan) -> str:
+def found(plan: ModelPlan) -> str:
     """The layouts of parameters that most of them have."""
     layouts = Counter(str(Layout(plan.mesh, placements)) for placements in plan.parameters.values())
     name = "" if plan.strategy == "planned" else f"{plan.strategy}: "
     return name + ", ".join(f"{times} {layout}" for layout, times in layouts.most_common(3))
 
 
-def named(model: nn.Module, mesh: Mesh, name: str, batch: dict[str, Tensor]) -> Plan | None:
+def named(model: nn.Module, mesh: Mesh, name: str, batch: dict[str, Tensor]) -> ModelPlan | None:
     """The plan of a name; None where the model or the mesh cannot use it."""
     with suppress(StrategyError):
         return plan_model(model, mesh, name, **batch)
@@ -165,7 +165,7 @@ def row(model: str, preset: str, topology: Topology, mesh: Mesh) -> list[str]:
 
 
 def main() -> None:
-    """Plan, print, and write if requested."""
+    """ModelPlan, print, and write if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])

@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "rehearsal_of replay distribute_module",
         "dshard.rehearsal": "Rehearsal",
         "dshard.replay": "Replay",
-        "dshard.parallel": "Auto Plan FunctionPlan Cost Memory Moves plan_steps plan_table PlanTable RankedPlan "
+        "dshard.parallel": "Auto ModelPlan FunctionPlan Cost Memory Moves plan_steps plan_table PlanTable RankedPlan "
         "Precision checkpoint from_pretrained loss_parallel "
         "register_experts",
     },

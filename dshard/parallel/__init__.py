@@ -22,7 +22,7 @@ from dshard.parallel.integrations.torch_styles import (
 )
 from dshard.parallel.model_plan import AFTER_PARALLELIZE, parallelize, plan_model
 from dshard.parallel.plan_table import PlanTable, RankedPlan, plan_table
-from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.parallel.plan_values import Cost, Memory, ModelPlan, Moves
 from dshard.parallel.planned_steps import plan_steps
 from dshard.parallel.precision import Precision
 
@@ -32,9 +32,9 @@ __all__ = [
     "Cost",
     "FunctionPlan",
     "Memory",
+    "ModelPlan",
     "Moves",
     "ParallelStyle",
-    "Plan",
     "PlanTable",
     "Precision",
     "PrepareModuleInput",

@@ -37,7 +37,7 @@ from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
 from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before, without_earlier_hooks
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.placements import Replicate, Shard
 from dshard.rehearsal.module import Rehearsal, RehearsedParts
 from dshard.rehearsal.region_recording import RegionRecording
@@ -49,7 +49,7 @@ from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, no_torch_function, saved_tensor_hooks
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
+def apply_plan(model: nn.Module, plan: ModelPlan) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
     groups = gather_groups(model, plan)
     hooks = take_inputs(model, plan, groups)
@@ -70,7 +70,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> list[Any]:
     return hooks
 
 
-def take_inputs(model: nn.Module, plan: Plan, groups: Mapping[str, GatherGroup] | None = None) -> list[Any]:
+def take_inputs(model: nn.Module, plan: ModelPlan, groups: Mapping[str, GatherGroup] | None = None) -> list[Any]:
     """Register hooks that lay out the inputs of `model`, and count plain tensors within as replicated; return them.
 
     Within the forward pass attention has the loops of the plan. `groups` are the weights that are gathered together.
@@ -217,7 +217,7 @@ class _PinnedOptions:
             self.weight._matmul = None
 
 
-def pin_schedules(model: nn.Module, plan: Plan) -> dict[str, Any]:
+def pin_schedules(model: nn.Module, plan: ModelPlan) -> dict[str, Any]:
     """Pin the schedule of each `nn.Linear` to its weight, unless another module uses the weight; the pins by name.
 
     Then no block needs to be entered and left around each of its calls.
@@ -291,7 +291,7 @@ def _redistribute_once(x: DTensor, schedule: Schedule) -> DTensor:
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
+def applied(model: nn.Module, plan: ModelPlan) -> Iterator[None]:
     """Apply the hooks of `plan` to `model` within the block, in place of those of plans that parts of it have."""
     with without_earlier_hooks(model):
         hooks = apply_plan(model, plan)
@@ -302,7 +302,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
                 hook.remove()
 
 
-def _output_hook(plan: Plan, name: str) -> Any:
+def _output_hook(plan: ModelPlan, name: str) -> Any:
     placements = plan.outputs[name]
     ndim = max((placement.dim + 1 for placement in placements if isinstance(placement, Shard)), default=0)
 
@@ -315,12 +315,12 @@ def _output_hook(plan: Plan, name: str) -> Any:
     return place
 
 
-def distribute_inputs(inputs: object, plan: Plan) -> Any:
+def distribute_inputs(inputs: object, plan: ModelPlan) -> Any:
     """The inputs of a model as distributed tensors, laid out by the plan."""
     return lay_out(inputs, plan, InputLayouts(plan))
 
 
-def lay_out(inputs: object, plan: Plan, layouts: InputLayouts) -> Any:
+def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     Those that the plan names have their own layouts. Plain tensors must be equal on all ranks; nothing is sent.
@@ -343,7 +343,7 @@ def lay_out(inputs: object, plan: Plan, layouts: InputLayouts) -> Any:
     return map_tensors(inputs, distributed)
 
 
-def _on_other_mesh(x: DTensor, plan: Plan) -> bool:
+def _on_other_mesh(x: DTensor, plan: ModelPlan) -> bool:
     """Whether `x` is on another mesh of the plan's ranks in the same order, such as the mesh that "auto" unfolds."""
     mesh = x._spec.layout.mesh
     return mesh != plan.mesh and mesh.ranks == plan.mesh.ranks
@@ -355,7 +355,7 @@ class FollowedModules:
     Visits of a module with unlike layouts are laid out by cost: a visit that is recomputed is not known by its number.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelPlan) -> None:
         self.mesh = plan.mesh
         self.begins, ends = _visits(plan.calls)
         self.planned = PlannedCalls(_alike(plan.calls, self.begins, ends))

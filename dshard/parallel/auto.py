@@ -27,7 +27,7 @@ from dshard.mesh import Mesh
 from dshard.parallel.plan_blocks import folded
 from dshard.parallel.plan_limits import check_pins, checked_words, limits_of, on_finer, refined_axes
 from dshard.parallel.plan_space import TracedSpace, assignments, named_parts, stored
-from dshard.parallel.plan_values import Cost, Pins, Plan, PlanOptions, Search, Tried
+from dshard.parallel.plan_values import Cost, ModelPlan, Pins, PlanOptions, Search, Tried
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.parallel.whole_plan import as_plan
@@ -98,7 +98,7 @@ class Auto:
         check_pins(self.pins)
         object.__setattr__(self, "forbid", checked_words(self.forbid))
 
-    def allows(self, plan: Plan) -> bool:
+    def allows(self, plan: ModelPlan) -> bool:
         """Whether a priced plan is within the limit of memory."""
         return self.memory is None or plan.cost.memory.total <= self.memory
 
@@ -106,7 +106,7 @@ class Auto:
 class Priced(NamedTuple):
     """A plan with its cost; of one whose layouts were all chosen together, where and how that was done."""
 
-    plan: Plan
+    plan: ModelPlan
     tables: StepTables | None = None
     chosen: StepPlan | None = None
 
@@ -115,7 +115,7 @@ class PlanSearch:
     """A search for the cheapest plan, by `price`: what was priced so far, until the time is over."""
 
     def __init__(
-        self, auto: Auto, options: PlanOptions, price: Callable[[Plan], Cost], graph: StepGraph | None
+        self, auto: Auto, options: PlanOptions, price: Callable[[ModelPlan], Cost], graph: StepGraph | None
     ) -> None:
         self.auto, self.options, self.trace, self.graph = auto, options, price, graph
         self.deadline = Deadline(auto.seconds)
@@ -127,7 +127,7 @@ class PlanSearch:
         """Whether there is a plan, and no time for another one."""
         return bool(self.priced) and not self.deadline.left()
 
-    def price(self, plan: Plan, tables: StepTables | None = None, chosen: StepPlan | None = None) -> Plan:
+    def price(self, plan: ModelPlan, tables: StepTables | None = None, chosen: StepPlan | None = None) -> ModelPlan:
         """Price a plan, which is then one of the search."""
         plan = self.options.of(plan)
         self.shows(plan.strategy)
@@ -167,9 +167,9 @@ class PlanSearch:
 
     def add_planned(self, tables: StepTables) -> None:
         """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
-        known: list[tuple[Plan, Plan]] = []
+        known: list[tuple[ModelPlan, ModelPlan]] = []
 
-        def planned(weights: Weights) -> Plan | None:
+        def planned(weights: Weights) -> ModelPlan | None:
             most = self.most(weights)
             chosen = plan_step(tables, weights, deadline=self.deadline, most=most)
             self.solved.append(((tables.mesh, tables.limits.alike), chosen))
@@ -182,7 +182,7 @@ class PlanSearch:
             known.append((made, self.price(made, tables, chosen)))
             return known[-1][1]
 
-        def fits(plan: Plan | None) -> bool:
+        def fits(plan: ModelPlan | None) -> bool:
             return plan is None or self.auto.allows(plan)
 
         planned(BESIDE)
@@ -207,7 +207,7 @@ class PlanSearch:
             own = planned(WAITED._replace(memory=middle, saved=saved))
             low, high = (low, middle) if fits(own) else (middle, high)
 
-    def least(self, tables: StepTables, plan: Plan, known: dict[tuple[Layout, ...], float]) -> float:
+    def least(self, tables: StepTables, plan: ModelPlan, known: dict[tuple[Layout, ...], float]) -> float:
         """What a strategy by name takes at least, or a sum that is too dear, `known` by the layouts of parameters."""
         laid = tuple(stored(tables, plan).values())
         if laid not in known:
@@ -216,7 +216,7 @@ class PlanSearch:
             known[laid] = least_of(tables, plan, most, self.deadline).bound
         return known[laid]
 
-    def add_named(self, named: Sequence[tuple[float, Plan]], mesh: Mesh, most: float) -> None:
+    def add_named(self, named: Sequence[tuple[float, ModelPlan]], mesh: Mesh, most: float) -> None:
         """Price strategies by name, each with what it takes at least, that may be the cheapest: `most` or the first.
 
         What a strategy stores says little of what it sends, so those of all axes of `mesh` alike are the first; then
@@ -259,7 +259,7 @@ class PlanSearch:
                 bounds[space] = max(bounds.get(space, 0.0), chosen.least(held))
         return min(bounds.values(), default=0.0)
 
-    def result(self, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
+    def result(self, names: Mapping[str, str], named: Sequence[tuple[float, ModelPlan]]) -> ModelPlan:
         """The cheapest plan, with what is known of the others.
 
         `named` are strategies by name on all meshes, each with what it takes at least.
@@ -273,7 +273,9 @@ class PlanSearch:
             raise self._none_fits()
         return self.certified(best, names, named)
 
-    def certified(self, priced: Priced, names: Mapping[str, str], named: Sequence[tuple[float, Plan]]) -> Plan:
+    def certified(
+        self, priced: Priced, names: Mapping[str, str], named: Sequence[tuple[float, ModelPlan]]
+    ) -> ModelPlan:
         """A plan with what is known of the others: a bound, what was tried, and the space of its step."""
         plan, tables, chosen = priced
         tables = tables or next((t for other, t, _ in self.priced if t is not None and other.mesh == plan.mesh), None)
@@ -296,7 +298,7 @@ class PlanSearch:
             ),
         )
 
-    def _tried(self, named: Sequence[tuple[float, Plan]]) -> tuple[Tried, ...]:
+    def _tried(self, named: Sequence[tuple[float, ModelPlan]]) -> tuple[Tried, ...]:
         """What was priced, the fastest first, and then the bounds of strategies by name that were not."""
         traced = [Tried(p.strategy, str(p.mesh), p.cost.seconds) for p, _, _ in self.priced if self.auto.allows(p)]
         known = {(each.strategy, each.mesh) for each in traced}
@@ -347,10 +349,10 @@ def cheapest(
     roles: Roles,
     auto: Auto,
     options: PlanOptions,
-    price: Callable[[Plan], Cost],
+    price: Callable[[ModelPlan], Cost],
     graph: StepGraph | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:
+) -> ModelPlan:
     """The plan of the fewest seconds, by `price`, that fits in memory.
 
     `graph` is that of the model's step; without one only strategies by name are considered, and they are not where
@@ -364,7 +366,7 @@ def cheapest(
     """
     limited = _is_limited(auto, graph)
     search = PlanSearch(auto, options, price, graph)
-    named = list[tuple[float, Plan]]()
+    named = list[tuple[float, ModelPlan]]()
     worth = dict[Mesh, bool]()
     for unfolded in unfoldings(mesh):
         if search.is_over():
@@ -413,7 +415,7 @@ def _is_limited(auto: Auto, graph: StepGraph | None) -> bool:
     return limited
 
 
-def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
+def _promise(least: float, plan: ModelPlan, mesh: Mesh, of_alike: Mapping[str, float]) -> tuple[int, float]:
     """The place of a strategy by name among those to try: a mixture takes about the mean of what it mixes."""
     if plan.mesh == mesh and _is_of_alike(plan.strategy, mesh.ndim):
         return 0, least
@@ -421,7 +423,7 @@ def _promise(least: float, plan: Plan, mesh: Mesh, of_alike: Mapping[str, float]
     return (1, sum(known) / len(known)) if known else (2, least)
 
 
-def _by_name(roles: Roles, unfolded: Mesh, mesh: Mesh) -> Iterator[Plan]:
+def _by_name(roles: Roles, unfolded: Mesh, mesh: Mesh) -> Iterator[ModelPlan]:
     """The strategies by name on a mesh that `mesh` unfolds to, those of all axes alike first."""
     if unfolded.ndim > max(2, mesh.ndim):
         return iter(())
@@ -450,7 +452,7 @@ def _limits(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Map
     return limits
 
 
-def least_of(tables: StepTables, plan: Plan, most: float = inf, deadline: Deadline = ENDLESS) -> StepPlan:
+def least_of(tables: StepTables, plan: ModelPlan, most: float = inf, deadline: Deadline = ENDLESS) -> StepPlan:
     """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans.
 
     Where that is above `most`, it is not looked for further.
@@ -546,7 +548,7 @@ def names(axes: int, experts: bool = False) -> Iterator[str]:
             yield from (f"{name} x {rest}" for rest in names(axes - len(parts), experts))
 
 
-def uniform(roles: Roles, mesh: Mesh, is_first: Callable[[str], bool] = lambda name: False) -> Iterator[Plan]:
+def uniform(roles: Roles, mesh: Mesh, is_first: Callable[[str], bool] = lambda name: False) -> Iterator[ModelPlan]:
     """The plans in which all blocks follow one strategy, without strategies that the model's heads do not allow.
 
     Those whose names are to be first come first.

@@ -22,7 +22,7 @@ from dshard.core.signature import Context
 from dshard.core.trees import named_tensors, nested_tensors
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 
@@ -33,7 +33,7 @@ OfBatch: TypeAlias = Literal["rows and sequence", "rows", "neither"]
 _ROWS, _WHOLE = Shard(0), Replicate()
 
 
-def data_axes(plan: Plan) -> tuple[str, ...]:
+def data_axes(plan: ModelPlan) -> tuple[str, ...]:
     """The mesh axes that shard the batch."""
     return tuple(name for name, p in zip(plan.mesh.names, plan.inputs[""], strict=True) if p == Shard(0))
 
@@ -55,7 +55,7 @@ class InputLayouts:
     Without `arguments`, the names of the model's, inputs are a batch outside of it, named by keys of dicts alone.
     """
 
-    def __init__(self, plan: Plan, ndim: int = 1, arguments: Sequence[str] | None = None) -> None:
+    def __init__(self, plan: ModelPlan, ndim: int = 1, arguments: Sequence[str] | None = None) -> None:
         self.ndim, self.arguments = ndim, arguments
         self.layouts = layouts_of_batch(Layout(plan.mesh, plan.inputs[""]))
         self.dims: dict[str, int] = {}
@@ -114,7 +114,7 @@ def argument_tensors(model: nn.Module, args: object, kwargs: object) -> list[tup
     return [(argument_path(path, names), x) for path, x in named_tensors((args, kwargs))]
 
 
-def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:
+def data_coordinate(plan: ModelPlan, at: Coordinate) -> Coordinate:
     """The first coordinate of the data rank that `at` belongs to."""
     return tuple(i if p == Shard(0) else 0 for i, p in zip(at, plan.inputs[""], strict=True))
 
@@ -123,7 +123,7 @@ def data_coordinate(plan: Plan, at: Coordinate) -> Coordinate:
 class Rows:
     """The number of rows, `counts`, that the rank at each coordinate of the plan's mesh has of a batch."""
 
-    plan: Plan
+    plan: ModelPlan
     counts: Mapping[Coordinate, int]
 
     @cached_property

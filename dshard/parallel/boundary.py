@@ -24,7 +24,7 @@ from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.numbered_hooks import after, before
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.same_program import Draws, compare_programs
 from dshard.placements import Placement, Replicate
 from dshard.tensor import DTensor
@@ -39,7 +39,7 @@ PASSING = ("dshard", "torch", "accelerate", "peft", "contextlib", "functools")
 """Libraries whose code passes on the outputs of a model."""
 
 
-def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
+def checked_outputs(plan: ModelPlan, outputs: object) -> OutputForm:
     """Check the argument `outputs` of `parallelize`, and return it with placements of dshard."""
     if outputs is None or outputs in ("distributed", "plain"):
         return outputs
@@ -52,7 +52,7 @@ def checked_outputs(plan: Plan, outputs: object) -> OutputForm:
 class Outputs:
     """Converts the outputs of a model to tensors of the given `form`."""
 
-    def __init__(self, plan: Plan, form: OutputForm) -> None:
+    def __init__(self, plan: ModelPlan, form: OutputForm) -> None:
         self.plan, self.form = plan, form
 
     def __call__(self, out: object, rows: Rows | None) -> Any:
@@ -107,7 +107,7 @@ class Boundary:
     """The conversion of one model's inputs and outputs; an attribute of the model, shared with its copies."""
 
     def __init__(
-        self, plan: Plan, modes: InputModes, outputs: object, seed_alike: bool = False, sample: int = 0
+        self, plan: ModelPlan, modes: InputModes, outputs: object, seed_alike: bool = False, sample: int = 0
     ) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
         differ = compare_programs(plan, modes.per_data_rank, seed_alike, sample)

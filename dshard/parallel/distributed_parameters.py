@@ -18,12 +18,12 @@ from dshard.distribute import distribute_tensor, replace_parameter
 from dshard.errors import LayoutError
 from dshard.factories import full
 from dshard.mesh import Mesh
-from dshard.parallel.plan_values import Placements, Plan
+from dshard.parallel.plan_values import ModelPlan, Placements
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
 
 
-def distribute_parameters(model: nn.Module, plan: Plan) -> None:
+def distribute_parameters(model: nn.Module, plan: ModelPlan) -> None:
     """Replace parameters and buffers of `model` by distributed ones; tied parameters stay one.
 
     Those without data get only their local tensor, and values from the functions that initialise the modules which own
@@ -72,7 +72,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[str, Tensor], Tensor
 
 
 def _distribute(
-    x: Tensor, plan: Plan, placements: Placements, fresh: dict[str, DTensor], name: str, compare: bool
+    x: Tensor, plan: ModelPlan, placements: Placements, fresh: dict[str, DTensor], name: str, compare: bool
 ) -> Any:
     if compare:
         compare_calls(f"parallelize with {name}: {tuple(x.shape)}, {x.dtype}, {placements}", plan.mesh, contents=x)

@@ -24,7 +24,7 @@ from dshard.core.moves import LocalRedistribution, joined_redistribution
 from dshard.core.spec import outside_checkpoint
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.numbered_hooks import after, before
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.rehearsal.module import Rehearsal
@@ -80,7 +80,7 @@ class GatherGroup:
     pass to the backward pass.
     """
 
-    def __init__(self, members: list[Member], plan: Plan, order: GatherOrder, keeps: bool) -> None:
+    def __init__(self, members: list[Member], plan: ModelPlan, order: GatherOrder, keeps: bool) -> None:
         self.places, self.axes = [places for places, _ in members], [axes for _, axes in members]
         self.plan, self.order, self.keeps = plan, order, keeps
         self.ahead: GatheredWeights | None = None
@@ -252,7 +252,7 @@ class GatherOrder:
         self.ended, self.previous, self.last = self.previous, None, None
 
 
-def gather_groups(model: nn.Module, plan: Plan) -> dict[str, GatherGroup]:
+def gather_groups(model: nn.Module, plan: ModelPlan) -> dict[str, GatherGroup]:
     """The groups of parameters that are gathered, or cast, as the plan asks, by the paths of their modules."""
     listed = blocks_of(model) if plan.groups is None else plan.groups
     hooked = [b for b in listed if not isinstance(model.get_submodule(b), torch.jit.ScriptModule)]
@@ -300,7 +300,7 @@ def gather_for(model: nn.Module, groups: dict[str, GatherGroup]) -> tuple[list[R
     return hooks, rehearsals
 
 
-def _changes(name: str, parameter: Tensor, plan: Plan) -> bool:
+def _changes(name: str, parameter: Tensor, plan: ModelPlan) -> bool:
     """Whether this parameter is used in another layout or dtype than it is stored in."""
     placements = plan.parameters.get(name.lstrip("."))
     if placements is None or not (plan.gathers or plan.precision):

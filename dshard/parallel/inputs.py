@@ -20,7 +20,7 @@ from dshard.core.trees import map_tensors, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.parallel.batch_rows import Rows, argument_path, argument_tensors
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.same_program import Draws, RowsOfRanks, differing, ranks_alike, ranks_by_value, states
 from dshard.placements import Replicate
 from dshard.tensor import DTensor
@@ -100,7 +100,7 @@ class Inputs:
     model `returns_plain` rows, their gradients arrive here weighted.
     """
 
-    def __init__(self, plan: Plan, modes: InputModes, draws: Draws, returns_plain: bool = False) -> None:
+    def __init__(self, plan: ModelPlan, modes: InputModes, draws: Draws, returns_plain: bool = False) -> None:
         self.plan, self.modes, self.draws, self.returns_plain = plan, modes, draws, returns_plain
         self.per_data_rank = modes.per_data_rank
         self.compared, self.comparisons = False, comparisons_on(plan.mesh)
@@ -247,7 +247,7 @@ def have_values(plain: Sequence[Tensor]) -> bool:
     return simulated_ranks() is None and not is_transforming() and all(map(has_data, plain))
 
 
-def _replicated(x: Tensor, plan: Plan) -> DTensor:
+def _replicated(x: Tensor, plan: ModelPlan) -> DTensor:
     return DTensor.from_local(x, plan.mesh, (Replicate(),) * plan.mesh.ndim, shape=x.shape)
 
 

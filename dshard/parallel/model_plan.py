@@ -35,7 +35,7 @@ from dshard.parallel.factors import trace_factors
 from dshard.parallel.inputs import Mode, input_modes
 from dshard.parallel.numbered_hooks import within_earlier_hooks
 from dshard.parallel.plan_files import plan_from, plan_of
-from dshard.parallel.plan_values import Plan, PlanOptions, plan_options
+from dshard.parallel.plan_values import ModelPlan, PlanOptions, plan_options
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
@@ -49,7 +49,7 @@ from dshard.routing import Routing
 from dshard.validate import check_type, shown
 
 AUTO = "auto"
-Checked: TypeAlias = StrategyName | str | Auto | Mapping[str, Sequence[Placement]] | Plan
+Checked: TypeAlias = StrategyName | str | Auto | Mapping[str, Sequence[Placement]] | ModelPlan
 PlanArgument: TypeAlias = Checked | Path
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AFTER_PARALLELIZE: list[Callable[[nn.Module, Boundary], None]] = []
@@ -66,7 +66,7 @@ def plan_model(
     group: object = None,
     routing: Routing | None = None,
     **kwargs: object,
-) -> Plan:
+) -> ModelPlan:
     """The plan by which `parallelize` would lay out `model`, with the cost of a training step; `model` is unchanged.
 
     `args` and `kwargs` are an example batch, with data where the forward pass asks for values. Parameters may have no
@@ -85,7 +85,7 @@ def plan_model(
     args, kwargs = _example(model, args, kwargs)
     chosen = _plan_for(model, pure, checked, plan_options(model, precision, group), args, kwargs)
     routing = current_options().routing
-    if isinstance(checked, Plan):
+    if isinstance(checked, ModelPlan):
         routing = routing or checked.routing
         if chosen.mesh.ranks != pure.ranks:
             raise _other_mesh(chosen.mesh, pure)
@@ -110,9 +110,9 @@ def parallelize(
     """Lay out `model` in place and return it: its parameters become DTensors, and it takes plain tensors as before.
 
     `plan` is the name of a strategy ("megatron", "megatron-sp", "optimus", "tesseract", "atp", "fsdp", "data",
-    "expert", "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a `Plan`,
-    or the `Path` of a file that `dshard plan model --out` wrote. `args` and `kwargs` are an example batch, by which the
-    model is traced; a model with `dummy_inputs`, and placements by name, need none.
+    "expert", "context", "ulysses", joined by " x ", or "auto"), placements by a pattern of parameter names, a
+    `ModelPlan`, or the `Path` of a file that `dshard plan model --out` wrote. `args` and `kwargs` are an example batch,
+    by which the model is traced; a model with `dummy_inputs`, and placements by name, need none.
 
     Inputs are DTensors, or plain tensors: with `inputs="global"` whole batches, equal on all ranks, which compare them
     at the first call; with "per-data-rank" each data rank (`data_ranks`) gives its own rows, as many as it has. Inputs
@@ -165,7 +165,7 @@ def _lay_out(model: nn.Module, boundary: Boundary) -> None:
 
 def chosen_plan(
     model: nn.Module, mesh: DeviceMesh | Mesh, plan: PlanArgument, options: PlanOptions, args: Args, kwargs: Kwargs
-) -> Plan:
+) -> ModelPlan:
     """The plan by which `parallelize` lays out `model`, on a mesh that has the processes of `mesh`."""
     pure = as_mesh(mesh)
     checked = _checked_argument(model, plan, pure, kwargs)
@@ -178,9 +178,9 @@ def chosen_plan(
     return chosen if chosen.mesh == pure else replace(chosen, mesh=_on_ranks_of(mesh, chosen.mesh))
 
 
-def _found_by_first(search: Callable[[], Plan], mesh: Mesh) -> Plan:
+def _found_by_first(search: Callable[[], ModelPlan], mesh: Mesh) -> ModelPlan:
     """The plan that the first rank of a mesh finds and sends to the others; an error of its search is that of all."""
-    found, failed = list[Plan](), list[Exception]()
+    found, failed = list[ModelPlan](), list[Exception]()
 
     def told() -> str:
         try:
@@ -198,10 +198,12 @@ def _found_by_first(search: Callable[[], Plan], mesh: Mesh) -> Plan:
     return found[0] if found else plan_from(data, mesh)
 
 
-def _plan_for(model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs) -> Plan:
+def _plan_for(
+    model: nn.Module, mesh: Mesh, checked: Checked, options: PlanOptions, args: Args, kwargs: Kwargs
+) -> ModelPlan:
     """The plan of a checked `plan` argument; that of a named strategy is made by an example batch."""
     match checked:
-        case Plan():
+        case ModelPlan():
             return options.of(checked)
         case str() | Auto():
             args, kwargs = _example(model, args, kwargs)
@@ -237,9 +239,11 @@ def _checked_argument(model: nn.Module, plan: PlanArgument, mesh: Mesh, kwargs: 
         )
     if isinstance(plan, Path):
         plan = plan_of(plan, mesh)
-    kinds = (str, Auto, Mapping, Plan)
-    check_type(plan, kinds, "the plan", "give the name of a strategy, placements by name, a Plan, an Auto or a Path")
-    if isinstance(plan, Plan):
+    kinds = (str, Auto, Mapping, ModelPlan)
+    check_type(
+        plan, kinds, "the plan", "give the name of a strategy, placements by name, a ModelPlan, an Auto or a Path"
+    )
+    if isinstance(plan, ModelPlan):
         missing = set(plan.parameters) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if missing:
             raise LayoutError(
@@ -268,7 +272,7 @@ def planned(
     options: PlanOptions,
     args: Sequence[object],
     kwargs: Mapping[str, object],
-) -> Plan:
+) -> ModelPlan:
     """The plan of the strategy of this name, or the cheapest plan for `Auto`."""
     if isinstance(plan, Auto) and plan.routing is not None:
         with use_strategy(routing=plan.routing):
@@ -289,7 +293,7 @@ def planned(
     return options.of(named)
 
 
-def plan_by_name(roles: Roles, strategy: str, mesh: Mesh) -> tuple[Plan, str]:
+def plan_by_name(roles: Roles, strategy: str, mesh: Mesh) -> tuple[ModelPlan, str]:
     """The plan by a named strategy, and what to warn of: experts fewer than their ranks.
 
     Raises:
@@ -338,7 +342,7 @@ def _on_ranks_of(mesh: DeviceMesh | Mesh, planned_for: Mesh) -> Mesh:
     return as_mesh(DeviceMesh(planned_for.device_type, ranks, mesh_dim_names=planned_for.names))
 
 
-def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> Plan:
+def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placement]]) -> ModelPlan:
     """The plan that places parameters by the first pattern, as in `fnmatch`, that matches their name."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
@@ -356,7 +360,7 @@ def by_name(model: nn.Module, mesh: Mesh, patterns: Mapping[str, Sequence[Placem
         if layout.partial_axes():
             raise LayoutError(f"{name} cannot lie [{layout}]: a parameter is never partial; use Shard or Replicate")
         parameters[name] = layout.placements
-    return Plan("by name", mesh, parameters, {"": replicated})
+    return ModelPlan("by name", mesh, parameters, {"": replicated})
 
 
 def _example(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

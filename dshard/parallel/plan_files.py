@@ -1,4 +1,4 @@
-"""Files of plans: JSON that `Plan.save` and `dshard plan model --out` write, read again where a plan is expected.
+"""Files of plans: JSON that `ModelPlan.save` and `dshard plan model --out` write, read again where a plan is expected.
 
 A file without layouts names a strategy alone, by which a model is laid out anew.
 """
@@ -16,7 +16,7 @@ from dshard.errors import DShardError, MeshError, StrategyError
 from dshard.mesh import Mesh
 from dshard.parallel.plan_json import decoded
 from dshard.parallel.plan_limits import refined_axes
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 
 WAY_OUT = "write one with dshard plan model --out, or plan.save"
 
@@ -42,7 +42,7 @@ def mesh_of(path: Path) -> Mesh:
     return Mesh(tuple(mesh["shape"]), tuple(mesh["names"]))
 
 
-def plan_of(path: Path, mesh: Mesh) -> Plan | str:
+def plan_of(path: Path, mesh: Mesh) -> ModelPlan | str:
     """The plan in a file, on the ranks of `mesh`; of one that names a strategy alone that, for a mesh of its shape."""
     contents = read_plan(path)
     strategy, shape = contents.get("strategy"), contents.get("mesh", {}).get("shape")
@@ -59,11 +59,11 @@ def plan_of(path: Path, mesh: Mesh) -> Plan | str:
         raise StrategyError(f"the plan {path} is not understood ({error}): {WAY_OUT}") from error
 
 
-def plan_from(data: Mapping[str, Any], mesh: Mesh) -> Plan:
-    """The plan with these `Plan.data()`, on the ranks of `mesh`."""
+def plan_from(data: Mapping[str, Any], mesh: Mesh) -> ModelPlan:
+    """The plan with these `ModelPlan.data()`, on the ranks of `mesh`."""
     own, contents = data["mesh"], {**data, "mesh": None}
     laid = replace(mesh, shape=tuple(own["shape"]), names=tuple(own["names"]))
     if "batch" in contents:  # of a file from when all inputs had one layout
         contents["inputs"] = {"": contents.pop("batch")}
-    plan: Plan = decoded(Plan, contents, laid)
+    plan: ModelPlan = decoded(ModelPlan, contents, laid)
     return plan

@@ -12,7 +12,7 @@ from dshard.errors import StrategyError
 from dshard.layout import Layout, layout_of
 from dshard.parallel.plan_blocks import block_of, folded
 from dshard.parallel.plan_limits import parameters_like, unknown_name, with_pins
-from dshard.parallel.plan_values import Pins, Placements, Plan, PlanPart, RunnerUp, Search
+from dshard.parallel.plan_values import ModelPlan, Pins, Placements, PlanPart, RunnerUp, Search
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import CLOSE, StepPlan, plan_step
 from dshard.planning.step_tables import StepTables, Weights
@@ -39,7 +39,7 @@ class TracedSpace:
     names: Mapping[str, str]
     named: Named
 
-    def edited(self, plan: Plan, pins: Pins) -> Plan:
+    def edited(self, plan: ModelPlan, pins: Pins) -> ModelPlan:
         """The cheapest plan of the step with these layouts, and those that were pinned before."""
         begin, own = process_time(), self.tables
         limits = replace(with_pins(own.limits, own.graph, own.mesh, pins, self.names), alike=())
@@ -52,7 +52,7 @@ class TracedSpace:
         spent = process_time() - begin
         return self._made(plan, chosen, Search(chosen.seconds, chosen.least(), assignments(tables), spent, space=space))
 
-    def runner_up(self, plan: Plan, pattern: str) -> RunnerUp:
+    def runner_up(self, plan: ModelPlan, pattern: str) -> RunnerUp:
         """The cheapest plan in which the parameters that match lie otherwise than in `plan`."""
         own, present = self.tables, stored(self.tables, plan)
         matching = [name for name in parameters_like(pattern, self.names) if name in present]
@@ -65,7 +65,7 @@ class TracedSpace:
         chosen = plan_step(own.pinned(limits), self.weights)
         return RunnerUp(self._made(plan, chosen, None), chosen.total - self._total(plan))
 
-    def as_named(self, plan: Plan, parameters: Sequence[str]) -> tuple[str, float] | None:
+    def as_named(self, plan: ModelPlan, parameters: Sequence[str]) -> tuple[str, float] | None:
         """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes."""
         present = {name: layout for name, layout in stored(self.tables, plan).items() if name in parameters}
         ways = dict[tuple[Layout, ...], str]()
@@ -82,12 +82,12 @@ class TracedSpace:
         best = min(sums, key=lambda each: each[1], default=None)
         return None if best is None or best[1] < -CLOSE * total else best
 
-    def _total(self, plan: Plan) -> float:
+    def _total(self, plan: ModelPlan) -> float:
         if self.total is not None:
             return self.total
         return plan_step(self.tables.pinned(stored(self.tables, plan)), self.weights, passes=QUICK).total
 
-    def _made(self, plan: Plan, chosen: StepPlan, search: Search | None) -> Plan:
+    def _made(self, plan: ModelPlan, chosen: StepPlan, search: Search | None) -> ModelPlan:
         made = as_plan(self.tables.graph, chosen, self.tables.mesh)
         return replace(made, search=search, precision=plan.precision, groups=plan.groups, ndim=plan.ndim)
 
@@ -97,13 +97,13 @@ def assignments(tables: StepTables) -> float:
     return sum([log10(len(tables.domains[domain])) for domain in tables.domain_of])
 
 
-def stored(tables: StepTables, plan: Plan) -> dict[str, Layout]:
+def stored(tables: StepTables, plan: ModelPlan) -> dict[str, Layout]:
     """The layouts of a plan's parameters that some call reads."""
     values = tables.graph.parameters()
     return {value.name: layout_of(tables.mesh, plan.parameters[value.name], len(value.shape)) for value in values}
 
 
-def named_parts(plan: Plan, named: Named) -> tuple[PlanPart, ...]:
+def named_parts(plan: ModelPlan, named: Named) -> tuple[PlanPart, ...]:
     """For the blocks of a model, folded, the strategies by name whose layouts their modules have.
 
     The fewest that do are named, the first of those that agree; modules that lie as in none are "planned".

@@ -20,7 +20,7 @@ from dshard.parallel.auto import Auto, PlanSearch
 from dshard.parallel.factors import ModelTrace, trace_factors
 from dshard.parallel.gather_groups import blocks_of
 from dshard.parallel.model_plan import plan_by_name, step_graph
-from dshard.parallel.plan_values import Plan, PlanOptions
+from dshard.parallel.plan_values import ModelPlan, PlanOptions
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import FeatureKind, Roles, roles_of
@@ -42,7 +42,7 @@ HEADINGS = ("", "strategy", "mesh", "seconds", "MFU", "memory", "network s", "hi
 class RankedPlan(NamedTuple):
     """A plan with its cost, and its mesh, which is to be given to `parallelize` with its strategy."""
 
-    plan: Plan
+    plan: ModelPlan
     mesh: Mesh
 
     def data(self) -> dict[str, Any]:
@@ -77,11 +77,11 @@ class PlanTable(Tabled):
     skipped: int = 0
     left: int = 0
 
-    def fits(self, plan: Plan) -> bool:
+    def fits(self, plan: ModelPlan) -> bool:
         """Whether a device has the memory for the plan."""
         return self.memory is None or plan.cost.memory.total <= self.memory
 
-    def mfu(self, plan: Plan) -> float:
+    def mfu(self, plan: ModelPlan) -> float:
         """The share of all devices' operations per second that a step of the plan achieves (model FLOPs utilisation).
 
         Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B.
@@ -221,7 +221,7 @@ def _within_host(topology: Topology, devices: int) -> int:
     return inside if len(topology.layers) > 1 else topology.layers[0].ranks or devices
 
 
-def _state_bytes(model: nn.Module, plan: Plan) -> int:
+def _state_bytes(model: nn.Module, plan: ModelPlan) -> int:
     """Bytes of the parameters of the first rank, their gradients and moments: no step holds less."""
     first, total = (0,) * plan.mesh.ndim, 0
     for name, parameter in model.named_parameters():

@@ -152,20 +152,20 @@ class RunnerUp(NamedTuple):
     `seconds` are by the prices of the planner, by which the plan that it is compared with was chosen.
     """
 
-    plan: Plan
+    plan: ModelPlan
     seconds: float
 
 
 class StepSpace(Protocol):
     """All plans of a traced step, from which others can be chosen; `plan.search.space` of a plan that was not saved."""
 
-    def edited(self, plan: Plan, pins: Pins) -> Plan:
+    def edited(self, plan: ModelPlan, pins: Pins) -> ModelPlan:
         """The cheapest plan of the step that `plan` is of with these layouts."""
 
-    def runner_up(self, plan: Plan, pattern: str) -> RunnerUp:
+    def runner_up(self, plan: ModelPlan, pattern: str) -> RunnerUp:
         """The cheapest plan in which the parameters that match lie otherwise than in `plan`."""
 
-    def as_named(self, plan: Plan, parameters: Sequence[str]) -> tuple[str, float] | None:
+    def as_named(self, plan: ModelPlan, parameters: Sequence[str]) -> tuple[str, float] | None:
         """The cheapest strategy by name for these parameters that is not theirs, and how many seconds more it takes.
 
         None where the plan was not searched to the end, so that another one is cheaper.
@@ -202,7 +202,7 @@ class Search:
         """How many times the least possible seconds the plan takes at most: 1 if no other plan takes less."""
         return max(1.0, self.seconds / self.bound) if self.bound > 0 else 1.0 if self.seconds <= 0 else inf
 
-    def notes(self, plan: Plan) -> list[str]:
+    def notes(self, plan: ModelPlan) -> list[str]:
         """How good the plan is, what else was tried, and what its blocks are and would cost otherwise, in sentences."""
         foldings = f"{self.meshes} folding{'s' * (self.meshes != 1)}{', axes used alike' * self.are_alike}"
         power = int(self.assignments)
@@ -215,7 +215,7 @@ class Search:
         until = process_time() + PATIENCE
         return notes + [self._note(part, plan, until) for part in self.parts]
 
-    def _note(self, part: PlanPart, plan: Plan, until: float) -> str:
+    def _note(self, part: PlanPart, plan: ModelPlan, until: float) -> str:
         """What the blocks of a part are, what they send, and the cheapest other strategy by name for them, in time."""
         label = next(iter(folded(dict.fromkeys(part.blocks, 0))))
         own = tuple(f"{block}." for block in part.blocks)
@@ -232,7 +232,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan(Tabled):
+class ModelPlan(Tabled):
     """The placements of a model's parameters and inputs on a mesh, and of the outputs of some modules, or of all calls.
 
     Made by `plan_model`, applied by `parallelize`. `parameters` has the placements of each by name, `inputs` under ""
@@ -291,7 +291,7 @@ class Plan(Tabled):
         """Write the plan to a JSON file, whose `Path` `parallelize` and `plan_model` take in its place."""
         Path(path).write_text(json.dumps(self.data(), indent=1) + "\n", encoding="utf-8")
 
-    def edit(self, pins: Pins) -> Plan:
+    def edit(self, pins: Pins) -> ModelPlan:
         """The cheapest plan of the same step in which these parameters, and outputs of modules, have these layouts.
 
         Pins are as those of `Auto`, on this plan's mesh; those that led to this plan stay. The new plan has no cost
@@ -418,7 +418,7 @@ class PlanOptions:
     precision: Precision | None
     groups: tuple[str, ...] | None
 
-    def of(self, plan: Plan) -> Plan:
+    def of(self, plan: ModelPlan) -> ModelPlan:
         """`plan` with these options."""
         precision = plan.precision if self.precision is None else self.precision
         return replace(plan, precision=precision, groups=plan.groups if self.groups is None else self.groups)

@@ -23,7 +23,7 @@ from dshard.core.comparisons import EVERY, comparisons_on
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
 from dshard.parallel.batch_rows import data_coordinate
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.torch_private import disable_modes, is_transforming
 from dshard.version import __version__
 
@@ -58,7 +58,7 @@ def states() -> list[int]:
     return [state() for state, _ in GENERATORS.values()]
 
 
-def ranks_alike(of_rank: RowsOfRanks, plan: Plan, per_data_rank: bool) -> list[RowsOfRanks]:
+def ranks_alike(of_rank: RowsOfRanks, plan: ModelPlan, per_data_rank: bool) -> list[RowsOfRanks]:
     """The numbers by groups of ranks that must have the same: all, or if `per_data_rank` those of each data rank."""
     groups: dict[Coordinate, dict[Coordinate, tuple[int, ...]]] = {}
     for at, row in of_rank.items():
@@ -75,7 +75,7 @@ def ranks_by_value(of_rank: RowsOfRanks, columns: Sequence[int], mesh: Mesh) -> 
     return " and ".join(f"ranks {each}" for each in alike.values())
 
 
-def differing(of_rank: RowsOfRanks, first: int, plan: Plan, per_data_rank: bool) -> dict[str, str]:
+def differing(of_rank: RowsOfRanks, first: int, plan: ModelPlan, per_data_rank: bool) -> dict[str, str]:
     """The generators whose states, in the columns from `first` on, differ where they must not, each with its ranks."""
     out = {}
     for i, name in enumerate(GENERATORS, start=first):
@@ -100,7 +100,7 @@ def sample_of(parameters: Iterable[Tensor]) -> int:
     return crc32(bytes([byte for own in samples for byte in own.tolist()]))  # one copy from a device
 
 
-def compare_programs(plan: Plan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:
+def compare_programs(plan: ModelPlan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:
     """Compare the programs of the ranks, by one message, and return the generators that differ, each with its ranks.
 
     `sample` is that of the model's parameters. With `seed_alike` Python's generator and numpy's are seeded by the state

@@ -25,7 +25,7 @@ from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.factors import ModelTrace, trace_factors
 from dshard.parallel.forward_values import HostReadMissing, HostReads
 from dshard.parallel.later_steps import LaterSteps
-from dshard.parallel.plan_values import Cost, Memory, Moves, Plan
+from dshard.parallel.plan_values import Cost, Memory, ModelPlan, Moves
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.trace_step import record_step, stand_in_for, without_data
 from dshard.placements import Replicate
@@ -69,7 +69,7 @@ class StepPrices:
     @planning()
     @disable_modes()
     @uncollected()
-    def __call__(self, plan: Plan) -> Cost:
+    def __call__(self, plan: ModelPlan) -> Cost:
         """The cost of a step under `plan`.
 
         Raises:
@@ -93,11 +93,11 @@ class StepPrices:
     @planning()
     @disable_modes()
     @uncollected()
-    def slots(self, plan: Plan) -> tuple[PlacedEvent, ...]:
+    def slots(self, plan: ModelPlan) -> tuple[PlacedEvent, ...]:
         """The timeline of a step under `plan`."""
         return self.run(plan).slots
 
-    def run(self, plan: Plan) -> _Run:
+    def run(self, plan: ModelPlan) -> _Run:
         """A step under `plan`."""
         try:
             return _run(self, plan)
@@ -123,12 +123,12 @@ def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mappin
         return False
 
 
-def price(model: nn.Module, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
+def price(model: nn.Module, plan: ModelPlan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
     """The cost of a forward and a backward pass of `model` under one plan, as `StepPrices` has it."""
     return StepPrices(model, args, kwargs)(plan)
 
 
-def _run(prices: StepPrices, plan: Plan) -> _Run:
+def _run(prices: StepPrices, plan: ModelPlan) -> _Run:
     """Run a step in which the forward pass reads the answers as host values."""
     model, reached = prices.model, prices.reached
     state = _state(model, plan, plan.mesh)
@@ -184,7 +184,7 @@ def _loops_noted(loops: list[str]) -> Callable[[Decision], None]:
 
 @contextmanager
 def _as_planned(
-    model: nn.Module, plan: Plan, reached: ReachableState, stand_ins: Mapping[int, Tensor]
+    model: nn.Module, plan: ModelPlan, reached: ReachableState, stand_ins: Mapping[int, Tensor]
 ) -> Iterator[None]:
     """Within the block `model` runs by the plan, on these stand-ins for its tensors."""
     with reached.replaced(stand_ins), experts_as_operators(model), applied(model, plan):
@@ -210,7 +210,7 @@ def _nodes_before(nodes: Sequence[Any]) -> set[Any]:
     return reached
 
 
-def _state(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Any]:
+def _state(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> dict[str, Any]:
     replicated = (Replicate(),) * mesh.ndim
     state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():

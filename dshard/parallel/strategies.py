@@ -13,7 +13,7 @@ from dshard.foreign_names import line_for
 from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.parallel.factors import Use
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.roles import FeatureKind, Output, Role, Roles
 from dshard.placements import Placement, Replicate, Shard
 from dshard.placements.chunk import chunk
@@ -305,7 +305,7 @@ def _legal(units: int, ranks: int) -> int:
     return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= units)
 
 
-def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
+def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> ModelPlan:
     """The plan in which each mesh axis is used as its entry of `axes` says."""
     parameters = {name: _placed(dims, axes, mesh) for name, dims in roles.parameters.items()}
     outputs = {name: tuple(axis.keep(output) for axis in axes) for name, output in roles.outputs.items()}
@@ -317,7 +317,9 @@ def lay_out(roles: Roles, name: str, axes: Sequence[Axis], mesh: Mesh) -> Plan:
     attention = tuple(axis.attention for axis in axes) if any(axis.attention for axis in axes) else None
     kept = {name: rest for name, dims in roles.parameters.items() if (rest := _gathered(dims, axes, mesh)) != gathered}
     gathers = ({"": gathered} if gathered else {}) | kept
-    return Plan(name, mesh, parameters, inputs, outputs, products, roles.shared, attention=attention, gathers=gathers)
+    return ModelPlan(
+        name, mesh, parameters, inputs, outputs, products, roles.shared, attention=attention, gathers=gathers
+    )
 
 
 def _gathered(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dshard.dispatch.planned_calls import ANY, Placements, PlannedCall, PlannedM
 from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
 from dshard.parallel.batch_rows import has_of_batch, layouts_of_batch, sizes_of_batch
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.placements import Replicate, Shard
 from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.move_prices import completion
@@ -26,7 +26,7 @@ PLANNED = "planned"
 """The name of plans that no named strategy is."""
 
 
-def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> Plan:
+def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> ModelPlan:
     """The plan by which `parallelize` runs a choice of layouts.
 
     Each function that the model calls has operands, results and a strategy in the layouts that were chosen, and a
@@ -39,7 +39,7 @@ def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> Plan:
         parameters[value.name] = _placements(stored)
         gathers[value.name] = tuple(_gathered(stored, _first_used(value, chosen.calls)))
     common = tuple([axis for axis in mesh.names if all(axis in own for own in gathers.values())])
-    return Plan(
+    return ModelPlan(
         PLANNED,
         mesh,
         parameters,

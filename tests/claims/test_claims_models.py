@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import Mesh, Replicate, Shard, StrategyError, distribute_tensor, parallelize, plan_model
-from dshard.parallel import Plan
+from dshard.parallel import ModelPlan
 from dshard.testing import simulated, whole
 
 
@@ -116,7 +116,7 @@ def test_a4_atp_reduces_after_each_linear_and_moves_nothing_between() -> None:
     assert all(collective == "all_reduce" for collective, _ in sent.values())
 
 
-def scattered(plan: Plan, layers: Iterable[str], *, reduce: bool) -> Plan:
+def scattered(plan: ModelPlan, layers: Iterable[str], *, reduce: bool) -> ModelPlan:
     """A plan of ATP in which each rank has heads of its own over d2, too: their inputs scattered, outputs gathered.
 
     With `reduce` queries, keys and values are reduced and scattered at once.

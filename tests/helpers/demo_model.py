@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dshard import Mesh
 from dshard.comm import plain
-from dshard.parallel import Plan, plan_model
+from dshard.parallel import ModelPlan, plan_model
 from dshard.tools.demo.vit import build as build_demo
 
 
@@ -18,5 +18,5 @@ def images() -> Tensor:
     return torch.randn(6, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def demo_plan(strategy: Any, mesh: Mesh) -> Plan:
+def demo_plan(strategy: Any, mesh: Mesh) -> ModelPlan:
     return plan_model(build_demo(0), mesh, strategy, images().float())

@@ -37,7 +37,7 @@ import dshard
 from dshard import DTensor, Mesh, Topology
 from dshard.comm import plain
 from dshard.errors import DShardError, RankError
-from dshard.parallel import Auto, Plan, Precision, register_experts
+from dshard.parallel import Auto, ModelPlan, Precision, register_experts
 from dshard.parallel.model_plan import step_graph
 from dshard.parallel.plan_files import plan_from
 from dshard.parallel.reachable_state import ReachableState
@@ -613,7 +613,7 @@ def _whole(x: DTensor) -> list[Any]:
 # -- plans drawn at random
 
 
-def random_plan(program: Program, model: nn.Module, example: Any) -> Plan:
+def random_plan(program: Program, model: nn.Module, example: Any) -> ModelPlan:
     """The plan of a program: a candidate of each call, or what "auto" finds within limits."""
     mesh = Mesh(program.mesh, ("x", "y", "z")[: len(program.mesh)])
     random = Random(f"{program.seed} {program.draw}")
@@ -644,14 +644,14 @@ def random_plan(program: Program, model: nn.Module, example: Any) -> Plan:
     return reloaded(plan) if program.prices == "saved" else plan
 
 
-def edited(plan: Plan, model: nn.Module, random: Random) -> Plan:
+def edited(plan: ModelPlan, model: nn.Module, random: Random) -> ModelPlan:
     """A plan with a pin of one of its parameters."""
     name = random.choice([*plan.parameters])
     dims = [dshard.Replicate(), *map(dshard.Shard, range(model.get_parameter(name).dim()))]
     return reloaded(plan.edit({name: [random.choice(dims) for _ in plan.mesh.shape]}))
 
 
-def reloaded(plan: Plan) -> Plan:
+def reloaded(plan: ModelPlan) -> ModelPlan:
     """A plan as its file has it."""
     again = plan_from(json.loads(json.dumps(plan.data())), plan.mesh)
     assert again.data() == plan.data(), "a file has another plan"

@@ -20,7 +20,7 @@ from dshard.core.comparisons import nothing_compared
 from dshard.core.observe import observing
 from dshard.core.trees import tensors_in
 from dshard.dispatch.planned_calls import Cursor, PlannedCall
-from dshard.parallel import Plan
+from dshard.parallel import ModelPlan
 from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.step_price import StepPrices
 from dshard.parallel.trace_step import record_step
@@ -97,7 +97,7 @@ def model_and_batch(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
 # -- what is planned
 
 
-def planned_step(family: str, shape: tuple[int, ...]) -> tuple[Plan, list[Sent], Seconds]:
+def planned_step(family: str, shape: tuple[int, ...]) -> tuple[ModelPlan, list[Sent], Seconds]:
     """The plan of a step in which bytes that are held have a price, all collectives that it says, and its seconds."""
     (model, args), mesh = model_and_batch(family), mesh_of(shape)
     graph = record_step(model, args, {}).graph().copies()
@@ -153,7 +153,7 @@ def _place(graph: StepGraph, chosen: StepPlan, calls: Sequence[PlannedCall], mov
     return reader.within
 
 
-def with_kept(graph: StepGraph, model: nn.Module, plan: Plan) -> StepGraph:
+def with_kept(graph: StepGraph, model: nn.Module, plan: ModelPlan) -> StepGraph:
     """The graph in which the last block that has weights to gather keeps them, which may run before the last one."""
     blocks = [*blocks_of(model)]
     of = {x.name: {block_within(blocks, graph.calls[call].module) for call, _ in x.uses} for x in graph.parameters()}
@@ -197,7 +197,7 @@ class RanStep(NamedTuple):
     rehearsed: list[tuple[object, ...]]
 
 
-def ran_step(plan: Plan, family: str) -> RanStep:
+def ran_step(plan: ModelPlan, family: str) -> RanStep:
     """A step of a planned model on this rank, under observers and without them."""
     torch.set_num_threads(1)
     model, args = model_and_batch(family)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import Mesh, plan_model
-from dshard.parallel import Moves, Plan
+from dshard.parallel import ModelPlan, Moves
 
 TOKENS, BATCH = 32, 64
 SHAPES = {
@@ -67,13 +67,13 @@ class Stack(nn.Module):
 
 def planned(
     strategy: str, mesh: Mesh, hidden: int = 256, heads: int = 64, batch: int = BATCH, tokens: int = TOKENS
-) -> Plan:
-    """Plan a stack on meta tensors."""
+) -> ModelPlan:
+    """ModelPlan a stack on meta tensors."""
     with torch.device("meta"):
         return plan_model(Stack(hidden, heads), mesh, strategy, torch.empty(batch, tokens, 8))
 
 
-def middle(plan: Plan, direction: str) -> list[Moves]:
+def middle(plan: ModelPlan, direction: str) -> list[Moves]:
     """Return the moves of the middle layer in one direction."""
     assert plan.cost is not None
     return [m for m in plan.cost.moves if m.module.startswith("layers.1") and m.direction == direction]

@@ -7,7 +7,7 @@ from math import sqrt
 
 from dshard.mesh import Mesh
 from dshard.parallel.auto import Auto, PlanSearch
-from dshard.parallel.plan_values import Cost, Memory, Plan, PlanOptions
+from dshard.parallel.plan_values import Cost, Memory, ModelPlan, PlanOptions
 
 MESH = Mesh((4, 4), ("x", "y"))
 SECONDS = {"data": 3.0, "fsdp": 2.0, "megatron": 9.0, "context": 8.0, "ulysses": 7.0}
@@ -17,14 +17,14 @@ def tried(most: float, least: dict[str, float] | None = None) -> list[str]:
     """The names that a search prices, in order, where a mixture takes the geometric mean of what it mixes."""
     number = count()
 
-    def price(plan: Plan) -> Cost:
+    def price(plan: ModelPlan) -> Cost:
         first, _, second = plan.strategy.partition(" x ")
         a, b = SECONDS.get(first, 20.0), SECONDS.get(second, 20.0)
         return Cost((), Memory(0, 0, 0, 0, 0), work=sqrt(a * b) + 1e-6 * next(number))
 
     search = PlanSearch(Auto(seconds=1e6), PlanOptions(None, None), price, None)
     names = [*map(" x ".join, product(SECONDS, repeat=2)), "atp"]
-    plans = [Plan(name, MESH, {}, {}) for name in names[::-1]]
+    plans = [ModelPlan(name, MESH, {}, {}) for name in names[::-1]]
     search.add_named([((least or {}).get(plan.strategy, 0.0), plan) for plan in plans], MESH, most)
     return [each.plan.strategy for each in search.priced]
 

@@ -28,7 +28,7 @@ from dshard import (
     use_topology,
 )
 from dshard.layout import Layout
-from dshard.parallel import Auto, Plan, Precision, model_plan, plan_model
+from dshard.parallel import Auto, ModelPlan, Precision, model_plan, plan_model
 from dshard.parallel.auto import PlanSearch
 from dshard.parallel.plan_limits import Words, dim_words, limits_of, refined_axes
 from dshard.parallel.plan_values import Pins
@@ -47,14 +47,14 @@ def small() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return without_data(4096, 256, 4, 128)
 
 
-def planned(mesh: Mesh = MESH, **limits: Any) -> Plan:
+def planned(mesh: Mesh = MESH, **limits: Any) -> ModelPlan:
     model, args = small()
     with use_topology(H100):
         return plan_model(model, mesh, Auto(**limits), *args)
 
 
 @pytest.fixture(scope="module")
-def free() -> Plan:
+def free() -> ModelPlan:
     return planned()
 
 
@@ -77,7 +77,7 @@ def trains_as_one_device(plan: Any, mesh: Mesh = MESH) -> None:
 # -- pins
 
 
-def moves_of_results(plan: Plan) -> dict[str, Any]:
+def moves_of_results(plan: ModelPlan) -> dict[str, Any]:
     """The placements to which the result of each module's last call is redistributed, if it is."""
     return {call.module: call.results[0] and call.results[0].placements for call in plan.calls}
 
@@ -124,7 +124,7 @@ def test_pins_hold_on_the_axes_into_which_theirs_is_unfolded() -> None:
     assert refined_axes((4, 2), (2, 4)) is None
 
 
-def test_an_edited_plan_is_the_one_that_is_searched_with_its_pins(free: Plan) -> None:
+def test_an_edited_plan_is_the_one_that_is_searched_with_its_pins(free: ModelPlan) -> None:
     first, second = {"head.weight": "x:S(0) y:R"}, {"blocks.1.v": "x:R y:S(1)"}
     edited = free.edit(first).edit(second)
     searched = planned(pins=first | second)
@@ -140,7 +140,7 @@ def test_an_edited_plan_is_the_one_that_is_searched_with_its_pins(free: Plan) ->
         assert plan_model(model, MESH, edited, *args).cost.seconds >= searched.cost.seconds * (1 - 1e-9)
 
 
-def test_the_runner_up_is_the_least_of_all_other_layouts(free: Plan) -> None:
+def test_the_runner_up_is_the_least_of_all_other_layouts(free: ModelPlan) -> None:
     model, args = small()
     graph, name = record_step(model, args, {}).graph().copies(), "head.weight"
     assert free.search is not None
@@ -224,7 +224,7 @@ def test_a_search_without_time_gives_a_plan_with_a_bound(case: str) -> None:
 
 def test_strategies_by_name_are_priced_before_the_mesh_is_refined(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a search whose time ends is never dearer than they are."""
-    price, priced = PlanSearch.price, list[Plan]()
+    price, priced = PlanSearch.price, list[ModelPlan]()
     monkeypatch.setattr(PlanSearch, "price", lambda own, plan, *rest: priced.append(plan) or price(own, plan, *rest))
 
     planned(Mesh((4,), ("x",)), seconds=1e9)
@@ -305,7 +305,7 @@ def test_pins_need_a_step_without_data() -> None:
 # -- files
 
 
-def test_a_plan_is_pickled_as_it_is_saved(free: Plan) -> None:
+def test_a_plan_is_pickled_as_it_is_saved(free: ModelPlan) -> None:
     received = pickle.loads(pickle.dumps(free))
 
     assert received == free
@@ -351,7 +351,7 @@ def test_plans_by_name_are_read_as_they_were(name: str, tmp_path: Path) -> None:
 # -- text
 
 
-def test_a_plan_is_told_by_blocks(free: Plan) -> None:
+def test_a_plan_is_told_by_blocks(free: ModelPlan) -> None:
     text = str(free)
     _, _, others, *parts = free.notes()
 

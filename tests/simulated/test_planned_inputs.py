@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dshard import Layout, Mesh, Replicate, Shard, Topology, distribute_batch, parallelize, use_topology
 from dshard.layout import layout_of
-from dshard.parallel import Plan, plan_model
+from dshard.parallel import ModelPlan, plan_model
 from dshard.parallel.plan_files import plan_from
 from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
@@ -28,7 +28,7 @@ from dshard.testing import simulated, whole
 MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))]
 
 
-def chosen_plan(model: nn.Module, args: Any, mesh: Mesh, preset: str) -> tuple[StepGraph, StepPlan, Plan]:
+def chosen_plan(model: nn.Module, args: Any, mesh: Mesh, preset: str) -> tuple[StepGraph, StepPlan, ModelPlan]:
     graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, Topology.preset(preset)), Weights(memory=1e-6))
     return graph, chosen, replace(as_plan(graph, chosen, mesh), ndim=4)
@@ -72,7 +72,7 @@ def test_inputs_are_taken_as_they_are_read(mesh: Mesh, preset: str) -> None:
             assert {chosen.calls[use.call].inputs[use.position] for use in value.uses} == {layouts[value.name]}
 
 
-def by_rows() -> tuple[nn.Module, tuple[Any, ...], Plan]:
+def by_rows() -> tuple[nn.Module, tuple[Any, ...], ModelPlan]:
     """A plan that reads images by rows, and labels whole."""
     model, args = classifier()
     plan = chosen_plan(model, args, MESHES[0], "cpu")[2]

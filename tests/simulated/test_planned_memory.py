@@ -16,7 +16,7 @@ from dshard.core.alike_operators import AlikeOperators
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name
 from dshard.parallel.plan_table import PlanTable, RankedPlan, ranked
-from dshard.parallel.plan_values import Cost, Memory, Plan
+from dshard.parallel.plan_values import Cost, Memory, ModelPlan
 from dshard.parallel.roles import roles_of
 from dshard.parallel.step_price import StepPrices
 from dshard.parallel.trace_step import record_step
@@ -90,7 +90,7 @@ def test_a_planned_model_that_takes_and_holds_more_than_by_name_is_not_ranked() 
 
     def plan_of(name: str, seconds: float, peak: int) -> RankedPlan:
         cost = Cost((), replace(memory, peak=peak), work=seconds)
-        return RankedPlan(Plan(name, mesh, {}, (), cost=cost), mesh)
+        return RankedPlan(ModelPlan(name, mesh, {}, (), cost=cost), mesh)
 
     named, fast, small, dear = (
         plan_of(*each) for each in (("fsdp", 2.0, 20), (PLANNED, 1.0, 30), (PLANNED, 3.0, 15), (PLANNED, 3.0, 30))

@@ -25,7 +25,7 @@ from dshard.caches import clear_caches
 from dshard.comm import plain, planning
 from dshard.core.observe import OperatorMode
 from dshard.layout import layout_of, replicated
-from dshard.parallel import Auto, Plan, Precision, plan_model
+from dshard.parallel import Auto, ModelPlan, Precision, plan_model
 from dshard.parallel.auto import PlanSearch, names, unfoldings
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name, step_graph
@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 }
 
 
-def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights: Weights) -> Plan:
+def planned(model: nn.Module, args: Any, mesh: Mesh, topology: Topology, weights: Weights) -> ModelPlan:
     graph = record_step(model, args, {}).graph().copies()
     plan = as_plan(graph, plan_step(StepTables(graph, mesh, topology), weights), mesh)
     return replace(plan, ndim=args[0].dim())
@@ -484,7 +484,7 @@ class Branched(nn.Module):
         return x.square().mean()
 
 
-def branched(checkpoints: str = "") -> tuple[nn.Module, nn.Module, tuple[Tensor, ...], Plan]:
+def branched(checkpoints: str = "") -> tuple[nn.Module, nn.Module, tuple[Tensor, ...], ModelPlan]:
     """A model on one device and to be laid out, its batch, and a plan that holds few bytes."""
     model, args = Branched(checkpoints).double(), (torch.randn(8, 16, dtype=torch.float64),)
     plan = planned(model, args, MESHES[1], Topology.preset("cpu"), Weights(memory=1e-6))

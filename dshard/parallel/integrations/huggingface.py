@@ -30,7 +30,7 @@ from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import PASSING, Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.numbered_hooks import before
-from dshard.parallel.plan_values import Plan
+from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.same_program import Draws
 from dshard.placements import Partial, Replicate
 from dshard.tensor import DTensor
@@ -227,7 +227,7 @@ def _with_loss(out: Any, factor: float, is_first: bool) -> Any:
     return (out[0] * factor, *out[1:]) if is_first and isinstance(out, tuple) else out
 
 
-def _added_up(number: Any, plan: Plan) -> DTensor:
+def _added_up(number: Any, plan: ModelPlan) -> DTensor:
     """A number that each data rank has, added up when it is used."""
     axes = data_axes(plan)
     terms = [Partial() if name in axes else Replicate() for name in plan.mesh.names]

@@ -23,7 +23,7 @@ from dshard.mesh import Mesh
 from dshard.parallel.distributed_parameters import replace_parameters
 from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_derived
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
-from dshard.parallel.plan_values import Plan, plan_options
+from dshard.parallel.plan_values import ModelPlan, plan_options
 from dshard.placements import Placement, Replicate, Shard
 from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import shown
@@ -163,7 +163,7 @@ def from_pretrained(
 class _Load:
     """The plan of a model, and the forms in which its files may store parameters."""
 
-    plan: Plan
+    plan: ModelPlan
     forms: Sequence[StoredForm]
 
     def placements_of(self, name: str) -> tuple[Placement, ...]:

@@ -18,8 +18,7 @@ from dshard.compare.comparison import HEADINGS as COMPARED
 from dshard.errors import NotationError
 from dshard.explain import Explanation, Report
 from dshard.explain.report_values import NOTHING, figures
-from dshard.parallel import Plan as ModelPlan
-from dshard.parallel import PlanTable
+from dshard.parallel import ModelPlan, PlanTable
 from dshard.parallel.plan_table import HEADINGS as PLANS_HEADINGS
 from dshard.parallel.plan_values import HEADINGS as PLAN_HEADINGS
 from dshard.pipeline import Choice, Timeline

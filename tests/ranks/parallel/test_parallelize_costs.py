@@ -30,7 +30,7 @@ from dshard import (
     use_topology,
 )
 from dshard.comm import planning
-from dshard.parallel import Auto, Plan, parallelize, plan_model
+from dshard.parallel import Auto, ModelPlan, parallelize, plan_model
 from dshard.parallel.auto import names, unfoldings, uniform
 from dshard.parallel.factors import trace_factors
 from dshard.parallel.roles import roles_of
@@ -69,7 +69,7 @@ def _fits(name: str, mesh: Mesh) -> bool:
     return len(STRATEGIES[name]) <= mesh.ndim and name != "expert"
 
 
-def long_sequence(plan: Any, rows: int, mesh: Mesh) -> Plan:
+def long_sequence(plan: Any, rows: int, mesh: Mesh) -> ModelPlan:
     """The plan of a layer that is given long sequences."""
     with torch.device("meta"):
         return plan_model(nn.Sequential(nn.Linear(8, 64), Layer(64, 8)), mesh, plan, torch.empty(rows, 2048, 8))

@@ -19,7 +19,7 @@ from helpers.vision_transformer import classifier
 import dshard
 from dshard import Layout, Replicate, Shard, Topology, parallelize, use_topology
 from dshard.errors import StrategyError
-from dshard.parallel import Auto, Plan, model_plan
+from dshard.parallel import Auto, ModelPlan, model_plan
 from dshard.parallel.boundary import own_boundary
 from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
@@ -40,7 +40,7 @@ PRICES = {"time": Weights(), "memory": Weights(memory=1e-7)}
 
 def planned(
     family: str, shape: tuple[int, ...], weights: Weights, stored: Mapping[str, Placement] = NOTHING
-) -> tuple[Plan, dict[str, int]]:
+) -> tuple[ModelPlan, dict[str, int]]:
     """The plan of a model of this family, and the bytes that it says each pass receives, without those of numbers.
 
     These parameters are `stored` in one way on all axes.
@@ -57,7 +57,7 @@ def planned(
     return replace(as_plan(graph, chosen, mesh), ndim=2), of_passes
 
 
-def trained(plan: Plan, family: str, steps: int) -> tuple[list[dict[str, int]], str]:
+def trained(plan: ModelPlan, family: str, steps: int) -> tuple[list[dict[str, int]], str]:
     """What each step of a planned model receives in its passes, by this rank; it computes what one device does."""
     torch.set_num_threads(1)
     alone, args = language_model(family, **SIZES), batch(4, 16, SIZES["vocabulary"])
@@ -119,7 +119,7 @@ def test_planned_models_send_what_was_planned_on_eight_ranks(family: str) -> Non
             sends_as_planned(pool, family, shape, "memory")
 
 
-def by_rows() -> Plan:
+def by_rows() -> ModelPlan:
     """A plan of four ranks that reads images by rows, and labels whole."""
     (model, args), mesh = classifier(), mesh_of((4,))
     graph = record_step(model, args, {}).graph().copies()
@@ -128,7 +128,7 @@ def by_rows() -> Plan:
     return replace(plan, ndim=4)
 
 
-def on_own_rows(plan: Plan, inputs: Any) -> list[str]:
+def on_own_rows(plan: ModelPlan, inputs: Any) -> list[str]:
     """What differs from one device where a loader gives a planned model batches, or rows of each data rank."""
     torch.set_num_threads(1)
     (alone, (images, targets, weight)), wrong = classifier(), list[str]()
@@ -156,11 +156,11 @@ def test_inputs_are_read_one_by_one(ranks: RankPool, inputs: Any) -> None:
     assert ranks.run(on_own_rows, by_rows(), inputs) == [[]] * 4
 
 
-def found() -> tuple[int, Plan, str]:
+def found() -> tuple[int, ModelPlan, str]:
     """The searches of this rank, the plan that it has, and the error where no plan keeps a limit."""
     searches = list[object]()
 
-    def counted(*args: Any) -> Plan:
+    def counted(*args: Any) -> ModelPlan:
         searches.append(args)
         return cheapest(*args)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dshard import parallelize, trace
 from dshard.layout import parse_layout
-from dshard.parallel import Plan, plan_model
+from dshard.parallel import ModelPlan, plan_model
 from dshard.placements import Replicate, Shard
 from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 from dshard.tools.demo import BATCH, Progress, Row, Settings, draw, names, predict, rank
@@ -118,7 +118,7 @@ class TestData:
             run(Settings(), ignore)
 
 
-def plan_of(name: str) -> Plan:
+def plan_of(name: str) -> ModelPlan:
     """The plan of the demo's model on four ranks."""
     strategy = find(name)
     mesh = strategy.on(4)
