@@ -268,4 +268,6 @@ def event_seconds(event: Sent, topology: Topology | None = None) -> float:
     if event.predicted is not None:
         return event.predicted
     topology, axes = topology or planning_context().topology_of(event.mesh), tuple(event.axis.split(","))
+    if event.load is not None:
+        return event.load.seconds(event.mesh, axes, topology)
     return predicted_seconds(event.collective, event.nbytes, event.mesh, axes, topology)

@@ -13,6 +13,7 @@ from dshard.comm.backends import Backend, sum_dtype
 from dshard.errors import ShapeError
 from dshard.mesh import Mesh
 from dshard.placements import ReduceOp, chunk
+from dshard.redistribute.layout_state import StepLoad
 
 T = TypeVar("T")
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter"]
@@ -33,13 +34,19 @@ MOVES = {
 class CollectiveReport:
     """The report of a collective for listeners: its name, its mesh, and the elements that this rank receives.
 
-    `busiest` are the elements of the rank that receives the most, where a plan knows them; 0 where it does not.
+    `busiest` are the elements of the rank that receives the most, where a plan knows them; 0 where it does not. `load`
+    is that of a step of a redistribution.
     """
 
     collective: str
     mesh: Mesh
     elements: int
     busiest: int = 0
+    load: StepLoad | None = None
+
+    def load_of(self, itemsize: int) -> StepLoad | None:
+        """The load of elements of so many bytes."""
+        return None if self.load is None else self.load._replace(itemsize=itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 from dshard.comm.scoped import Scoped, since_none
 from dshard.mesh import Mesh
+from dshard.redistribute.layout_state import StepLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class CommEvent:
 
     `axis` names the mesh axes of its groups, `ranks` is the size of one group, `nbytes` what this rank received from
     its peers (the busiest rank's share where all ranks are simulated in one process), `mesh` the mesh of these axes.
-    Between meshes `axis` names both, `mesh` is the source, and `predicted` are the seconds of the plan.
+    Between meshes `axis` names both, `mesh` is the source, and `predicted` are the seconds of the plan. Of a step of a
+    redistribution `load` is what it is priced by.
     """
 
     collective: str
@@ -28,6 +30,7 @@ class CommEvent:
     mesh: Mesh
     measured: float | None = None
     predicted: float | None = None
+    load: StepLoad | None = field(default=None, compare=False, repr=False)
 
 
 Listener = Callable[[CommEvent], None]
@@ -100,11 +103,18 @@ def run_pending() -> None:
             listener.function()
 
 
-def emit(collective: str, mesh: Mesh, axes: tuple[str, ...], nbytes: int, measured: float | None = None) -> None:
+def emit(
+    collective: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    nbytes: int,
+    measured: float | None = None,
+    load: StepLoad | None = None,
+) -> None:
     """Call the listeners of this thread, if there are any, with the event of one collective."""
     if LISTENERS:
         ranks = prod(mesh.shape[mesh.axis(axis)] for axis in axes)
-        tell(CommEvent(collective, ",".join(axes), ranks, nbytes, mesh, measured))
+        tell(CommEvent(collective, ",".join(axes), ranks, nbytes, mesh, measured, load=load))
 
 
 def tell(event: CommEvent) -> None:

@@ -21,7 +21,7 @@ from dshard.comm.backends import SIMULATED, Backend
 from dshard.comm.collective import Collective, Kind
 from dshard.comm.pieces import JoinedPieces, JoinedViews
 from dshard.comm.program_steps import Moved, Steps, Transfer, kind_of, lowered, moved_in, reduction_of
-from dshard.comm.world import COPY, Moving, Planned
+from dshard.comm.world import COPY, Moving, SentStep
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.placements import ReduceOp, chunk
@@ -54,10 +54,10 @@ def lane_of(plan: Plan) -> Lane | None:
 def joined(plans: tuple[Plan, ...], dtype: torch.dtype) -> Moving:
     """Plans of one lane as one collective, ready to run on a local tensor of each, all cast to `dtype`."""
 
-    def planned(itemsize: int) -> list[Planned]:
-        copies = [(COPY, (), elements * itemsize) for elements in _packed(plans)]
+    def planned(itemsize: int) -> list[SentStep]:
+        copies = [SentStep(COPY, (), elements * itemsize) for elements in _packed(plans)]
         sent = joined_received(plans)
-        return [*copies, *[(kind, axes, elements * itemsize) for kind, axes, elements in sent]]
+        return [*copies, *[SentStep(kind, axes, elements * itemsize) for kind, axes, elements in sent]]
 
     def text() -> str:
         return f"{len(plans)} joined: " + "; ".join(map(rank_checks.plan_text, plans))
@@ -100,7 +100,7 @@ def _collective(of: Sequence[Collective], size: int) -> Collective:
     elements = sum(report.elements for report in reports)
     if of[0].kind == "all_reduce":  # one rounding of chunks, not one for each
         elements = sum(all_reduce_sizes(size, of[0].ranks, of[0].ranks[of[0].index]))
-    return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements, busiest=0))
+    return replace(of[0], send=send, recv=recv, report=replace(reports[0], elements=elements, busiest=0, load=None))
 
 
 class _Stage(NamedTuple):

@@ -33,7 +33,7 @@ from dshard.redistribute import (
     Step,
 )
 from dshard.redistribute.blocks import unflattened_shape
-from dshard.redistribute.layout_state import load_of
+from dshard.redistribute.layout_state import StepLoad, load_of
 from dshard.redistribute.step import Messages, after, inside, messages, sizes_received
 
 
@@ -219,8 +219,10 @@ def _transfer(step: Step, layout: Layout, shape: Shape, panel: Panel | None, at:
         for there in (layout, after(step, layout))
     )
     received = sum(sizes_received(step, layout, shape, at, regions))
-    busiest = load_of(step, layout, shape).received if panel is None else 0
-    collective = _collective(step, regions, at, CollectiveReport(kind_of(step) or "", layout.mesh, received, busiest))
+    load = StepLoad(type(step), load_of(step, layout, shape)) if panel is None else None
+    busiest = load.load.received if load else 0
+    report = CollectiveReport(kind_of(step) or "", layout.mesh, received, busiest, load)
+    collective = _collective(step, regions, at, report)
     return Moved(collective, tuple(regions.send), tuple(regions.recv), before, done)
 
 

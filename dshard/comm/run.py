@@ -15,10 +15,10 @@ from dshard.comm.drive import Make, Results
 from dshard.comm.program_steps import Transfer, flat_exchange, kind_of, steps_of
 from dshard.comm.runtime import runtime_of
 from dshard.comm.transport import reduce_number, report
-from dshard.comm.world import COPY, Moving, OnProcesses, Planned, world_of
+from dshard.comm.world import COPY, Moving, OnProcesses, SentStep, world_of
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import AllReduce, Plan
-from dshard.redistribute.layout_state import load_of
+from dshard.redistribute.layout_state import StepLoad, load_of
 
 Sizes = Callable[[Coordinate], tuple[tuple[int, ...], tuple[int, ...]]]
 _FEW_RANKS = 64  # the most that send numbers in pairs
@@ -48,20 +48,21 @@ def run(plan: Plan, x: Tensor) -> Tensor:
         return runner(plan)(x)  # type: ignore[no-any-return]
 
 
-def collectives_of(plan: Plan, itemsize: int) -> list[Planned]:
+def collectives_of(plan: Plan, itemsize: int) -> list[SentStep]:
     """Each collective that a plan runs: its kind, its mesh axes, and the bytes that the busiest rank receives."""
-    return [each for each in _planned(plan, itemsize) if each[0] != COPY]
+    return [each for each in _planned(plan, itemsize) if each.kind != COPY]
 
 
 @cached("collective steps", 65536)
-def _planned(plan: Plan, itemsize: int) -> tuple[Planned, ...]:
+def _planned(plan: Plan, itemsize: int) -> tuple[SentStep, ...]:
     """The bytes that each step of a plan copies in memory, and its collective, if it runs one."""
-    mesh, entries = plan.src.mesh, list[Planned]()
+    mesh, entries = plan.src.mesh, list[SentStep]()
     for stage in plan.shaped_stages():
         (step, *_), load, kind = stage, load_of(*stage), kind_of(stage[0])
-        entries.append((COPY, step.axes, load.copied * itemsize))
+        entries.append(SentStep(COPY, step.axes, load.copied * itemsize))
         if kind is not None and len(mesh.peers(step.axes, (0,) * mesh.ndim)) > 1:
-            entries.append((kind, step.axes, load.received * itemsize))
+            sent = StepLoad(type(step), load, itemsize)
+            entries.append(SentStep(kind, step.axes, load.received * itemsize, sent))
     return tuple(entries)
 
 
@@ -74,9 +75,9 @@ def swap(x: Tensor, mesh: Mesh, axes: tuple[str, ...], sizes: Sizes) -> Tensor:
     def steps(at: Coordinate, *_: object) -> tuple[Transfer]:
         return (flat_exchange(mesh, axes, at, *sizes(at)),)
 
-    def planned(itemsize: int) -> list[Planned]:
+    def planned(itemsize: int) -> list[SentStep]:
         received = [steps(at)[0].elements for at in mesh.peers(axes, (0,) * mesh.ndim)]
-        return [("all_to_all", axes, max(received) * itemsize)]
+        return [SentStep("all_to_all", axes, max(received) * itemsize)]
 
     with torch.no_grad():
         return Moving(mesh, steps, planned, lambda at: steps(at)[0].shape)(x)  # type: ignore[no-any-return]

@@ -46,12 +46,12 @@ def report(what: CollectiveReport, group: Group, begin: Begin, x: Tensor, out: T
     """Begin a collective of the group, and tell listeners: before it, or with its seconds after its end."""
     if traced(x):
         return begin(x, out)
-    nbytes = what.elements * x.itemsize
+    nbytes, load = what.elements * x.itemsize, what.load_of(x.itemsize)
     if not measuring():
-        emit(what.collective, what.mesh, group.axes, nbytes)
+        emit(what.collective, what.mesh, group.axes, nbytes, load=load)
         return begin(x, out)
     received, seconds = timed(group, x.device, lambda: begin(x, out)())
-    emit(what.collective, what.mesh, group.axes, nbytes, seconds)
+    emit(what.collective, what.mesh, group.axes, nbytes, seconds, load)
     return lambda: received
 
 

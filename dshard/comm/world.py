@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
 from dshard.layout import Shape
 from dshard.mesh import Coordinate, Mesh
 from dshard.redistribute import Plan
+from dshard.redistribute.layout_state import StepLoad
 
 
 def run_in_step(mesh: Mesh, make: Make, tensors: Sequence[Tensor]) -> Results:
@@ -62,7 +63,8 @@ def _run_requests(requests: Mapping[int, Request]) -> dict[int, Tensor]:
     report = busiest.collective.report
     if report is not None:
         itemsize = next(iter(requests.values())).buffer.itemsize
-        emit(report.collective, report.mesh, busiest.collective.axes, report.elements * itemsize)
+        load, axes = report.load_of(itemsize), busiest.collective.axes
+        emit(report.collective, report.mesh, axes, report.elements * itemsize, load=load)
     return {rank: _received(request.transfer.collective, requests) for rank, request in requests.items()}
 
 
@@ -78,9 +80,19 @@ def _received(c: Collective, requests: Mapping[int, Request]) -> Tensor:
 
 T = TypeVar("T")
 Prepared = tuple[Runtime, Group, Begin]
-Planned = tuple[str, tuple[str, ...], int]
-"""A collective: its kind, its mesh axes, and the bytes that the busiest rank receives; of a `COPY` those it copies."""
 COPY = "copy"
+
+
+class SentStep(NamedTuple):
+    """A collective: its kind, its mesh axes, and the bytes that the busiest rank receives; of a `COPY` those it copies.
+
+    Of a step of one redistribution `load` is what it is priced by.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    load: StepLoad | None = None
 
 
 class Moving:
@@ -100,7 +112,7 @@ class Moving:
         self,
         mesh: Mesh,
         steps: Callable[[Coordinate, torch.dtype, Backend], Steps],
-        planned: Callable[[int], Sequence[Planned]],
+        planned: Callable[[int], Sequence[SentStep]],
         shape: Callable[[Coordinate], Shape] = tuple,
         text: Callable[[], str] | None = None,
         dtype: torch.dtype | None = None,
@@ -158,7 +170,7 @@ class Moving:
     def tell_copies(self, dtype: torch.dtype) -> None:
         """Tell listeners what each step copies in memory, in place of the operators that do it."""
         if self.is_heard():
-            tell_copies(lambda: [nbytes for kind, _, nbytes in self.planned(dtype.itemsize) if kind == COPY])
+            tell_copies(lambda: [each.nbytes for each in self.planned(dtype.itemsize) if each.kind == COPY])
 
     def _world(self, first: Tensor) -> World:
         if type(first) is not Tensor or first.is_meta:
@@ -298,8 +310,8 @@ class OfShapes:
             collective = request.transfer.collective
             if LISTENERS and collective.report is not None and not is_outside(collective.report.mesh):
                 elements = collective.report.busiest or collective.report.elements
-                nbytes = elements * request.buffer.itemsize
-                emit(collective.report.collective, collective.report.mesh, collective.axes, nbytes)
+                nbytes, load = elements * request.buffer.itemsize, collective.report.load_of(request.buffer.itemsize)
+                emit(collective.report.collective, collective.report.mesh, collective.axes, nbytes, load=load)
             return received_at_once(request)
 
         with Workspace().session() as space:
@@ -307,9 +319,9 @@ class OfShapes:
 
     def _tell(self, moving: Moving, dtype: torch.dtype) -> None:
         if moving.is_heard():
-            for kind, axes, nbytes in moving.planned(dtype.itemsize):
+            for kind, axes, nbytes, load in moving.planned(dtype.itemsize):
                 if kind != COPY:
-                    emit(kind, moving.mesh, axes, nbytes)
+                    emit(kind, moving.mesh, axes, nbytes, load=load)
 
 
 World = OnProcesses | OfSimulatedRanks | OfShapes

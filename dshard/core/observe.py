@@ -21,7 +21,7 @@ from dshard.comm.scoped import since_none
 from dshard.comm.workspace import lent_beside
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.wrapper import Wrapper
-from dshard.cost import PlannedCollective, planned_collective
+from dshard.cost import PlannedCollective
 from dshard.errors import StrategyError
 from dshard.redistribute import Plan
 from dshard.reshard import ReshardPlan
@@ -130,8 +130,9 @@ class Decision:
 
 def planned(plan: Plan, itemsize: int, topology: Topology) -> Iterator[PlannedCollective]:
     """The collectives of a redistribution."""
-    for collective, axes, nbytes in collectives_of(plan, itemsize):
-        yield planned_collective(collective, plan.src.mesh, axes, nbytes, topology)
+    for collective, axes, nbytes, load in collectives_of(plan, itemsize):
+        assert load is not None
+        yield PlannedCollective(collective, ",".join(axes), nbytes, load.seconds(plan.src.mesh, axes, topology))
 
 
 # -- decisions

@@ -464,6 +464,37 @@ def _common(first: Sequence[range], second: Sequence[range]) -> int:
     return sum([len(range(max(a.start, b.start), min(a.stop, b.stop))) for a in first for b in second])
 
 
+class StepLoad(NamedTuple):
+    """What the collective of a step of a kind brings its busiest rank, for elements of so many bytes."""
+
+    kind: type[Step]
+    load: Load
+    itemsize: int = 1
+
+    def seconds(self, mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> float:
+        """Seconds of the collective along mesh axes.
+
+        Measurements under gloo are of ranks that share the cores and links of their hosts, all of them busy: if an
+        exchange leaves some idle, the others get their share.
+        """
+        kind, load, itemsize = self
+        collective = RUNS[kind]
+        assert collective is not None, f"a {kind.__name__} sends nothing"
+        received, along = load.received, [most for most, _ in load.along] if load.along else []
+        if load.average is not None and topology.backend == "gloo" and topology.link(mesh, axes, collective).measured:
+            received, along = load.average, [average for _, average in load.along]
+        return collective_seconds(
+            collective,
+            received * itemsize,
+            mesh,
+            axes,
+            topology,
+            peers=load.messages if kind is Exchange else None,
+            along=[count * itemsize for count in along] if along else (),
+            even=load.even,
+        )
+
+
 def step_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: int, topology: Topology) -> float:
     """Seconds of `step` from `layout` for its busiest rank: latency, bytes over the link, and local copies."""
     return load_seconds(type(step), load_of(step, layout, tuple(shape)), itemsize, layout.mesh, step.axes, topology)
@@ -485,24 +516,6 @@ def joined_seconds(step: Step, layout: Layout, shape: Sequence[int], itemsize: i
 def load_seconds(
     kind: type[Step], load: Load, itemsize: int, mesh: Mesh, axes: tuple[str, ...], topology: Topology
 ) -> float:
-    """Seconds of a step of this kind along mesh axes: its collective, if it runs one, and its copies in memory.
-
-    Measurements under gloo are of ranks that share the cores and links of their hosts, all of them busy: if an exchange
-    leaves some idle, the others get their share.
-    """
-    seconds, collective = copy_seconds(load.copied * itemsize, topology), RUNS[kind]
-    if collective is None:
-        return seconds
-    received, along = load.received, [most for most, _ in load.along] if load.along else []
-    if load.average is not None and topology.backend == "gloo" and topology.link(mesh, axes, collective).measured:
-        received, along = load.average, [average for _, average in load.along]
-    return seconds + collective_seconds(
-        collective,
-        received * itemsize,
-        mesh,
-        axes,
-        topology,
-        peers=load.messages if kind is Exchange else None,
-        along=[count * itemsize for count in along] if along else (),
-        even=load.even,
-    )
+    """Seconds of a step of this kind along mesh axes: its collective, if it runs one, and its copies in memory."""
+    seconds = copy_seconds(load.copied * itemsize, topology)
+    return seconds if RUNS[kind] is None else seconds + StepLoad(kind, load, itemsize).seconds(mesh, axes, topology)

@@ -113,7 +113,7 @@ def planned_collectives(graph: StepGraph, chosen: StepPlan, topology: Topology) 
     """The collectives of a plan, by the function that runs each, or by the parameter that it moves."""
     calls = PlannedFunctions(graph, chosen).calls()
     for move in planned_moves(graph, chosen):
-        for kind, axes, nbytes in collectives_of(move.steps(topology), move.value.itemsize):
+        for kind, axes, nbytes, _ in collectives_of(move.steps(topology), move.value.itemsize):
             yield Sent(_place(graph, chosen, calls, move), move.direction, kind, ",".join(axes), nbytes)
     for value in graph.outputs:
         if value.producer is not None and not value.uses:
@@ -123,7 +123,7 @@ def planned_collectives(graph: StepGraph, chosen: StepPlan, topology: Topology) 
             ways = [("forward", made, end), ("backward", end.cotangent(), chosen.calls[call].cotangent(i))]
             for direction, src, dst in ways:
                 steps = PlannedMove(value, call, direction, src, dst).steps(topology) if src != dst else None
-                for kind, axes, nbytes in () if steps is None else collectives_of(steps, value.itemsize):
+                for kind, axes, nbytes, _ in () if steps is None else collectives_of(steps, value.itemsize):
                     yield Sent(within, direction, kind, ",".join(axes), nbytes)
     for call, own in zip(graph.calls, chosen.calls, strict=True):
         if own.exchanges:
