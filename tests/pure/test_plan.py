@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
 from helpers.default_cases import THOROUGH, one_way_each
 from helpers.layout_steps import before_partial, steps_from, steps_straight, useful_dims
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.caches import clear_caches
+from dshard.comm import CommEvent, listen, runner
+from dshard.cost import copy_seconds
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, Region, Shape, parse_layout
 from dshard.mesh import Coordinate, Mesh
@@ -31,12 +34,13 @@ from dshard.redistribute import (
 from dshard.redistribute.layout_state import load_of, step_seconds
 from dshard.redistribute.plan import Search
 from dshard.redistribute.step import after, messages, sizes_received
+from dshard.step_timeline import event_seconds
 from dshard.testing import Redistribution, layouts, meshes, redistributions, shapes
 from dshard.topology import FLAT_CPU, FLAT_CUDA, Layer, Topology
 
 MESH = Mesh((2, 4), ("dp", "tp"))
 SMALL = redistributions(meshes(max_axes=2), shapes(max_dims=2))
-HOST = Topology.preset("dgx-a100")
+HOST, HOSTS = Topology.preset("dgx-a100"), Topology.preset("dgx-h100", nodes=4, ranks=2)
 TOPOLOGIES = st.sampled_from([FLAT_CPU, FLAT_CUDA])
 
 
@@ -345,3 +349,16 @@ def test_numbers_of_elements_beyond_memory_are_no_trouble() -> None:
     found = planned("dp:S(0) tp:R", "dp:R tp:S(1)", (2**20, 2**20), mesh)
 
     assert found.received((0, 0)) == 2**20 * 2**17 - 2**14 * 2**17
+
+
+@given(redistributions(meshes(max_ranks=8), shapes(max_dims=3)), st.sampled_from([FLAT_CPU, HOST, HOSTS]))
+def test_recorded_collectives_take_the_seconds_of_their_steps(case: Redistribution, topology: Topology) -> None:
+    """Of an exchange these depend on how many ranks send, and along which axes."""
+    src, dst, shape = case
+    moved, events = plan(src, dst, shape, 4, topology), list[CommEvent]()
+
+    with listen(events.append):
+        runner(moved)(torch.empty(src.local_shape(shape, (0,) * src.mesh.ndim), device="meta"))
+
+    copies = sum(copy_seconds(load.copied * 4, topology) for load in moved.loads())
+    assert sum(event_seconds(event, topology) for event in events) + copies == pytest.approx(moved.seconds)
