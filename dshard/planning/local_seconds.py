@@ -90,13 +90,13 @@ def _has_local_arguments(call: GraphCall) -> bool:
 
 
 def _own_kernel(call: GraphCall) -> Kernel | None:
-    """What gives an operator other arguments on each rank, if it has any."""
+    """The source of an operator's arguments that differ between ranks, if it has any."""
     op = find(call.function) if call.kernel is None and isinstance(call.function, OpOverload) else None
     return None if op is None else op.kernel
 
 
 def kernel_of(call: GraphCall, expansion: Expansion) -> LocalOp | None:
-    """What the first rank runs on its local operands in place of a function or a view, if it does not run that."""
+    """The function that the first rank runs on its local operands in place of another, or of a view, if it does."""
     strategy, first = cast(Strategy, expansion), (0,) * expansion.inputs[0].mesh.ndim
     if call.kernel is not None:
         return call.kernel(strategy, first)

@@ -465,7 +465,7 @@ def _common(first: Sequence[range], second: Sequence[range]) -> int:
 
 
 class StepLoad(NamedTuple):
-    """What the collective of a step of a kind brings its busiest rank, for elements of so many bytes."""
+    """The load of the collective of a step of a kind on its busiest rank, for elements of so many bytes."""
 
     kind: type[Step]
     load: Load
