@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.crossing import redistribute_with
 from dshard.autograd.leaf_gradients import keep_gradient_layout
@@ -260,6 +261,23 @@ class Cursor(local):
 def is_checkpoint(hooks: Sequence[object]) -> bool:
     """Whether hooks of saved tensors are those of `torch.utils.checkpoint`."""
     return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def outermost_checkpoint() -> object:
+    """The hook of the outermost checkpoint that a call is in, None outside of any.
+
+    What runs in it runs again as a whole: the inputs of a checkpoint within one are made by the one around it.
+    """
+    hooks = saved_tensor_hooks(True)
+    if hooks is None:
+        return None
+    innermost = saved_tensors_hooks(*hooks)
+    innermost.__exit__()
+    try:
+        outer = outermost_checkpoint()
+    finally:
+        innermost.__enter__()
+    return hooks[0] if outer is None and is_checkpoint(hooks) else outer
 
 
 PLANNED = Cursor()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from dshard.autograd.leaf_gradients import keep_gradient_layout
 from dshard.caches import cached
@@ -29,7 +28,7 @@ from dshard.core.torch_placements import torch_placements
 from dshard.core.transforms import unwrapped
 from dshard.core.trees import map_tensors
 from dshard.core.wrapper import is_leaf
-from dshard.dispatch.planned_calls import PLANNED, PlannedCall, PlannedCalls
+from dshard.dispatch.planned_calls import PLANNED, PlannedCall, PlannedCalls, is_checkpoint
 from dshard.distribute import cut, distribute_tensor
 from dshard.ops.matmul.options import MatmulOptions, current_options, enter_options, kept_options
 from dshard.parallel.batch_rows import InputLayouts, argument_names
@@ -377,7 +376,7 @@ class FollowedModules:
             return
         PLANNED.visits[name] += 1
         hooks = saved_tensor_hooks(True)
-        if hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__:
+        if hooks is not None and is_checkpoint(hooks):
             PLANNED.inside(hooks[0], name)
         at = begins[min(visit, len(begins) - 1)]
         if at <= PLANNED.at:

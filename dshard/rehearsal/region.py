@@ -26,7 +26,7 @@ from dshard.core.context import settings_in_force
 from dshard.core.observe import OBSERVERS
 from dshard.core.signature import Args, Kwargs
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.dispatch.planned_calls import PLANNED, is_checkpoint
+from dshard.dispatch.planned_calls import PLANNED, is_checkpoint, outermost_checkpoint
 from dshard.rehearsal.calls import MISS, RecordedCall, autocast_now, local_of, memory_of
 from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.record import Record
@@ -98,11 +98,12 @@ class Run:
         tensors, values, other = self.tensors, self.values, self._other
         is_grad, get_hooks, ranks = torch.is_grad_enabled, saved_tensor_hooks, self.record.contents.ranks
         settings_now: Any = None
-        changes, use, frame = -1, self.use, None
+        changes, use, frame, innermost = -1, self.use, None, None
         expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
         def answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes, frame
+            nonlocal steps, expected, grad, settings, checkpoint, autocast, run, settings_now, changes
+            nonlocal frame, innermost
             while True:
                 if (func is expected or func == expected) and is_grad() is grad:  # getters of attributes are equal
                     if Changes.count != changes or settings is not settings_now:
@@ -129,8 +130,8 @@ class Run:
                             raise
                         if out is not MISS:
                             self.n_answered += 1
-                            if checkpoint and hooks is not None:
-                                frame = hooks[0]
+                            if checkpoint and hooks is not None and hooks[0] is not innermost:
+                                innermost, frame = hooks[0], outermost_checkpoint()
                             expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
                             return out
                 at = self._next_if_skipped(func)
@@ -349,8 +350,7 @@ def _behind(frame: object, run: Answer, func: Any, args: Args, kwargs: Kwargs) -
 
     There it keeps what autograd saves: torch would count on what answered calls have not saved, if it ran them again.
     """
-    hooks = saved_tensor_hooks(True)
-    if hooks is None or hooks[0] is not frame:
+    if outermost_checkpoint() is not frame:
         return run(func, args, kwargs)
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         out = run(func, args, kwargs)

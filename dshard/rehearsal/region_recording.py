@@ -27,7 +27,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.core.trees import tensors_in
 from dshard.core.view_sync import CopiedView
 from dshard.core.wrapper import Wrapper
-from dshard.dispatch.planned_calls import PLANNED, is_checkpoint
+from dshard.dispatch.planned_calls import PLANNED, is_checkpoint, outermost_checkpoint
 from dshard.rehearsal.calls import (
     CallSettings,
     ForwardPass,
@@ -300,8 +300,7 @@ class RegionRecording:
 
     def _end(self, end: Ends) -> None:
         self.ended = str(end) or "?"
-        hooks = saved_tensor_hooks(True)
-        frame = None if hooks is None else hooks[0]
+        frame = outermost_checkpoint()
         if end.at is not None and end.at < len(self.calls):
             frame = self.calls[end.at].checkpoint
             del self.calls[end.at :]
@@ -336,7 +335,7 @@ class RegionRecording:
                 raise Ends("hooks of saved tensors")
             if self.use is not None:
                 raise Ends("a checkpoint within a module that gathers weights, which runs again on the stored ones")
-            call.checkpoint = hooks[0]
+            call.checkpoint = outermost_checkpoint()
         templates = [self._operand(x, call) if isinstance(x, Tensor) else x for x in flat]
         call.args, call.kwargs = pytree.tree_unflatten(templates, structure)
         call.line = user_line()

@@ -591,6 +591,37 @@ def checkpointed_calls_change() -> tuple[Make, Step]:
 
 
 @program
+def checkpoints_in_a_checkpoint() -> tuple[Make, Step]:
+    """Some calls of the inner one are those of the record, and others run by Python; calls of the outer one follow."""
+
+    class Nested(Model):
+        def inner(self, x: Tensor) -> Tensor:
+            h = self.n(self.a(x))
+            return (torch.tanh(h).relu() if self.flag else F.gelu(h)) * torch.sigmoid(h)
+
+        def outer(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.inner, x.sigmoid(), use_reentrant=False)
+            return checkpoint(self.inner, h.tanh(), use_reentrant=False) * h.sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.outer, x, use_reentrant=False))
+
+    return Nested, with_flag(4, 5, 8)
+
+
+@program
+def a_checkpoint_ends_with_one() -> tuple[Make, Step]:
+    class Nested(Model):
+        def outer(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: F.gelu(self.n(y)), F.gelu(self.a(x)), use_reentrant=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.outer, x, use_reentrant=False))
+
+    return Nested, squares
+
+
+@program
 def a_record_ends_within_a_checkpoint() -> tuple[Make, Step]:
     class Parts(Model):
         def block(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 FEW = (
     *("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_rank_makes_an_extra_local_call"),
-    *("checkpointed_calls_change", "a_record_ends_within_a_checkpoint", "checkpointed_as_a_whole"),
+    *("checkpoints_in_a_checkpoint", "a_record_ends_within_a_checkpoint", "checkpointed_as_a_whole"),
     *("bags_of_rows", "gradients_of_an_input_once", "created_graph_of_attention"),
 )
 
