@@ -226,6 +226,7 @@ _attribute("torch.nn.Module", "_forward_hooks", "plans of modules that others sh
 _attribute("torch.UntypedStorage", "_cdata", "telling whether two tensors share memory")
 torch_pack: Callable[..., Any] = _needed("torch._pack_padded_sequence", "packed sequences, which nn.LSTM takes")
 torch_pad: Callable[..., Any] = _needed("torch._pad_packed_sequence", "packed sequences, which nn.LSTM gives")
+torch_pad_sequence: Callable[..., Any] = _needed("torch._C._nn.pad_sequence", "sequences padded to one length")
 check_attention_shapes: Callable[..., bool] = _needed(
     "torch.nn.functional._mha_shape_check", "errors of wrong arguments of nn.MultiheadAttention in torch's own words"
 )

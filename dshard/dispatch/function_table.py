@@ -51,7 +51,13 @@ from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, operator_form, rmatmul
 from dshard.ops.norms import batch_norm, rms_norm, rms_norm_form
 from dshard.ops.pointwise import nonlinear_names
-from dshard.ops.ragged import masked_select, pack_padded_sequence, pad_packed_sequence, without_masks
+from dshard.ops.ragged import (
+    masked_select,
+    pack_padded_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+    without_masks,
+)
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
@@ -62,6 +68,7 @@ from dshard.torch_private import (
     run_backward,
     torch_pack,
     torch_pad,
+    torch_pad_sequence,
 )
 
 
@@ -390,6 +397,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     **_rows(FunctionRow(recurrent, "with plain"), torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     torch_pack: FunctionRow(pack_padded_sequence, "with plain", rewrites=True),
     torch_pad: FunctionRow(pad_packed_sequence, "with plain", rewrites=True),
+    torch_pad_sequence: FunctionRow(pad_sequence, "with plain", rewrites=True),
     **_rows(FunctionRow(masked_select, "with plain", rewrites=True), torch.masked_select, _T.masked_select),
     **_rows(FunctionRow(tensor_split), torch.tensor_split, _T.tensor_split),
     **_rows(FunctionRow(getitem), _T.__getitem__, _T.__setitem__),

@@ -22,7 +22,7 @@ from dshard.core.spec import for_shapes, spec_of
 from dshard.core.transforms import refuse_batched
 from dshard.core.trees import leaves, replace_leaves
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.errors import LayoutError, ShapeError
+from dshard.errors import LayoutError, MixedError, ShapeError
 from dshard.layout import replicated
 from dshard.ops.pointwise import is_pointwise
 from dshard.torch_private import OpOverload, no_torch_function
@@ -45,7 +45,11 @@ def decomposed(function: Function) -> Custom:
 
 
 def wrapped(out: Any, arguments: Any) -> Any:
-    """`out` with its plain tensors, which are equal on every rank, as replicated ones on the mesh of the arguments."""
+    """`out` with its plain tensors, which are equal on every rank, as replicated ones on the mesh of the arguments.
+
+    Raises:
+        MixedError: Autograd has recorded one, as distributed tensors were written to it.
+    """
     had = set(map(id, leaves(arguments)))
     if not any(_is_new_plain(leaf, had) for leaf in leaves(out)):
         return out
@@ -55,6 +59,12 @@ def wrapped(out: Any, arguments: Any) -> Any:
         refuse_batched(leaf, "an operator")
         if not _is_new_plain(leaf, had):
             return leaf
+        if leaf.requires_grad:
+            raise MixedError(
+                f"torch's own code ({leaf.grad_fn and leaf.grad_fn.name()}) wrote distributed tensors to a plain one, "
+                "from which gradients of any order would not come back whole: compose the result, as by torch.stack, "
+                "torch.cat or F.pad"
+            )
         return wrap(
             leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, device_of_result(leaf, layout.mesh))
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dshard.comm import numbers_of
@@ -100,6 +101,22 @@ def pad_packed_sequence(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ten
     with implicit_replication():
         padded = data.new_full((*shape, *data.shape[1:]), padding)
         return padded.index_put(_places(sizes, batch_first, data.device), data), lengths
+
+
+def pad_sequence(func: Function, args: Args, kwargs: Kwargs) -> Tensor:
+    """`torch.nn.utils.rnn.pad_sequence`: each sequence padded, and stacked; torch writes them to a plain tensor."""
+    names = ("sequences", "batch_first", "padding_value", "padding_side")
+    sequences, batch_first, padding, side = bind_arguments(names, args, kwargs)
+    if side not in (None, "left", "right"):
+        raise RuntimeError(f"pad_sequence(padding_side={side!r}): sequences are padded on the left or on the right")
+    first, most = sequences[0], max(x.shape[0] for x in sequences)
+
+    def padded(x: Tensor) -> Tensor:
+        missing = most - x.shape[0]
+        ends = (missing, 0) if side == "left" else (0, missing)
+        return F.pad(x.to(first.dtype), (0, 0) * (x.dim() - 1) + ends, value=0.0 if padding is None else padding)
+
+    return torch.stack([padded(x) for x in sequences], 0 if batch_first else 1)
 
 
 def _places(sizes: Sequence[int], batch_first: bool, device: torch.device) -> tuple[Tensor, Tensor]:
