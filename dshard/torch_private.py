@@ -221,6 +221,10 @@ _attribute(
 )
 _attribute("torch.Tensor", "_version _base _is_view", "views, and writes to what a backward pass has saved")
 _attribute("torch.Tensor", "_is_zerotensor", "gradients that torch keeps without memory")
+SIZE_CACHES = frozenset(
+    f"_{sizes}_capsule{end}" for sizes in ("sizes", "strides", "sym_sizes", "sym_strides") for end in ("", "_len")
+)
+"""Attributes in which torch's C++ caches the sizes of a subclass that answers `size()` in Python: pointers."""
 _attribute("torch.Tensor", "_backward_hooks", "hooks of views that were written to")
 _attribute("torch.nn.Module", "_forward_hooks", "plans of modules that others share", of=torch.nn.Module())
 _attribute("torch.UntypedStorage", "_cdata", "telling whether two tensors share memory")

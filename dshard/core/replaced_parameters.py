@@ -21,7 +21,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError
-from dshard.torch_private import increment_version, no_torch_function
+from dshard.torch_private import SIZE_CACHES, increment_version, no_torch_function
 
 _OWN = frozenset({"__torch_function__", "__reduce_ex__", "__tensor_flatten__"})
 
@@ -81,7 +81,7 @@ def succeed(name: str, old: nn.Parameter, new: Wrapper, grad: Wrapper | None) ->
         return
     if getweakrefcount(old):  # somebody expects `old` to live as long as the parameter
         new._replaced = old
-    vars(new).update(vars(old))
+    vars(new).update({name: value for name, value in vars(old).items() if name not in SIZE_CACHES})
     vars(old).clear()
     with no_torch_function(), plain():
         if grad is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import cycle
 
 import pytest
@@ -79,3 +80,17 @@ def test_two_models_that_share_a_parameter_are_laid_out_one_after_the_other() ->
         assert second.weight is first.weight
         grad: Tensor = first.weight.grad  # type: ignore[assignment]
         assert whole(grad).eq(6).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", ["data", "fsdp", "megatron"])
+def test_a_model_made_on_simulated_ranks_is_copied_with_the_attributes_of_its_parameters(plan: str) -> None:
+    mesh = PLANS[plan]
+
+    with simulated(mesh):
+        model = nn.Linear(6, 7)
+        model.weight.mark = "set"  # type: ignore[assignment]
+        parallelize(model, mesh, plan, torch.ones(6, 6))
+        copied = copy.deepcopy(model)
+
+        assert copied.weight.mark == "set"
+        assert torch.equal(whole(copied.weight), whole(model.weight))
