@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -125,7 +125,14 @@ class Boundary:
             return
         else:
             graph, rest = "torch.export", ", but takes distribute_batch(model, inputs) where parameters are replicated"
-        raise CompileError(
+        raise self._no_graph(graph, rest)
+
+    def prepare_scriptable(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which asks the model's `__prepare_scriptable__` first."""
+        raise self._no_graph("torch.jit.script", "")
+
+    def _no_graph(self, graph: str, rest: str) -> CompileError:
+        return CompileError(
             f"{graph} of a model laid out by parallelize ({self.plan.strategy!r}): it writes down no redistributions"
             f"{rest}. torch.compile(model) does; or give it the model without parallelize, with the values "
             "{name: x.full_tensor() for name, x in model.state_dict().items()}, which all ranks make"
@@ -159,6 +166,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
         return laid_out
 
     model.__dict__ = {"_dshard_boundary": boundary, **model.__dict__}  # first, so that pickle asks it before the hooks
+    model.__dict__["__prepare_scriptable__"] = boundary.prepare_scriptable
     before(model, enter, with_kwargs=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -317,7 +318,7 @@ def test_a_model_of_replicated_parameters_is_exported(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data", "fsdp"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.(trace|script):DeprecationWarning")
 def test_graphs_that_hold_no_redistributions_are_refused_with_the_way_out(strategy: str) -> None:
     x = torch.randn(8, 6)
     model = parallelize(nn.Linear(6, 3), Mesh((4,), ("dp",)), strategy, x)
@@ -325,5 +326,8 @@ def test_graphs_that_hold_no_redistributions_are_refused_with_the_way_out(strate
         CompileError, match=r"torch.jit.trace .*'(data|fsdp)'.*torch.compile\(model\) does; or .*state_dict"
     ):
         torch.jit.trace(model, x)
+    for scripted in (model, nn.Sequential(copy.deepcopy(model))):
+        with pytest.raises(CompileError, match=r"torch.jit.script .*'(data|fsdp)'.*full_tensor\(\)"):
+            torch.jit.script(scripted)
     with pytest.raises(CompileError, match=r"torch.export .* takes distribute_batch\(model, inputs\).*full_tensor\(\)"):
         torch.export.export(model, (x,), strict=False)
