@@ -87,9 +87,7 @@ def program_of(
     pairs = [([each for each in rest if each.call == i], part.numbers) for i, part in enumerate(parts)]
     code = Code(lambda slot: f"w[{slot.number}]" if slot in fixed else f"v[{slot.number}]", {"own": _copy})
     run, source = code.function("backward", "v, w, g", _lines(pairs, given, fixed, grad_slots, code), FILE)
-    made = {out for each in rest for out in each.made}
-    read = {slot for each in rest for slot in reads(each)} | {*given.values()}
-    read -= made | grad_slots.keys()
+    read = _read_of_forward(rest, given.values(), grad_slots)
     viewed = {out: each.args[0] for each in own.once for out in each.made}
 
     def operands(slots: Iterable[Slot]) -> frozenset[int]:
@@ -114,6 +112,18 @@ def program_of(
         [operands(slot for each in instructions for slot in reads(each)) for instructions, _ in pairs],
         source,
     )
+
+
+def _read_of_forward(instructions: Iterable[Instruction], given: Iterable[Slot], made: Iterable[Slot]) -> set[Slot]:
+    """The slots that are read before they are made, beside those that are `made` before.
+
+    What a checkpoint makes again may have been read already: its end, by the gradient of what follows it.
+    """
+    read, made = set[Slot](), {*made}
+    for each in instructions:
+        read |= {*reads(each)} - made
+        made.update(each.made)
+    return read | ({*given} - made)
 
 
 def _with_makers(record: Record, derivation: Derivation, parts: Sequence[PassStage]) -> list[Instruction]:

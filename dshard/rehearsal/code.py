@@ -32,7 +32,7 @@ class Code:
 
     def __init__(self, place: Callable[[Slot], str], names: dict[str, Any]) -> None:
         self.names, self._place = names, place
-        self.variables = set[Slot]()
+        self.variables, self._placed = set[Slot](), set[Slot]()
         self._known: dict[tuple[str, int], str] = {}
 
     def constant(self, value: object, prefix: str = "c") -> str:
@@ -83,11 +83,13 @@ class Code:
                 ends.setdefault(i, []).append(slot)
         lines, at = list[str](), ""
         for i, each in enumerate(instructions):
+            self._placed.update(slot for slot in reads(each) if slot not in self.variables)
             if each.line != at:
                 at = each.line
                 lines.append(f"# {at}")
             lines.append(self.line(each))
             lines += [f"{self._place(slot)} = {variable(slot)}" for slot in each.made if slot in stored]
+            lines += self.freed(slot for slot in each.made if slot in self._placed)  # which is made again
             self.variables.update(each.made)
             lines += self.freed(ends.get(i, ()))
         return lines

@@ -591,6 +591,17 @@ def checkpointed_calls_change() -> tuple[Make, Step]:
 
 
 @program
+def a_checkpoint_ends_with_what_it_saves() -> tuple[Make, Step]:
+    """So its result is read by the next layer's gradient before, and made again after."""
+
+    class Saved(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(lambda z: self.a(z).tanh().relu(), x, use_reentrant=False))
+
+    return Saved, squares
+
+
+@program
 def checkpoints_in_a_checkpoint() -> tuple[Make, Step]:
     """Some calls of the inner one are those of the record, and others run by Python; calls of the outer one follow."""
 

@@ -31,7 +31,8 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 FEW = (
     *("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_rank_makes_an_extra_local_call"),
-    *("checkpoints_in_a_checkpoint", "a_record_ends_within_a_checkpoint", "checkpointed_as_a_whole"),
+    *("checkpoints_in_a_checkpoint", "a_checkpoint_ends_with_what_it_saves"),
+    *("a_record_ends_within_a_checkpoint", "checkpointed_as_a_whole"),
     *("bags_of_rows", "gradients_of_an_input_once", "created_graph_of_attention"),
 )
 
