@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from torch import nn
+from torch import Tag, nn
 
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.trace_step import RecordedStep, record_step
@@ -158,7 +158,8 @@ class FactorClasses:
         """Join the factors of all operators of a recorded pass."""
         for each in recorder.operators:
             operands, results = each.operands, each.results
-            if recorder.tensors[results[0]] is recorder.tensors[operands[0]]:  # written in place: its dims are the same
+            is_written = recorder.tensors[results[0]] is recorder.tensors[operands[0]]
+            if is_written and Tag.inplace_view not in getattr(each.function, "tags", ()):  # its dims are the same
                 self.dims[results[0]] = self.nodes(operands[0])
             else:
                 self.join(each.rule, each.place.module, operands, results)

@@ -198,7 +198,7 @@ class GraphRecorder:
     def _read_written(self, x: Tensor, source: int) -> None:
         """Give `x` a new value after a write through another tensor of the same memory."""
         before = self.numbers[id(x)]
-        if self.values[source].shape == self.values[before].shape:
+        if self.values[source].shape == self.values[before].shape and self.values[source].dtype == x.dtype:
             self.numbers[id(x)] = source
             return
         rule = whole_rule([self.values[before].shape, self.values[source].shape], [tuple(x.shape)])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.default_cases import one_in
 from torch import Tensor, nn
 
-from dshard import Mesh, Topology, parallelize, plan_model, use_topology
+from dshard import Mesh, Replicate, Shard, Topology, parallelize, plan_model, use_topology
 from dshard.parallel import Auto
 from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
@@ -80,6 +80,11 @@ def fourier(m: nn.Module, x: Tensor) -> Tensor:
     return m.out(torch.fft.irfft(spectrum * spectrum.conj(), n=6, dim=1))  # type: ignore[no-any-return]
 
 
+def quantiles(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.up(x)
+    return m.out(torch.complex(z, z.tanh()).abs()) * z.quantile(0.3, -1)[..., None]  # type: ignore[no-any-return]
+
+
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -113,6 +118,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         ),
         (drawn(4, 5), IDS),
     ),
+    "quantiles": (lambda: Module(quantiles, up=nn.Linear(8, 16), out=nn.Linear(16, 8)), ROWS),
     "fourier": (lambda: Module(fourier, up=nn.Linear(8, 16), out=nn.Linear(16, 8)), ROWS),
 }
 
@@ -134,6 +140,14 @@ def test_networks_are_planned_call_by_call_and_compute_what_one_device_does(netw
         found = [whole(p.grad) for p in model.parameters()]
     for mine, parameter in zip(found, alone.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["data", "megatron"])
+def test_networks_that_change_shapes_in_place_are_laid_out_by_name(name: str) -> None:
+    """As `quantile` does to what it gathers."""
+    make, inputs = NETWORKS["quantiles"]
+    roles = plan_model(make(), Mesh((2,), ("x",)), name, *inputs)
+    assert roles.parameters["up.weight"] == ((Shard(0),) if name == "megatron" else (Replicate(),))
 
 
 def test_a_search_that_ends_at_once_is_not_dearer_than_data_parallelism() -> None:
