@@ -67,8 +67,10 @@ def _of_parts(call: GraphCall) -> Rule | None:
     if op is None or not op.blocks:
         return None
     (x,), (shape,) = call.operands, shapes
-    dims = [dim for dim, (size, part) in enumerate(zip(x.shape, shape, strict=False)) if size == n * part > 0]
-    if len(dims) != 1 or len(shape) != len(x.shape):  # unlike `max` and `unbind`
+    if len(shape) != len(x.shape):  # as of `max` and `unbind`, whose results are no parts
+        return None
+    dims = [dim for dim, (size, part) in enumerate(zip(x.shape, shape, strict=True)) if size == n * part > 0]
+    if len(dims) != 1:
         return None
     layout = Layout(_ALONE, (Shard(dims[0], blocks=n),))
     spec = contiguous_spec(layout, x.shape, x.dtype, torch.device("meta"))
