@@ -30,15 +30,16 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "data x megatron": ((2, 2), ("dp", "tp")),
 }
 FEW = (
-    *("loss_outside", "kept_every_other_step", "dropout", "checkpointed", "one_rank_makes_an_extra_local_call"),
-    *("checkpoints_in_a_checkpoint", "a_checkpoint_ends_with_what_it_saves"),
-    *("a_record_ends_within_a_checkpoint", "checkpointed_as_a_whole"),
-    *("bags_of_rows", "gradients_of_an_input_once", "created_graph_of_attention"),
+    *("loss_outside", "kept_every_other_step", "dropout"),
+    *("checkpoints_in_a_checkpoint", "checkpointed", "one_rank_makes_an_extra_local_call"),
+    *("a_checkpoint_ends_with_what_it_saves", "checkpointed_calls_change", "checkpointed_as_a_whole"),
+    *("a_record_ends_within_a_checkpoint", "bags_of_rows", "gradients_of_an_input_once"),
+    *("created_graph_of_attention",),
 )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=6))
+@pytest.mark.parametrize(("name", "plan"), one_way_each(FEW, list(MESHES), every=3))
 def test_a_program_gives_what_it_gives_by_python(ranks: RankPool, name: str, plan: str) -> None:
     check(ranks, name, plan)
 
