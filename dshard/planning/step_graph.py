@@ -208,6 +208,10 @@ class StepGraph:
     def _writes(self, use: End) -> bool:
         return use.position == 0 and self.calls[use.call].writes
 
+    def is_view(self, call: GraphCall) -> bool:
+        """Whether a call is the view that a function of the model is, or a part of one."""
+        return call.within >= 0 and self.functions[call.within].is_view
+
     def parameters(self) -> tuple[Value, ...]:
         """The parameters that some call reads; one that has several names once."""
         return tuple([value for value in self.values if value.kind == "parameter" and value.uses])

@@ -34,7 +34,7 @@ from dshard.planning.local_seconds import cast_seconds, gradient_sum_seconds
 from dshard.planning.move_prices import MovePrices, completion
 from dshard.planning.packed_values import with_packed_values
 from dshard.planning.shifted_costs import Spread
-from dshard.planning.step_graph import End, GraphCall, StepGraph, Value
+from dshard.planning.step_graph import End, GraphCall, StepGraph, Value, is_copy
 from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
 from dshard.topology import Topology
 from dshard.torch_private import no_functions
@@ -100,7 +100,7 @@ class _Pairs(NamedTuple):
 class _Edge(NamedTuple):
     """A tensor between two domains: its layouts where it is made, what its gradient becomes there, and its uses.
 
-    One that a use writes to `stays` where it is made. `saved` are the bytes that a move adds to what is saved.
+    `fixed` are the moves that are not made. `saved` are the bytes that a move adds to what is saved.
     """
 
     prices: MovePrices
@@ -110,7 +110,7 @@ class _Edge(NamedTuple):
     pairs: _Pairs
     domains: tuple[int, int]
     needs_grad: bool
-    stays: bool
+    fixed: Tensor
     saved: Tensor
 
 
@@ -321,7 +321,7 @@ class StepTables:
         assert value.producer is not None
         (producer, result), (call, operand) = value.producer, use
         domains = self.domain_of[producer], self.domain_of[call]
-        stays = operand == 0 and self.graph.calls[call].writes
+        stays = operand == 0 and self.graph.calls[call].writes, operand == 0 and self._is_view_of_view(value, call)
         keeps = use in self.kept.uses, use in self.kept.alone
         ends = domains[0], result, domains[1], operand
         key = ("edge", value.shape, value.dtype, value.needs_grad, *ends, stays, keeps)
@@ -334,9 +334,16 @@ class StepTables:
             prices.ask(made, pairs.used)
             if value.needs_grad:
                 prices.ask(pairs.gradients, wanted)
-            saved = self._copies(value, prices, (made, pairs.used), keeps)
-            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, stays, saved)
+            saved, moved = self._copies(value, prices, (made, pairs.used), keeps), made[:, None] != pairs.used
+            fixed = moved & (stays[0] | (stays[1] & torch.isin(made, pairs.used))[:, None])
+            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, fixed, saved)
         self.uses.append(NamedTable(key, (producer, call)))
+
+    def _is_view_of_view(self, value: Value, call: int) -> bool:
+        """Whether a call is a view of what is one, or has other readers: executors move it behind, if they can."""
+        assert value.producer is not None
+        maker, reader = (self.graph.calls[n] for n in (value.producer.call, call))
+        return self.graph.is_view(reader) and (is_copy(maker) or self.graph.is_view(maker))
 
     def _copies(
         self, value: Value, prices: MovePrices, ends: tuple[Tensor, Tensor], keeps: tuple[bool, bool]
@@ -462,8 +469,7 @@ class StepTables:
     def _between(self, edge: _Edge) -> Tensor:
         """Seconds from each layout in which a tensor is made to each use, and of its gradient back."""
         moved = edge.prices.seconds[edge.made][:, edge.pairs.used]
-        if edge.stays:
-            moved = moved + NEVER * (edge.made[:, None] != edge.pairs.used)
+        moved = moved + NEVER * edge.fixed
         if edge.needs_grad:
             moved = moved + edge.prices.seconds[edge.pairs.gradients][:, edge.wanted].T
         return moved
