@@ -21,7 +21,7 @@ from dshard.layout import Layout
 from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.collector import uncollected
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
-from dshard.planning.eliminate import LIMIT, Solution, elimination_order, solve
+from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
 from dshard.planning.shifted_costs import ShiftedCosts, Spread
 from dshard.planning.step_tables import Parts, StepTables, Weights
 from dshard.torch_private import no_functions
@@ -167,13 +167,14 @@ class _Search:
 
 
 def _narrow(search: _Search, deadline: Deadline) -> None:
-    """Bring the bounds together by elimination; where its tables are cut, of costs that are shifted before."""
+    """Bring the bounds together by elimination of costs that are shifted before, until no table is cut."""
     costs = ShiftedCosts(len(search.tables.domain_of), search.tables.uses, search.compact())
-    limit, quick, gap, order = SMALLEST, QUICK, inf, elimination_order(search.sizes(), costs.uses, SMALLEST)
+    limit, quick, gap = SMALLEST, QUICK, inf
+    order: EliminationOrder | None = None  # made after shifts alone: it takes as long as they, and they drop more
     while search.is_open():
         until = deadline if search.best else ENDLESS
         until.check()
-        if not order.is_exact:
+        if order is None or not order.is_exact:
             if _shift(search, costs, quick, until):
                 return
             order = elimination_order(search.sizes(), costs.uses, limit)
@@ -190,8 +191,6 @@ def _narrow(search: _Search, deadline: Deadline) -> None:
             quick, limit = (quick / GROWTH, limit) if quick > SLOW else (quick, min(GROWTH * limit, LARGEST))
         gap = search.most - search.bound
         costs.replace(search.compact())
-        if not order.is_exact and dropped > sum(map(len, search.alive)):  # then nothing may be cut any more
-            order = elimination_order(search.sizes(), costs.uses, limit)
 
 
 def _shift(search: _Search, costs: ShiftedCosts, quick: float, deadline: Deadline) -> bool:
