@@ -103,12 +103,6 @@ def logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     return result if keepdim else result.reshape([n for d, n in enumerate(x.shape) if d not in dims])
 
 
-def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The multilabel margin loss as torch decomposes it, but 0-d for a vector, as in its kernels."""
-    loss, is_target = decomposition_table[aten.multilabel_margin_loss_forward.default](x, target, reduction)
-    return loss if x.dim() > 1 else loss.reshape(()), is_target
-
-
 def group_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -252,7 +246,6 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.norm.ScalarOpt_dim_dtype: norm,
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
-    aten.multilabel_margin_loss_forward.default: multilabel_margin,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._weight_norm_interface_backward.default: weight_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
@@ -260,8 +253,11 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
 }
 """Operators that are decomposed into others; torch checks their arguments first."""
 
-META: dict[OpOverload, Function] = {aten.native_group_norm_backward.default: group_norm_backward}
-"""Meta forms of operators whose meta forms in torch refuse arguments that their kernels take."""
+META: dict[OpOverload, Function] = {
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.multilabel_margin_loss_backward.default: lambda grad, x, *rest: x.new_empty(x.shape),
+}
+"""Meta forms of operators that have none in torch, or one that refuses arguments that their kernels take."""
 
 QUESTIONS: dict[OpOverload, Function] = {
     aten.equal.default: equal,

@@ -87,6 +87,51 @@ def _mean(losses: Tensor, count: int) -> Tensor:
     return (losses.sum(dtype=torch.float32) / count).to(losses.dtype)
 
 
+# -- of rows, by the classes that each lists
+
+
+def multilabel_margin_loss(call: Call) -> Rule:
+    """Rows may be sharded, not the classes that each is compared with.
+
+    Torch's decomposition counts the first class once for each place that a row of targets leaves unused.
+    """
+    row, loss = _row_terms(call, len(call.shapes[0]))
+    return call.rule(f"{row} [c], {row} [c] -> {loss}, {row} [c]")
+
+
+def multilabel_margin_loss_backward(call: Call) -> Rule:
+    """Rows may be sharded."""
+    row, loss = _row_terms(call, len(call.shapes[1]))
+    return call.rule(f"{loss}, {row} [c], {row} [c], {row} [c] -> {row} [c]", passes=linear(0))
+
+
+def _row_terms(call: Call, ndim: int) -> tuple[str, str]:
+    """The terms of a row's dim, of tensors of `ndim` dims, and of the loss."""
+    row = "r" if ndim > 1 else ""
+    return row, row if call.argument("reduction") == NONE else ""
+
+
+def mean_of_rows_kernel(call: RankCall) -> LocalOp:
+    """A kernel of the mean over rows: the sum of the local ones over the global count."""
+    if not _is_split_mean(call):
+        return call.func
+    rows, summed = call.shapes[0][0], call.with_argument("reduction", SUM)
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        total, is_target = summed(*args)
+        return total / rows, is_target
+
+    return run
+
+
+def mean_of_rows_backward_kernel(call: RankCall) -> LocalOp:
+    """A kernel of the backward form of a mean over rows."""
+    if not _is_split_mean(call):
+        return call.func
+    rows, summed = call.shapes[1][0], call.with_argument("reduction", SUM)
+    return lambda grad, *args: summed(grad / rows, *args)
+
+
 # -- of class indices
 
 
@@ -312,6 +357,8 @@ _WITH_BACKWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entr
 RULES: dict[str, Operator] = {
     **{f"aten::{name}": Operator(loss, mean_kernel) for name in (*_WITH_BACKWARD, "binary_cross_entropy_with_logits")},
     **{f"aten::{name}_backward": Operator(loss_backward, mean_backward_kernel) for name in _WITH_BACKWARD},
+    "aten::multilabel_margin_loss_forward": Operator(multilabel_margin_loss, mean_of_rows_kernel),
+    "aten::multilabel_margin_loss_backward": Operator(multilabel_margin_loss_backward, mean_of_rows_backward_kernel),
     "aten::nll_loss_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
     "aten::nll_loss2d_forward": Operator(nll_loss, nll_kernel(0), composed=_FORWARD, check=check_nll_loss),
     "aten::nll_loss_backward": Operator(nll_loss_backward, nll_kernel(1), composed=_BACKWARD),

@@ -46,6 +46,7 @@ x, y, row, column = reals(5, 3), reals(5, 3), reals(3), reals(5, 1)
 cube = reals(5, 2, 3)
 mask = truths(5, 3)
 frames, sizes = reals(7, 5, 4).log_softmax(-1), torch.tensor([2, 0, 3, 1, 3])
+listed = torch.tensor([[0, 2, -1], [1, -1, 1], [-1, 0, 0], [2, 0, 1], [0, -1, 2]])
 
 COPIES: dict[str, Sample] = {
     "clone": (aten.clone.default, (x,)),
@@ -305,6 +306,10 @@ NETWORKS: dict[str, Sample] = {
     "huber": (F.huber_loss, (x, y)),
     "smooth_l1": (F.smooth_l1_loss, (x, y, {"reduction": "sum"})),
     "soft margin": (F.soft_margin_loss, (x, torch.where(mask, 1.0, -1.0).double())),
+    "multilabel margin": (F.multilabel_margin_loss, (x, listed)),
+    "multilabel margin sum": (F.multilabel_margin_loss, (x, listed, {"reduction": "sum"})),
+    "multilabel margin none": (F.multilabel_margin_loss, (x, listed, {"reduction": "none"})),
+    "multilabel margin of one": (F.multilabel_margin_loss, (x[0], listed[0])),
     "bce": (F.binary_cross_entropy, (chances(5, 3), chances(5, 3))),
     "bce logits": (F.binary_cross_entropy_with_logits, (x, chances(5, 3))),
     "attention": (F.scaled_dot_product_attention, (reals(2, 3, 5, 4), reals(2, 3, 6, 4), reals(2, 3, 6, 2))),
