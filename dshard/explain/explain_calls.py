@@ -18,9 +18,8 @@ from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.redistribute import Plan, plan
 from dshard.reshard import ReshardPlan
-from dshard.rules.communication_bounds import attention_bytes_bound, matmul_lower_bound
+from dshard.rules.communication_bounds import attention_bytes_bound, experts_bytes_bound, matmul_lower_bound
 from dshard.rules.expand import Operand, Row
-from dshard.rules.expert_bound import experts_bytes_bound
 from dshard.rules.rule import PassThrough, Rule, factor_sizes
 from dshard.rules.strategy import Question, Strategy, StrategyChoice
 from dshard.rules.strategy_choice import strategies

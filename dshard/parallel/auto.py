@@ -31,7 +31,7 @@ from dshard.parallel.plan_values import Cost, ModelPlan, Pins, PlanOptions, Sear
 from dshard.parallel.roles import Roles
 from dshard.parallel.strategies import STRATEGIES, axes_of, fitted_roles, lay_out
 from dshard.parallel.whole_plan import as_plan
-from dshard.planning.alike_axes import AxisGroups
+from dshard.planning.call_candidates import AxisGroups
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph

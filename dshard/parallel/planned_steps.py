@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dshard.core.trees import nested_tensors
-from dshard.parallel.function_plan import FunctionPlan, planned
-from dshard.parallel.function_trace import Argument, argument_like
+from dshard.parallel.function_plan import Argument, FunctionPlan, argument_like, planned
 from dshard.parallel.step_owners import OwnersPlan, OwnersStep, owners_plan
 from dshard.torch_private import no_functions
 

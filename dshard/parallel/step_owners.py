@@ -29,8 +29,7 @@ from dshard.core.trees import map_tensors, nested_tensors, replace_leaves, repla
 from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.parallel.function_plan import Planned
-from dshard.parallel.function_trace import FunctionTrace, name_of
+from dshard.parallel.function_plan import FunctionTrace, Planned, name_of
 from dshard.parallel.step_parts import SeenTensor, StepParts, step_parts
 from dshard.planning.local_seconds import ONE, local_seconds
 from dshard.planning.step_graph import GraphCall, StepGraph

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from dshard.autograd.joined_gradients import Arrived, BucketBegins, BucketBegun
 from dshard.comm import plain, planning
 from dshard.core.context import planning_context
 from dshard.core.observe import Decision, observing
@@ -24,14 +26,14 @@ from dshard.parallel.apply_plan import applied
 from dshard.parallel.expert_modules import experts_as_operators
 from dshard.parallel.factors import ModelTrace, trace_factors
 from dshard.parallel.forward_values import HostReadMissing, HostReads
-from dshard.parallel.later_steps import LaterSteps
 from dshard.parallel.plan_values import Cost, Memory, ModelPlan, Moves
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.trace_step import record_step, stand_in_for, without_data
 from dshard.placements import Replicate
-from dshard.planning.collector import uncollected
+from dshard.planning.step_recorder import uncollected
 from dshard.planning.step_tables import MOMENTS
-from dshard.step_timeline import PlacedEvent, StepTimeline, makespan
+from dshard.step_timeline import Event, PlacedEvent, StepTimeline, makespan
+from dshard.topology import Topology
 from dshard.torch_private import disable_modes
 from dshard.trace import Trace, trace
 
@@ -240,3 +242,91 @@ def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:
             is_last = module == shares[-1][0]  # with which it is complete
             groups.setdefault(key, []).append((int(is_last), nbytes, seconds))
     return tuple(Moves(*key, *map(sum, zip(*parts, strict=True))) for key, parts in groups.items())
+
+
+# -- the timeline of the steps after the first, from that of the first: which gradients are to come is known then
+# Gradients are reduced in buckets, each as soon as its last one has arisen. In the first step nobody knows which there
+# will be, and all buckets begin at the end of the backward pass (`autograd/joined_gradients.py`). Nothing else differs:
+# so each bucket is moved to where its last gradient has arisen, with the memory that it takes and frees.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrival:
+    """The moment at which the gradient of a leaf has arisen, and the bytes alive then."""
+
+    leaf: int
+    alive: int
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """A bucket that begins: what is told of it, the bytes alive before, at most and after, and its events."""
+
+    told: BucketBegins
+    before: int
+    most: int
+    after: int = 0
+    events: list[Event] = field(default_factory=list)
+
+
+Entry: TypeAlias = Event | int | _Arrival | _Bucket
+"""What happens in a step, in order; a number is the bytes alive after an operator."""
+
+
+class LaterSteps(StepTimeline):
+    """Records a first step on tensors without data; `complete` makes of it the timeline and the peak of later ones."""
+
+    def __init__(self, topology: Topology, known: Iterable[Tensor]) -> None:
+        super().__init__(topology, known, for_shapes=True)
+        self.log: list[Entry] = []
+        self.begins: _Bucket | None = None
+
+    def add(self, event: Event) -> None:
+        """Record an event."""
+        (self.log if self.begins is None else self.begins.events).append(event)
+
+    def hold(self, outputs: Sequence[Tensor]) -> None:
+        """Count what an operator has made."""
+        alive = self.memory.add(outputs)
+        if self.begins is None:
+            self.log.append(alive)
+        else:
+            self.begins.most = max(self.begins.most, alive)
+
+    def found(self, told: object) -> None:
+        """Heed gradients that have arisen, and buckets that begin."""
+        alive = self.memory.alive()
+        if isinstance(told, Arrived):
+            self.log.append(_Arrival(told.leaf, alive))
+        elif isinstance(told, BucketBegins):
+            self.begins = _Bucket(told, alive, alive)
+            self.log.append(self.begins)
+        elif isinstance(told, BucketBegun) and self.begins is not None:
+            self.begins.after, self.begins = alive, None
+
+    def complete(self) -> bool:
+        """Order the events as in later steps; False if a bucket has begun before the backward pass was at its end."""
+        arrived, turns, due = dict[int, int](), dict[Mesh, int](), defaultdict[int, list[_Bucket]](list)
+        for n, entry in enumerate(self.log):
+            if isinstance(entry, _Arrival):
+                if turns or entry.leaf in arrived:
+                    return False
+                arrived[entry.leaf] = n
+            elif isinstance(entry, _Bucket):
+                mesh, leaves = entry.told
+                turns[mesh] = max(turns.get(mesh, 0), *(arrived[leaf] for leaf in leaves))
+                due[turns[mesh]].append(entry)
+        moved = 0
+        for n, entry in enumerate(self.log):
+            if isinstance(entry, Event):
+                self.events.append(entry)
+            elif isinstance(entry, _Bucket):
+                moved -= entry.after - entry.before
+            else:
+                alive = entry.alive if isinstance(entry, _Arrival) else entry
+                self.memory.most = max(self.memory.most, alive + moved)
+                for bucket in due.get(n, ()):
+                    self.memory.most = max(self.memory.most, alive + moved + bucket.most - bucket.before)
+                    self.events += bucket.events
+                    moved += bucket.after - bucket.before
+        return True

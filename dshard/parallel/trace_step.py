@@ -23,9 +23,8 @@ from dshard.parallel.forward_values import ForwardValues
 from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.numbered_hooks import without_earlier_hooks
 from dshard.parallel.reachable_state import ReachableState
-from dshard.planning.collector import uncollected
 from dshard.planning.step_graph import StepGraph
-from dshard.planning.step_recorder import GraphRecorder
+from dshard.planning.step_recorder import GraphRecorder, uncollected
 from dshard.torch_private import disable_modes
 
 

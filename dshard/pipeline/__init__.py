@@ -19,9 +19,8 @@ from dshard.pipeline.actions import (
 from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
 from dshard.pipeline.pipeline import Pipeline
 from dshard.pipeline.program import SCHEDULES, Program, computes, lead_of
-from dshard.pipeline.simulator import Choice, choose, play, rank_schedules, simulate
+from dshard.pipeline.simulator import Choice, Crossing, Span, Timeline, choose, play, rank_schedules, simulate
 from dshard.pipeline.stage import Part, Stage, split
-from dshard.pipeline.timeline import Crossing, Span, Timeline
 
 __all__ = [
     "SCHEDULES",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
+from dshard.caches import cached
 from dshard.comm import break_off, device_of, is_from_peer, is_published, leave_word, peek, put, runtime_of, share
 from dshard.core.signature import Context, Function
 from dshard.distribute import distribute_tensor
@@ -28,11 +31,11 @@ from dshard.pipeline.actions import (
     Receive,
     Send,
 )
-from dshard.pipeline.backward import backward, backward_input
 from dshard.pipeline.channel import Channels
-from dshard.pipeline.message_order import in_one_order
+from dshard.pipeline.costs import StageCost, uniform
 from dshard.pipeline.program import Program
-from dshard.pipeline.stage import Stage
+from dshard.pipeline.simulator import simulate
+from dshard.pipeline.stage import Stage, backward, backward_input
 from dshard.pipeline.tied import Tied
 from dshard.placements import chunk
 from dshard.tensor import DTensor
@@ -344,3 +347,63 @@ def cut_batch(values: Mapping[str, Tensor], n_microbatches: int, reduction: Redu
         )
         for part in parts
     ]
+
+
+# -- a total order of all messages of a pipeline, in which every stage begins its own
+# Kernels of two NCCL communicators may wait for each other's end, for example if they do not fit on the GPU together.
+# So NCCL requires that ranks begin operations on several communicators in the same order
+# (docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). Stages that post receives early break
+# this: a stage posts the receive of a gradient before it sends the activation that the gradient depends on. Here
+# messages are in the order in which they are computed. Every message depends only on earlier ones, so stages cannot
+# deadlock, even if each of them waits for the end of every action before the next.
+
+_CROSSING = 1.0
+"""Seconds that a value crosses, beside a forward of one second: later stages run so far behind the earlier ones. Of a
+shorter crossing a stage would begin each receive only after it has sent what it computed last."""
+
+
+@cached("pipeline actions", 64)
+def in_one_order(program: Program) -> tuple[tuple[Action, ...], ...]:
+    """The actions of every stage, with receives at their place in a total order of the messages of all stages.
+
+    Stages compute and send as in `program.actions`. A receive begins where it does there, unless the order puts it
+    earlier or later.
+
+    >>> from dshard.pipeline import chain
+    >>> for actions in in_one_order(Program("1f1b", 2, 2, chain(2))):
+    ...     print(", ".join(map(str, actions)))
+    F0, send x 0->1 of microbatch 0, F1, send x 0->1 of microbatch 1, receive gradient of x 1->0 of microbatch 0, receive gradient of x 1->0 of microbatch 1, B0, B1
+    receive x 0->1 of microbatch 0, receive x 0->1 of microbatch 1, F0, B0, send gradient of x 1->0 of microbatch 0, F1, B1, send gradient of x 1->0 of microbatch 1
+    """  # noqa: E501
+    timeline = simulate(program, uniform(program.n_stages, program.edges, StageCost(), seconds=_CROSSING))
+    spans = sorted(chain.from_iterable(timeline.spans), key=lambda span: (span.end, span.stage))
+    order = [Send(edge, span.compute.microbatch) for span in spans for edge in program.gives(span.compute, span.stage)]
+    return tuple(tuple(_actions(program, stage, order)) for stage in range(program.n_stages))
+
+
+def _actions(program: Program, stage: int, order: Sequence[Send]) -> Iterator[Action]:
+    """The actions of a stage, with its messages in `order`."""
+    messages = deque(_at_stage(stage, message) for message in order if stage in (message.edge.src, message.edge.dst))
+    posted: set[Send | Receive] = set()
+    for action in program.actions(stage):
+        match action:
+            case Send():
+                yield from _until({action}, messages)
+            case Receive():
+                posted.add(action)
+            case compute:
+                needed = {Receive(edge, compute.microbatch) for edge in program.takes(compute, stage)}
+                yield from _until(needed, messages)
+                yield compute
+        while messages and messages[0] in posted:
+            yield messages.popleft()
+
+
+def _at_stage(stage: int, message: Send) -> Send | Receive:
+    return message if message.edge.src == stage else Receive(message.edge, message.microbatch)
+
+
+def _until(needed: Set[Send | Receive], messages: deque[Send | Receive]) -> Iterator[Action]:
+    """Take messages up to the last of `needed`."""
+    while not needed.isdisjoint(messages):
+        yield messages.popleft()

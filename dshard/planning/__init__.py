@@ -3,9 +3,7 @@
 step_graph.py       calls of operators with their rules, and the values between them
 step_recorder.py    records them while a model runs without data
 local_seconds.py    seconds of a call's local work: of its own kernels, or as the executor runs it
-expert_candidates.py  those of a layer of experts
 kept_values.py      what stays in memory until the backward pass
-alike_axes.py       mesh axes that a plan uses alike, where there is no time for all plans
 call_candidates.py  the ways in which a call may run: expansions of its rule over all rows of every mesh axis
 move_prices.py      seconds of redistributions between the layouts of one tensor, bounded until they are priced
 step_tables.py      the tables of a step: work of calls, moves between them, uses of parameters

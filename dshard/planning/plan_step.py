@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dshard.layout import Layout
 from dshard.planning.call_candidates import CallCandidate
-from dshard.planning.collector import uncollected
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
 from dshard.planning.shifted_costs import ShiftedCosts, Spread
+from dshard.planning.step_recorder import uncollected
 from dshard.planning.step_tables import Parts, StepTables, Weights
 from dshard.torch_private import no_functions
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeAlias
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.placements import Replicate, Shard
-from dshard.planning.alike_axes import AxisGroups
-from dshard.planning.call_candidates import CallCandidate
+from dshard.planning.call_candidates import AxisGroups, CallCandidate
 from dshard.planning.step_graph import GraphCall, StepGraph, Value
 
 WORDS = ("batch", "sequence", "features", "experts", "parameters")

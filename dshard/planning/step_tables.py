@@ -25,8 +25,7 @@ from dshard.cost import collective_seconds
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
 from dshard.placements import Partial, Placement, Replicate, Shard
-from dshard.planning.alike_axes import AxisGroups, are_alike, on_axes
-from dshard.planning.call_candidates import CallCandidate, candidates
+from dshard.planning.call_candidates import AxisGroups, CallCandidate, are_alike, candidates, on_axes
 from dshard.planning.deadline import ENDLESS, Deadline
 from dshard.planning.eliminate import NamedTable
 from dshard.planning.kept_values import kept_values

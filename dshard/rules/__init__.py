@@ -11,10 +11,9 @@ blocked_factors.py      factors that an operand shards in blocks
 matmul_loops.py         matmuls: a loop m, n or k for each mesh axis, all schedules in closed form, named ones
 split_contraction.py    a contraction dim whose operands are sharded at different levels
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
-communication_bounds.py   lower bounds on the communication of matmuls and of attention
+communication_bounds.py  lower bounds on the communication of matmuls, of attention and of layers of experts
 named_loops.py          rows of the tables of named loops
 expert_loops.py         experts: a loop t, e or f for each mesh axis
-expert_bound.py         a lower bound on what a layer of experts receives
 attention_loops.py      attention: a loop b, h, q or k for each mesh axis
 attention_blocks.py     blocks of the scores of which a rank has queries and keys
 attention_ring.py       the panels of keys and values that go round a ring

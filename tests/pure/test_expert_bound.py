@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dshard import Routing
 from dshard.routing import Held
-from dshard.rules.expert_bound import busiest_lower_bound, experts_lower_bound, pass_lower_bound
+from dshard.rules.communication_bounds import busiest_lower_bound, experts_lower_bound, pass_lower_bound
 
 Chosen = list[list[tuple[int, ...]]]
 """The experts of each token of each rank."""

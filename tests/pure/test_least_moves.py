@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from dshard import Mesh, Topology
 from dshard.layout import Layout
 from dshard.placements import Partial, Replicate, Shard
-from dshard.planning import least_moves as module
 from dshard.planning import move_prices
-from dshard.planning.least_moves import least_moves
-from dshard.planning.move_prices import MovePrices
+from dshard.planning import move_prices as module
+from dshard.planning.move_prices import MovePrices, least_moves
 from dshard.redistribute.layout_state import State
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import Space, space_of

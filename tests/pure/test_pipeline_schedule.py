@@ -32,7 +32,7 @@ from dshard.pipeline import (
     simulate,
     uniform,
 )
-from dshard.pipeline.message_order import in_one_order
+from dshard.pipeline.runner import in_one_order
 
 DELAYS = st.one_of(st.none(), st.integers(0, 3))
 SECONDS = st.integers(0, 40).map(lambda n: n / 8)

@@ -21,7 +21,7 @@ from dshard.parallel.trace_step import record_step
 from dshard.placements import Replicate, Shard
 from dshard.planning import deadline
 from dshard.planning import plan_step as module
-from dshard.planning.alike_axes import AxisGroups
+from dshard.planning.call_candidates import AxisGroups
 from dshard.planning.plan_step import plan_step
 from dshard.planning.step_limits import FREE, StepLimits
 from dshard.planning.step_tables import StepTables, Weights

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dshard import Mesh, Topology, plan_model, use_topology
-from dshard.parallel.later_steps import LaterSteps
-from dshard.parallel.step_price import StepPrices
+from dshard.parallel.step_price import LaterSteps, StepPrices
 
 WIDTH, BLOCKS = 1024, 5
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard import Mesh, Replicate, Shard, distribute_tensor, trace
-from dshard.pipeline.backward import backward, backward_input
+from dshard.pipeline.stage import backward, backward_input
 from dshard.testing import simulated
 
 
