@@ -126,7 +126,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from dshard.autograd.accumulation import accumulate
+    from dshard.autograd.leaf_gradients import accumulate
     from dshard.compare import compare
     from dshard.core.plain_tensors import from_torch, implicit_replication
     from dshard.core.torch_placements import Partial, Replicate, Shard
@@ -163,7 +163,7 @@ if _TYPE_CHECKING:
     from dshard.trace import strict, trace
 
 _LATE = {
-    "dshard.autograd.accumulation": ("accumulate",),
+    "dshard.autograd.leaf_gradients": ("accumulate",),
     "dshard.calibrate": ("calibrate",),
     "dshard.compare": ("compare",),
     "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),

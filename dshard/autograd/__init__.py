@@ -6,7 +6,6 @@ leaf_gradients.py     the hook that gives gradients of a leaf its own layout
 gradients.py          torch.autograd.grad, backward and `data`, which distributed tensors answer themselves
 joined_gradients.py   gradients of leaves reduced together, in buckets
 gathered_weights.py   weights gathered together for a module, and their gradients
-accumulation.py       gradients of microbatches added before they are reduced
 backward_graph.py     autograd's graph behind some nodes
 sole_owner.py         whether nobody else holds a gradient, so that it may be written
 """

@@ -15,8 +15,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, redistribute
+from dshard.autograd.leaf_gradients import accumulating
 from dshard.autograd.sole_owner import give_up_local
 from dshard.comm import Stream, current_stream, follow
 from dshard.core.joined_moves import Ends, begin_together

@@ -11,15 +11,14 @@ A plan is run in these stages, each in a file:
 - `joined`: several plans of one collective each, as one collective.
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
-- `peer_failure`: waits for a collective, unless another rank has failed or is in `deadlock`; `graph_collectives`: the
+- `peer_failure`: waits for a collective, unless another rank has failed or is in deadlock; `graph_collectives`: the
   same for collectives of compiled graphs; `traced_collectives`: those that torch traces; `told_waits`: long waits.
 
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives, with the
-`reshard_buffers` of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
+buffers of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
 `stored_chunks` describes them to checkpoints; `rank_checks` compares programs in debug mode, `even_parts` assumed local
-shapes. Ranks leave `store_messages` for each other; `recorded_calls` tells a
-recording of a step what is no operator. All of these use `scoped` values, `streams` of a GPU, and
-the line of `user_code`. `graph_split` serves pipelines.
+shapes. Ranks leave `store_messages` for each other; `recorded_calls` tells a recording of a step what is no operator.
+All of these use `scoped` values, `streams` of a GPU, and the line of `user_code`. `graph_split` serves pipelines.
 """
 
 from dshard.comm.agreement import (

@@ -34,10 +34,9 @@ from torch import Tensor
 
 from dshard.comm import store_messages
 from dshard.comm.backends import waits_on_host
-from dshard.comm.deadlock import Waiting, stuck
 from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
 from dshard.comm.runtime import has_processes
-from dshard.comm.told_waits import WAITING, host_wait, own_wait, tell_if_long
+from dshard.comm.told_waits import WAITING, Waiting, host_wait, own_wait, stuck, tell_if_long
 from dshard.errors import DShardError, PeerError, ReplayError
 from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
 

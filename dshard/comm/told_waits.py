@@ -1,14 +1,15 @@
-"""Long waits are told on stderr, once for each call: in which call a rank waits, and for which ranks.
+"""Waits of ranks for each other: deadlocks, and long waits, told on stderr once for each call.
 
-Where a wait stops the host, it tells by itself. Over NCCL the host waits in a later call, such as `.item()`: there a
-thread watches the calls that come through here.
+It is told in which call a rank waits, and for which ranks. Where a wait stops the host, it tells by itself. Over NCCL
+the host waits in a later call, such as `.item()`: there a thread watches the calls that come through here.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Thread, get_ident
 from time import monotonic, sleep
 from types import FrameType
@@ -18,11 +19,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import store_messages
-from dshard.comm.deadlock import Waiting
 from dshard.comm.process_groups import Group, this_world
 from dshard.comm.user_code import user_call
 from dshard.errors import ArgumentError
 from dshard.validate import as_number
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The record of a rank that waits: its group and collective, and how often it has waited on each group."""
+
+    rank: int
+    group: str
+    ranks: tuple[int, ...]
+    kind: str
+    counts: Mapping[str, int]
+    text: str
+
+    @property
+    def number(self) -> int:
+        """The number of this wait among the waits on its group."""
+        return self.counts[self.group]
+
+
+def stuck(waiting: Mapping[int, Waiting]) -> set[int]:
+    """The deadlocked ranks. A rank that is not in `waiting` is assumed to reach every collective.
+
+    A collective that all its ranks have reached ends. A waiting rank goes on once the ranks that it waits for do.
+    """
+    progressing: set[int] = set()
+    while True:
+        next_ranks = {
+            rank
+            for rank, w in waiting.items()
+            if rank not in progressing
+            and _can_go_on(w, [waiting[peer] for peer in w.ranks if peer != w.rank and peer in waiting], progressing)
+        }
+        if not next_ranks:
+            return set(waiting) - progressing
+        progressing |= next_ranks
+
+
+def _can_go_on(here: Waiting, others: Sequence[Waiting], progressing: Collection[int]) -> bool:
+    passed = 0
+    for other in others:
+        count = other.counts.get(here.group, 0)
+        if count < here.number:
+            if other.rank not in progressing:
+                return False
+        elif count > here.number or other.group != here.group:
+            passed += 1
+        elif other.kind != here.kind:
+            return False
+    return passed < len(here.ranks) - 1
 
 
 def _of_environment() -> float:

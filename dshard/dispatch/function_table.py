@@ -36,9 +36,8 @@ from dshard.core.trees import replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import replicated
-from dshard.ops.attention.attention_call import attention, attention_form
+from dshard.ops.attention.attention_call import attention, attention_form, multi_head_attention
 from dshard.ops.attention.flex import flex_attention_operator
-from dshard.ops.attention.multi_head import multi_head_attention
 from dshard.ops.custom import accept_call, wrapped
 from dshard.ops.embedding import embedding, embedding_bag, embedding_bag_form, embedding_form
 from dshard.ops.fused_loss.fused_call import (

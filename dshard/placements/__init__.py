@@ -4,9 +4,19 @@ Design: docs/design/0001-values-below-processes-above.md
 """
 
 from dshard.placements.chunk import chunk, chunk_of, chunk_sizes, nested_chunk
-from dshard.placements.notation import format_placements, parse_placement, parse_placements
 from dshard.placements.torch_like import from_torch, own_placement
-from dshard.placements.types import REDUCE_OPS, Partial, Placement, ReduceOp, Replicate, Shard, cotangent
+from dshard.placements.types import (
+    REDUCE_OPS,
+    Partial,
+    Placement,
+    ReduceOp,
+    Replicate,
+    Shard,
+    cotangent,
+    format_placements,
+    parse_placement,
+    parse_placements,
+)
 
 __all__ = [
     "REDUCE_OPS",

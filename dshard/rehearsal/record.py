@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from dshard.core.wrapper import Wrapper
-from dshard.rehearsal.answers import answers_of
+from dshard.rehearsal.answers import Lifetimes, answers_of, lifetimes_of
 from dshard.rehearsal.calls import kind_of
 from dshard.rehearsal.code import results_of
 from dshard.rehearsal.contents import Contents, contents_of, optional_calls
 from dshard.rehearsal.gradient_order import GradientOrder
-from dshard.rehearsal.lifetimes import Lifetimes, lifetimes_of
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.region_recording import RegionRecording
 from dshard.torch_private import no_torch_function

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dshard.autograd.accumulation import accumulating
 from dshard.autograd.crossing import as_distributed, unchecked_apply
 from dshard.autograd.gathered_weights import GatheredUse
+from dshard.autograd.leaf_gradients import accumulating
 from dshard.comm import publish_failure
 from dshard.comm.events import LISTENERS, run_pending
 from dshard.core.context import settings_in_force

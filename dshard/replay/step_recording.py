@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dshard.autograd.accumulation import accumulating
+from dshard.autograd.leaf_gradients import accumulating
 from dshard.comm import Collective, recording_calls, user_line
 from dshard.core.context import settings_in_force
 from dshard.core.observe import OperatorMode

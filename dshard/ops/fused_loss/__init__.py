@@ -1,8 +1,7 @@
 """Cross entropy of a linear layer, by chunks of rows, whose logits are never there as a whole.
 
-`chunked_loss` is what a rank computes of one chunk, and the program of a rank, with its
-collectives, `fused_choice` the candidates and their local work, `fused_executable` what runs them, `fused_call` the
-entry.
+`chunked_loss` is what a rank computes of one chunk, and the program of a rank, with its collectives, `fused_choice` the
+candidates and their local work, `fused_call` the entry, and what runs them.
 
 Design: docs/design/0028-fused-losses.md
 """

@@ -23,7 +23,7 @@ from dshard.mesh import Coordinate, Mesh
 from dshard.ops.custom import Custom, check, decomposed
 from dshard.ops.random import distributions, draw
 from dshard.ops.random.distributions import Distribution, named
-from dshard.ops.random.philox import words
+from dshard.ops.random.draw import words
 from dshard.ops.random.state import Draw, next_draw
 from dshard.redistribute.blocks import unflattened_shape
 from dshard.rules.strategy import completed_layout

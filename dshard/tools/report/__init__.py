@@ -44,10 +44,9 @@ from dshard.tools.report.progress import waiting as waiting
 from dshard.tools.report.timelines import simulation_table, step_timeline, timeline_table
 from dshard.tools.selftest import Result, SelfTest
 from dshard.topology import BYTES, Topology
-from dshard.trace import HEADINGS, Trace
-from dshard.traced_experts import HEADINGS as EXPERT_HEADINGS
-from dshard.traced_experts import NUMBERS as EXPERT_NUMBERS
-from dshard.traced_experts import expert_rows
+from dshard.trace import HEADINGS, Trace, expert_rows
+from dshard.trace import HEADINGS as EXPERT_HEADINGS
+from dshard.trace import NUMBERS as EXPERT_NUMBERS
 
 Exported: TypeAlias = (
     Report | Explanation | Trace | Comparison | ModelPlan | Topology | Choice | Timeline | PlanTable | SelfTest

@@ -22,7 +22,7 @@ import dshard
 from dshard import Partial, Replicate, Shard, comm
 from dshard.checkpoint import save
 from dshard.comm import peer_failure
-from dshard.comm.deadlock import Waiting, stuck
+from dshard.comm.told_waits import Waiting, stuck
 from dshard.testing import RankPool
 from dshard.torch_dtensor import IS_TORCHS
 
