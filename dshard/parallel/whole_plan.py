@@ -18,7 +18,6 @@ from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.move_prices import completion
 from dshard.planning.plan_step import StepPlan
 from dshard.planning.step_graph import End, FunctionCall, GraphCall, StepGraph, Value, is_copy
-from dshard.rules.attention_loops import LOOPS
 from dshard.rules.expand import Row
 from dshard.rules.rule import PassThrough
 
@@ -91,12 +90,11 @@ class PlannedFunctions:
         one = self.chosen[calls[0].number] if len(calls) == 1 else None
         if one is not None and calls[0].rule.chosen is not None:
             experts = one.rows
-        elif one is not None and calls[0].rule.loops and not one.name and not any(x.blocks for x in one.layouts):
-            own = one.rows
-            if calls[0].name != "scaled_dot_product_attention":
-                rows = tuple([_name(row) for row in own])
-            elif all(row is None or row in LOOPS for row in own):
-                attention = own
+        elif one is not None and calls[0].rule.loops and not any(x.blocks for x in one.layouts):
+            if calls[0].name == "scaled_dot_product_attention":
+                attention = calls[0].attention_loops(one.rows)
+            elif not one.name:
+                rows = tuple([_name(row) for row in one.rows])
         return PlannedCall(
             function.name,
             function.module,
@@ -108,7 +106,7 @@ class PlannedFunctions:
             tuple([None if function.is_view or x is None else self.given(x) for x in results]),
             tuple([x is not None and self._is_reduced(x) for x in results]),
             rows,
-            attention,  # type: ignore[arg-type]
+            attention,
             experts,  # type: ignore[arg-type]
         )
 

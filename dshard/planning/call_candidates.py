@@ -124,7 +124,7 @@ def _expansions(
             continue
         results, sent = expansion.outputs, 0.0
         if name or any(not shape for shape, _ in outputs):  # it sends something by itself, or completes a number
-            local, _, sent, results, _ = executed(call, expansion.inputs, topology)
+            local, _, sent, results, _ = executed(call, expansion.inputs, topology, rows)
         else:
             local = local_seconds(call, expansion, topology)
         gradients = expansion.gradients

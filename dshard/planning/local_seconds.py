@@ -26,9 +26,11 @@ from dshard.core.wrapper import wrap
 from dshard.dispatch.registry import find
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Mesh
+from dshard.ops.matmul.options import use_strategy
 from dshard.planning.step_graph import GraphCall, Value
 from dshard.redistribute.axis_roles import roles
-from dshard.rules.expand import Expansion
+from dshard.rules.attention_loops import AttentionLoops
+from dshard.rules.expand import Expansion, Row
 from dshard.rules.strategy import Strategy
 from dshard.step_timeline import StepTimeline
 from dshard.topology import Topology
@@ -66,11 +68,11 @@ def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alt
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:
         if alternative or _has_local_arguments(call):
-            seconds = executed(call, expansion.inputs, topology).local
+            seconds = executed(call, expansion.inputs, topology, expansion.rows).local
         else:
             seconds = _by_kernels(call, kernel_of(call, expansion), shapes, topology)
             if topology.dispatch:
-                host = _host_seconds(call, expansion.inputs, topology)
+                host = _host_seconds(call, expansion, topology)
                 seconds = LocalSeconds(seconds.forward + host.forward, seconds.backward + host.backward, seconds.saved)
         _SECONDS.add(key, seconds)
     return seconds
@@ -162,18 +164,20 @@ class ExecutedCall(NamedTuple):
     received: tuple[int, int]
 
 
-def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
+def executed(call: GraphCall, layouts: Sequence[Layout], topology: Topology, rows: Sequence[Row] = ()) -> ExecutedCall:
     """A call and its backward pass with operands in these layouts, on tensors without data, cached.
 
-    Gradients of the operands are those that the call gives, and are not redistributed. Layouts that differ only by a
-    permutation of interchangeable mesh axes are run once.
+    Attention has the loops that are these `rows`, as it has where a plan is followed. Gradients of the operands are
+    those that the call gives, and are not redistributed. Layouts that differ only by a permutation of interchangeable
+    mesh axes are run once.
     """
     axes = _canonical_axes(layouts, topology)
     renamed = [_with_axes(layout, axes) for layout in layouts]
-    key = call.signature, tuple(renamed), topology
+    loops = call.attention_loops([rows[axes.index(axis)] for axis in range(len(rows))]) if rows else None
+    key = call.signature, tuple(renamed), loops, topology
     known: ExecutedCall | None = _SECONDS.get(key)
     if known is None:
-        known = _SECONDS.add(key, run_by_executor(call, renamed, topology))
+        known = _SECONDS.add(key, run_by_executor(call, renamed, topology, loops))
     back = [axes.index(axis) for axis in range(len(axes))]
     return known._replace(outputs=tuple([_with_axes(layout, back) for layout in known.outputs]))
 
@@ -206,7 +210,9 @@ def _with_axes(layout: Layout, axes: Sequence[int]) -> Layout:
 @plain()
 @planning()
 @disable_modes()
-def run_by_executor(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> ExecutedCall:
+def run_by_executor(
+    call: GraphCall, layouts: Sequence[Layout], topology: Topology, loops: AttentionLoops | None = None
+) -> ExecutedCall:
     """A call and its backward pass with operands in these layouts, as `executed` gives it, run anew."""
     operands = []
     with torch.enable_grad():
@@ -217,7 +223,8 @@ def run_by_executor(call: GraphCall, layouts: Sequence[Layout], topology: Topolo
     timeline, host = StepTimeline(topology, for_shapes=True), list[float]()
     observed = observing(lambda decision: host.append(host_seconds(decision.op, topology)))
     with use_topology(topology), planning(topology.backend), torch.enable_grad(), timeline.recorded(), observed:
-        out = call.run(*operands)
+        with use_strategy(attention=loops):
+            out = call.run(*operands)
         outs: list[Any] = tensors_in(out)
         forward, begun, received = timeline.seconds("compute"), len(host), _received(timeline)
         saved = _saved(timeline, [x._local_tensor for x in outs])
@@ -233,13 +240,13 @@ def _received(timeline: StepTimeline) -> int:
     return sum([event.nbytes for event in timeline.events if event.queue == "network"])
 
 
-def _host_seconds(call: GraphCall, layouts: Sequence[Layout], topology: Topology) -> LocalSeconds:
+def _host_seconds(call: GraphCall, expansion: Expansion, topology: Topology) -> LocalSeconds:
     """The host's seconds for the distributed operators of a call; their number depends on layouts where a kernel does.
 
     That is so for functions, which run as one operator or as torch's own.
     """
     if call.kernel is not None:
-        return executed(call, layouts, topology).host
+        return executed(call, expansion.inputs, topology, expansion.rows).host
     key = call.signature, topology
     seconds: LocalSeconds | None = _SECONDS.get(key)
     if seconds is None:

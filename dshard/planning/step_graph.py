@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -18,6 +18,8 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import leaves, replace_leaves
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
+from dshard.rules.attention_loops import LOOPS, AttentionLoops
+from dshard.rules.expand import Row
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
@@ -108,6 +110,11 @@ class GraphCall:
             self.arguments, lambda x: operands[x.number] if isinstance(x, OperandSlot) else x
         )
         return filled
+
+    def attention_loops(self, rows: Sequence[Row]) -> AttentionLoops | None:
+        """The loops of attention that its executor is asked for, if these rows are such; None leaves them to cost."""
+        is_attention = self.name == "scaled_dot_product_attention" and all(row is None or row in LOOPS for row in rows)
+        return cast(AttentionLoops, tuple(rows)) if is_attention else None
 
     def run(self, *operands: object) -> Any:
         """The result of the function on these operands, of these or of other sizes, and the call's other arguments."""

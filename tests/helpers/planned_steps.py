@@ -129,7 +129,7 @@ def planned_collectives(graph: StepGraph, chosen: StepPlan, topology: Topology) 
         if own.exchanges:
             events = list[CommEvent]()
             with listen(events.append):
-                ran = run_by_executor(call, own.inputs, topology)
+                ran = run_by_executor(call, own.inputs, topology, call.attention_loops(own.rows))
             left = ran.received[0]
             for event in events:
                 direction = "forward" if left > 0 else "backward"
