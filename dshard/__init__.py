@@ -251,7 +251,7 @@ def _measure(mesh: object, **options: object) -> Topology:
 
 
 _MEASURERS.append(_measure)
-_RENDERERS.append(_late_function("dshard.tools.report.notebook_html.html"))
+_RENDERERS.append(_late_function("dshard.tools.report.visualize.html"))
 
 
 def __dir__() -> list[str]:

@@ -19,8 +19,14 @@ from dshard.autograd.crossing import as_distributed, redistribute
 from dshard.autograd.leaf_gradients import accumulating
 from dshard.autograd.sole_owner import give_up_local
 from dshard.comm import Stream, current_stream, follow
-from dshard.core.joined_moves import Ends, begin_together
-from dshard.core.moves import LocalRedistribution, joined_redistribution, redistribute_local, write_local
+from dshard.core.moves import (
+    Ends,
+    LocalRedistribution,
+    begin_together,
+    joined_redistribution,
+    redistribute_local,
+    write_local,
+)
 from dshard.core.signature import Context
 from dshard.core.spec import Spec
 from dshard.core.view_sync import propagate_write, shown_of

@@ -30,8 +30,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.core.context import planning_context
-from dshard.core.joined_moves import begin_lane, run_alone
-from dshard.core.moves import LocalRedistribution, count_write
+from dshard.core.moves import LocalRedistribution, begin_lane, count_write, run_alone
 from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, is_leaf, wrap_in_flight

@@ -12,13 +12,14 @@ A plan is run in these stages, each in a file:
 - `transport`: launches a collective by one of the primitives in `collectives`, and tells listeners (`events`).
 - `backends`: what each backend can do, the one table that all of these ask.
 - `peer_failure`: waits for a collective, unless another rank has failed or is in deadlock; `graph_collectives`: the
-  same for collectives of compiled graphs; `traced_collectives`: those that torch traces; `told_waits`: long waits.
+  same for collectives of compiled graphs, and graphs split for pipelines; `traced_collectives`: those that torch
+  traces; `told_waits`: long waits.
 
 `runtime` binds meshes to `process_groups`. `reshard` runs plans between meshes, in sends and receives, with the
 buffers of a rank. `agreement` exchanges shapes and values, `scatter_shards` distributes global tensors,
 `stored_chunks` describes them to checkpoints; `rank_checks` compares programs in debug mode, `even_parts` assumed local
 shapes. Ranks leave `store_messages` for each other; `recorded_calls` tells a recording of a step what is no operator.
-All of these use `scoped` values, `streams` of a GPU, and the line of `user_code`. `graph_split` serves pipelines.
+All of these use `scoped` values, `streams` of a GPU, and the line of `user_code`.
 """
 
 from dshard.comm.agreement import (
@@ -47,8 +48,7 @@ from dshard.comm.collective import Collective
 from dshard.comm.collectives import Factor
 from dshard.comm.drive import Program, Request, begin, program_of, redistributed, request_alone, same_memory
 from dshard.comm.events import MOVES, CommEvent, listen, measuring
-from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
-from dshard.comm.graph_split import split_graph
+from dshard.comm.graph_collectives import split_graph, wait_in_graphs_as_in_eager
 from dshard.comm.joined import Lane, joined, joined_received, lane_of
 from dshard.comm.peer_failure import (
     is_from_peer,

@@ -9,12 +9,13 @@ another way, and deadlocks are detected by the order of waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import local
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from dshard.comm import collectives
 from dshard.comm.backends import waits_on_host
@@ -163,3 +164,15 @@ _KERNELS: dict[str, Any] = {
     "wait_tensor": wait_in_graph,
 }
 """Kernels of the collectives in graphs; over gloo no graph has a reduce_scatter."""
+
+
+# -- splitting a module into a graph of submodules, with torch's own tracing
+
+
+def split_graph(module: nn.Module, example: Sequence[Tensor], at: Sequence[str]) -> fx.GraphModule:
+    """A graph that calls a module's stages in order; a stage begins at each of the submodules named in `at`."""
+    from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415  # slow: few split a model
+
+    points = dict.fromkeys(at, SplitPoint.BEGINNING)
+    graph: fx.GraphModule = pipeline(module, tuple(example), split_spec=points).split_gm
+    return graph

@@ -8,8 +8,7 @@ alike_operators.py  operators without data that run once for all that are alike
 executable.py       what a call runs as: redistribute, run the local operator, wrap
 call_key.py         the key under which a call is cached
 trees.py            leaves of nested tuples, lists and dicts
-moves.py            redistribution of local tensors, local operators on every rank
-joined_moves.py     redistribution of several local tensors by one collective
+moves.py            redistribution of local tensors, also of several by one collective; local operators on every rank
 owners.py           ranks that have some of a mesh's tensors whole for a while, and run functions of them
 local_checks.py     checks of local and global tensors that become distributed, and their exchange between the ranks
 local_work.py       seconds of the local work of an operator

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.comm import has_only_shape
 from dshard.core.call import Call, Composed, Operator
-from dshard.core.joined_moves import reduced_together
+from dshard.core.moves import reduced_together
 from dshard.core.signature import Args, Function
 from dshard.ops.composite import run_composite
 from dshard.ops.custom import decomposed

@@ -21,7 +21,7 @@ from torch import Tensor
 from dshard.comm import HALF, has_only_shape, numbers_of, of_first_rank, on_each, sum_dtype
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, OperatorForm, RankCall
 from dshard.core.checks import check_nll_loss
-from dshard.core.joined_moves import reduced_together
+from dshard.core.moves import reduced_together
 from dshard.core.operands import common_mesh
 from dshard.core.plain_tensors import replicated_tensor
 from dshard.core.signature import Args, Function, Kwargs

@@ -18,11 +18,10 @@ from dshard.comm import ENDS
 from dshard.core.view_sync import CopiedView, register_view, shown_of
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import MISS, Autocast, CallConditions, RecordedCall, Ref, local_of, without_autocast
-from dshard.rehearsal.code import Code
+from dshard.rehearsal.code import Code, parted, reads, simplified, slots_in, written_by
 from dshard.rehearsal.contents import Contents
 from dshard.rehearsal.local_recorder import Instruction, Slot
 from dshard.rehearsal.session import OWN_CALLS
-from dshard.rehearsal.simplified import parted, reads, simplified, slots_in, written_by
 from dshard.torch_private import increment_version, no_torch_function, pytree, tensor_references
 
 FILE = "<rehearsed>"

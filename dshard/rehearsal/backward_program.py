@@ -14,11 +14,10 @@ from torch import Tensor
 
 from dshard.comm import JoinedViews, Session
 from dshard.rehearsal.answers import FILE
-from dshard.rehearsal.code import Code, variable
+from dshard.rehearsal.code import Code, parted, reads, roots_of, simplified, variable, with_slots
 from dshard.rehearsal.derivation import Derivation
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.simplified import parted, reads, roots_of, simplified, with_slots
 from dshard.torch_private import OpOverload
 
 

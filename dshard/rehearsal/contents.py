@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from dshard.rehearsal.calls import Kind, RecordedCall, Ref, kind_of
+from dshard.rehearsal.code import reads, roots_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.region_recording import (
     CallResult,
@@ -19,7 +20,6 @@ from dshard.rehearsal.region_recording import (
     is_size,
     outside_of,
 )
-from dshard.rehearsal.simplified import reads, roots_of
 from dshard.torch_private import pytree
 
 

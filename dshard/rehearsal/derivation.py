@@ -26,11 +26,10 @@ from dshard.core.spec import is_for_shapes
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.dispatch.planned_calls import PLANNED
 from dshard.rehearsal.calls import RecordedCall, Ref, attention_kernels, is_ready, local_of
-from dshard.rehearsal.code import results_of
+from dshard.rehearsal.code import reads, results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
 from dshard.rehearsal.region import Run
 from dshard.rehearsal.session import run_eagerly
-from dshard.rehearsal.simplified import reads
 from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import OpOverload, no_torch_function, pytree
 

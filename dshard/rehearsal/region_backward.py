@@ -29,12 +29,12 @@ from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import BackwardProgram, Given, NoProgram, PassStage, program_of
 from dshard.rehearsal.calls import local_of
+from dshard.rehearsal.code import reads
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again
 from dshard.rehearsal.gradient_order import Parts
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region import TAP, Run
-from dshard.rehearsal.simplified import reads
 from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import keeps_graph, no_torch_function, will_execute_node
 

@@ -1,7 +1,7 @@
 """Replay steps: what a step of local operators and collectives does, without the Python that says so.
 
-`step_recording` records a step below autograd and distributed tensors by a `local_recorder`, `step_program` makes a
-function of that, with numbers of optimisers as inputs, and `step_state` compares what is cheap to compare.
+`step_program` records a step below autograd and distributed tensors by a `local_recorder`, and makes a function of
+that, with numbers of optimisers as inputs; `step_state` compares what is cheap to compare.
 
 Design: docs/design/0020-replay.md
 """
@@ -29,8 +29,15 @@ from dshard.core.context import static_sizes
 from dshard.core.observe import OBSERVERS, OperatorMode
 from dshard.errors import ArgumentError, ReplayError
 from dshard.rehearsal.local_recorder import StepRecorder
-from dshard.replay.step_program import StepProgram
-from dshard.replay.step_recording import CheckingRecorder, StepCall, StepRecording, gradient_kind, matched, record
+from dshard.replay.step_program import (
+    CheckingRecorder,
+    StepCall,
+    StepProgram,
+    StepRecording,
+    gradient_kind,
+    matched,
+    record,
+)
 from dshard.torch_private import dispatch_mode, is_transforming, n_dispatch_modes
 from dshard.validate import check_callable
 

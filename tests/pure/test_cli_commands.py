@@ -15,7 +15,7 @@ import pytest
 
 from dshard import launch
 from dshard.tools.cli import _parser, main
-from dshard.tools.report import progress
+from dshard.tools.report import console
 
 MODEL = """
 from torch import nn
@@ -166,12 +166,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_ranks_start(
 
 def test_a_sign_of_life_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is gone before anything is printed."""
-    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(console, "PATIENCE", 0.01)
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
-        with progress.waiting("planning"):
+        with console.waiting("planning"):
             said = _heard(ours, "planning")
     os.close(ours)
 

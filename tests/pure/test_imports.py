@@ -30,7 +30,7 @@ MAY_IMPORT_RICH = ("tools/report",)
 MAY_IMPORT_LATE = frozenset(
     {
         "dshard/comm/stored_chunks.py: _torch",  # torch.distributed.checkpoint takes a second to import
-        "dshard/comm/graph_split.py: split_graph",  # torch.distributed.pipelining takes seconds to import
+        "dshard/comm/graph_collectives.py: split_graph",  # torch.distributed.pipelining takes seconds to import
         "dshard/checkpoint/tensor_files.py: _library",  # safetensors is an extra
         "dshard/compile/graph_functions.py: call_in_graph",  # torch._dynamo takes long, and is there already
     }

@@ -7,8 +7,7 @@ import torch
 
 from dshard import Mesh, Replicate, Shard, Topology, use_topology
 from dshard.comm import CommEvent, listen
-from dshard.core.joined_moves import begin_together
-from dshard.core.moves import joined_redistribution
+from dshard.core.moves import begin_together, joined_redistribution
 from dshard.core.spec import contiguous_spec
 from dshard.layout import Layout
 

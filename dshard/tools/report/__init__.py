@@ -30,17 +30,17 @@ from dshard.step_timeline import PlacedEvent
 from dshard.tables import human_bytes
 from dshard.tools.demo import Predicted, Row, Settings
 from dshard.tools.report.console import WIDE, Drawing, count, table, title
+from dshard.tools.report.console import checkpoint_progress as checkpoint_progress
 from dshard.tools.report.console import data as data
+from dshard.tools.report.console import demo_progress as demo_progress
 from dshard.tools.report.console import drop_output as drop_output
 from dshard.tools.report.console import error as error
+from dshard.tools.report.console import measure_progress as measure_progress
 from dshard.tools.report.console import note as note
+from dshard.tools.report.console import search_progress as search_progress
 from dshard.tools.report.console import show as show
 from dshard.tools.report.console import text as text
-from dshard.tools.report.progress import checkpoint_progress as checkpoint_progress
-from dshard.tools.report.progress import demo_progress as demo_progress
-from dshard.tools.report.progress import measure_progress as measure_progress
-from dshard.tools.report.progress import search_progress as search_progress
-from dshard.tools.report.progress import waiting as waiting
+from dshard.tools.report.console import waiting as waiting
 from dshard.tools.report.timelines import simulation_table, step_timeline, timeline_table
 from dshard.tools.selftest import Result, SelfTest
 from dshard.topology import BYTES, Topology
