@@ -1,8 +1,7 @@
 """Layouts of whole models: by named strategies, the cheapest plan, or parameter names; torch's styles."""
 
 from dshard.parallel.auto import Auto
-from dshard.parallel.batches import batches
-from dshard.parallel.boundary import data_ranks, distribute_batch
+from dshard.parallel.boundary import batches, data_ranks, distribute_batch
 from dshard.parallel.checkpoint import checkpoint
 from dshard.parallel.expert_modules import RECOGNISED, register_experts
 from dshard.parallel.function_plan import FunctionPlan, plan_function

@@ -3,7 +3,10 @@
 Design: docs/design/0010-pipeline.md
 """
 
-from dshard.pipeline.actions import (
+from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
+from dshard.pipeline.pipeline import Pipeline
+from dshard.pipeline.program import (
+    SCHEDULES,
     Action,
     Backward,
     BackwardInput,
@@ -11,14 +14,14 @@ from dshard.pipeline.actions import (
     Compute,
     Edge,
     Forward,
+    Program,
     Receive,
     Send,
     chain,
+    computes,
     edges_of,
+    lead_of,
 )
-from dshard.pipeline.costs import Costs, EdgeCost, StageCost, uniform
-from dshard.pipeline.pipeline import Pipeline
-from dshard.pipeline.program import SCHEDULES, Program, computes, lead_of
 from dshard.pipeline.simulator import Choice, Crossing, Span, Timeline, choose, play, rank_schedules, simulate
 from dshard.pipeline.stage import Part, Stage, split
 

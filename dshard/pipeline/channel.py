@@ -19,7 +19,7 @@ from dshard.core.signature import Function
 from dshard.core.spec import contiguous_spec
 from dshard.errors import PipelineError
 from dshard.layout import Layout, Shape
-from dshard.pipeline.actions import Edge
+from dshard.pipeline.program import Edge
 from dshard.reshard import ReshardPlan, plan_reshard
 from dshard.rules.expand import Operand
 from dshard.rules.strategy import completed_layout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from dshard.errors import ScheduleError
-from dshard.pipeline.actions import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
+from dshard.pipeline.program import Backward, BackwardInput, BackwardWeight, Compute, Edge, Forward
 from dshard.validate import as_int, as_number, as_tuple, check_type
 
 

@@ -12,9 +12,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dshard.comm import group_of, runtime_of
 from dshard.core.signature import Function
 from dshard.errors import MeshError, ScheduleError
-from dshard.pipeline.actions import Compute, edges_of, names_of
 from dshard.pipeline.costs import Costs
-from dshard.pipeline.program import Program
+from dshard.pipeline.program import Compute, Program, edges_of, names_of
 from dshard.pipeline.runner import TARGET, Reduction, Runner, cut_batch
 from dshard.pipeline.simulator import DELAYS, choose
 from dshard.pipeline.stage import Stage

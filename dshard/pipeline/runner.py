@@ -20,7 +20,9 @@ from dshard.core.signature import Context, Function
 from dshard.distribute import distribute_tensor
 from dshard.errors import DShardError, MixedError, PipelineError, ScheduleError, ShapeError
 from dshard.layout import Layout
-from dshard.pipeline.actions import (
+from dshard.pipeline.channel import Channels
+from dshard.pipeline.costs import StageCost, uniform
+from dshard.pipeline.program import (
     Action,
     Backward,
     BackwardInput,
@@ -28,12 +30,10 @@ from dshard.pipeline.actions import (
     Compute,
     Edge,
     Forward,
+    Program,
     Receive,
     Send,
 )
-from dshard.pipeline.channel import Channels
-from dshard.pipeline.costs import StageCost, uniform
-from dshard.pipeline.program import Program
 from dshard.pipeline.simulator import simulate
 from dshard.pipeline.stage import Stage, backward, backward_input
 from dshard.pipeline.tied import Tied

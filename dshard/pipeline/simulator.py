@@ -16,7 +16,9 @@ from typing_extensions import assert_never
 from dshard.chrome import Bar, to_chrome
 from dshard.errors import ScheduleError
 from dshard.notebook import Drawn
-from dshard.pipeline.actions import (
+from dshard.pipeline.costs import Costs
+from dshard.pipeline.program import (
+    SCHEDULES,
     Action,
     Backward,
     BackwardInput,
@@ -24,11 +26,10 @@ from dshard.pipeline.actions import (
     Compute,
     Edge,
     Forward,
+    Program,
     Receive,
     Send,
 )
-from dshard.pipeline.costs import Costs
-from dshard.pipeline.program import SCHEDULES, Program
 from dshard.validate import as_int, as_number, as_tuple, check_type
 
 

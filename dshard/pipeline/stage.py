@@ -18,7 +18,7 @@ from dshard.core.signature import Function
 from dshard.errors import LayoutError, MeshError, MixedError, ScheduleError
 from dshard.layout import Layout, layout_of, placements_on, replicated
 from dshard.mesh import Mesh
-from dshard.pipeline.actions import names_of
+from dshard.pipeline.program import names_of
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rehearsal.region_backward import is_behind_first_node
 from dshard.tensor import DTensor

@@ -290,7 +290,7 @@ def test_the_next_batch_waits_for_no_rank_in_its_step(ranks: RankPool) -> None:
 
 def left_in_flight() -> int:
     """The exchanges of a loop that has ended for which nobody has waited."""
-    module, left = importlib.import_module("dshard.parallel.batches"), 0
+    module, left = importlib.import_module("dshard.parallel.boundary"), 0
 
     def begin(*args: Any) -> Any:
         nonlocal left
