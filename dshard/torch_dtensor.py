@@ -22,23 +22,6 @@ ShardOrderEntry: Any = late("torch.distributed.tensor._dtensor_spec.ShardOrderEn
 TensorMeta: Any = late("torch.distributed.tensor._dtensor_spec.TensorMeta")
 TorchStridedShard: Any = late("torch.distributed.tensor.placement_types._StridedShard")
 
-__all__ = [
-    "IS_TORCHS",
-    "Base",
-    "DTensorSpec",
-    "ShardOrderEntry",
-    "TensorMeta",
-    "TorchDTensor",
-    "TorchPartial",
-    "TorchPlacement",
-    "TorchReplicate",
-    "TorchShard",
-    "TorchStridedShard",
-    "counts_plain_as_replicated",
-    "strided_placements",
-    "with_placements_of_dshard",
-]
-
 
 class _Probe(TorchDTensor):
     """A subclass that implements every operator itself."""

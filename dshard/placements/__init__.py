@@ -17,22 +17,3 @@ from dshard.placements.types import (
     parse_placement,
     parse_placements,
 )
-
-__all__ = [
-    "REDUCE_OPS",
-    "Partial",
-    "Placement",
-    "ReduceOp",
-    "Replicate",
-    "Shard",
-    "chunk",
-    "chunk_of",
-    "chunk_sizes",
-    "cotangent",
-    "format_placements",
-    "from_torch",
-    "nested_chunk",
-    "own_placement",
-    "parse_placement",
-    "parse_placements",
-]

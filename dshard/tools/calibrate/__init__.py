@@ -6,15 +6,3 @@ makes the topology, the same on every rank.
 
 from dshard.tools.calibrate.measure import SECONDS, measure, measure_world
 from dshard.tools.calibrate.rounds import COLLECTIVES, SIZES, Fit, Progress, fit, typical
-
-__all__ = [
-    "COLLECTIVES",
-    "SECONDS",
-    "SIZES",
-    "Fit",
-    "Progress",
-    "fit",
-    "measure",
-    "measure_world",
-    "typical",
-]

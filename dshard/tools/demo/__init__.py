@@ -6,17 +6,3 @@ The model (`vit.py`) is an ordinary `nn.Module`, laid out by `dshard.parallelize
 """
 
 from dshard.tools.demo.train import BATCH, Predicted, Progress, Row, Settings, draw, find, names, predict, rank, run
-
-__all__ = [
-    "BATCH",
-    "Predicted",
-    "Progress",
-    "Row",
-    "Settings",
-    "draw",
-    "find",
-    "names",
-    "predict",
-    "rank",
-    "run",
-]
