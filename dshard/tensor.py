@@ -27,7 +27,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.torch_wrappers import UNNAMED
-from dshard.core.transforms import constant, is_differentiating_forward, with_tangent
+from dshard.core.transforms import constant, is_differentiating_forward, refuse_constants, with_tangent
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
 from dshard.dispatch.function_table import QUERIES
@@ -169,6 +169,7 @@ class DTensor(Wrapper):
         if is_transforming():
             with outside_transforms():
                 return self.to_local(grad_placements=grad_placements)
+        refuse_constants(self, "to_local", is_operator=False)
         layout = None
         if grad_placements is not None:
             layout = gradient_layout(self._spec.layout, self._spec.shape, grad_placements, "to_local")

@@ -290,6 +290,9 @@ is_tracking_gradients: Callable[[Tensor], bool] = _needed(
 functorch_unwrapped: Callable[[Tensor], Tensor] = _needed(
     "torch._C._functorch.get_unwrapped", "torch.func through parallelized models"
 )
+is_in_graph: Callable[[Tensor, object], bool] = _needed(
+    "torch.fx.experimental.proxy_tensor.has_proxy_slot", "refusing what the graph of make_fx would hold as a constant"
+)
 outside_transforms: Callable[[], AbstractContextManager[object]] = _needed(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "tensors laid out within torch.func's transforms",

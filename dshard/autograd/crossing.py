@@ -16,7 +16,7 @@ from dshard.core.moves import LocalRedistribution, counting_as, local_redistribu
 from dshard.core.observe import ASKED, OBSERVERS, Decision, finish_observed, observed
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
-from dshard.core.transforms import is_differentiating_forward, refuse_batched, with_tangent
+from dshard.core.transforms import is_differentiating_forward, refuse_batched, refuse_constants, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError
 from dshard.layout import Layout, replicated
@@ -210,11 +210,14 @@ def _refuse_second_order(layout: Layout, other: Layout) -> None:
 
 
 def as_distributed(grad: Tensor, layout: Layout) -> Wrapper:
-    """A gradient as a distributed tensor: plain zeros, which autograd makes, count as replicated."""
+    """A gradient as a distributed tensor: a plain one, such as zeros that autograd makes, counts as replicated."""
     if isinstance(grad, Wrapper):
         return grad
-    grad, layout_of_zeros = _with_memory(grad), replicated(layout.mesh)
-    return wrap(grad, spec_of(layout_of_zeros, tuple(grad.shape), grad.stride(), grad.dtype, grad.device))
+    grad, alike = _with_memory(grad), replicated(layout.mesh)
+    spec = spec_of(alike, tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
+    if grad.requires_grad and torch.is_grad_enabled():  # given to a pass that is recorded, and differentiated by
+        return FromLocal.apply(grad, spec, alike)  # type: ignore[no-any-return, no-untyped-call]
+    return wrap(grad, spec)
 
 
 def redistribute_unrecorded(
@@ -260,6 +263,7 @@ def redistribute(
     current = x._spec.layout
     if current is layout:
         return x
+    refuse_constants(x, "redistribute", is_operator=False)
     if is_transforming():  # torch.func follows what it wraps, not this tensor
         with outside_transforms():
             return redistribute(x, layout, op, asynchronous=asynchronous, as_operand=as_operand)

@@ -13,16 +13,21 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_exporting
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from dshard.errors import LayoutError, MixedError
+from dshard.core.trees import tensors_in
+from dshard.errors import CompileError, LayoutError, MixedError
 from dshard.torch_private import (
     DispatchKey,
     functorch_unwrapped,
     is_functorch_wrapped,
+    is_in_graph,
     is_key_excluded,
     is_legacy_batched,
     is_tracking_gradients,
     is_transforming,
+    n_dispatch_modes,
     no_torch_function,
     outside_transforms,
 )
@@ -36,6 +41,39 @@ _AUTOGRAD = DispatchKey.AutogradFunctionality
 def is_differentiating_forward() -> bool:
     """Whether the call is within a level of forward-mode derivatives."""
     return forward_ad._current_level >= 0
+
+
+def is_written_down() -> bool:
+    """Whether torch.export or make_fx writes down operators on distributed tensors, and only those.
+
+    torch.compile writes down those on local tensors.
+    """
+    return is_exporting() or _graph_of_make_fx() is not None
+
+
+def _graph_of_make_fx() -> object | None:
+    """What make_fx writes down, which torch.func.linearize runs, too; None outside of it, and within torch.compile."""
+    mode = get_proxy_mode() if n_dispatch_modes() and not is_compiling() else None
+    return None if mode is None else mode.tracer
+
+
+def refuse_constants(operands: object, what: str, *, is_operator: bool) -> None:
+    """Refuse what the graph of make_fx would hold as the constant that it is now.
+
+    That is an operator on distributed tensors of which only some are of the graph, and, of any that is, what is no
+    operator.
+    """
+    graph = _graph_of_make_fx()
+    if graph is None:
+        return
+    tensors = tensors_in(operands)
+    known = [x for x in tensors if is_in_graph(x, graph)]
+    if known and not (is_operator and len(known) == len(tensors)):
+        raise CompileError(
+            f"{what} within make_fx, or torch.func.linearize: their graph has operators on distributed tensors that it "
+            "got as inputs, and would hold another value as the constant that it is now; pass all tensors to the "
+            "function that is written down, without redistributions in it, or use torch.compile, or torch.func.jvp"
+        )
 
 
 def is_below_autograd() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from dshard.autograd.crossing import NUMBER, redistribute
 from dshard.comm import of_first_rank, publish_failure, same_memory
@@ -23,7 +23,7 @@ from dshard.core.plain_tensors import (
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.subclasses import is_causal_bias, refuse_own_rules
 from dshard.core.torch_function import bind_arguments
-from dshard.core.transforms import is_differentiating_forward, is_wrapped
+from dshard.core.transforms import is_differentiating_forward, is_wrapped, is_written_down, refuse_constants
 from dshard.core.trees import leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS, FunctionRow
@@ -35,6 +35,7 @@ from dshard.torch_private import (
     graph_task_id,
     is_transforming,
     is_view_replay_enabled,
+    n_dispatch_modes,
     no_torch_function,
     set_view_replay_enabled,
 )
@@ -105,6 +106,8 @@ def call_function(row: FunctionRow | None, func: Function, args: Args, kwargs: K
         return _transformed(row, func, args, kwargs)
     if row is not None and row.when == "with plain":
         return row.handler(func, args, kwargs)
+    if n_dispatch_modes() and (row is None or row.when != "own"):
+        refuse_constants((args, kwargs), getattr(func, "__name__", str(func)), is_operator=True)
     if may_hold_plain(args) or (kwargs and may_hold_plain(kwargs.values())):
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
     if row is not None and row.when == "own":
@@ -112,8 +115,8 @@ def call_function(row: FunctionRow | None, func: Function, args: Args, kwargs: K
     with no_torch_function():
         if kwargs and kwargs.get("out") is not None and is_composed_with_out(func) and not _is_recorded(args, kwargs):
             return composed_into_out(func, args, kwargs)
-        # torch.export records operators on distributed tensors, and torch has forward derivatives of operators alone
-        if row is not None and not is_exporting() and not is_differentiating_forward():
+        # A graph has operators on distributed tensors, and torch has forward derivatives of operators alone.
+        if row is not None and not is_written_down() and not is_differentiating_forward():
             out = row.handler(func, args, kwargs)
             if out is not NotImplemented:
                 return out
@@ -148,7 +151,7 @@ def with_numbers_reduced(out: Any, args: Args, kwargs: Kwargs) -> Any:
         return type(out)([with_numbers_reduced(x, args, kwargs) for x in out]) if numbers else out
     if not is_partial_number(out) or is_within_forward() or graph_task_id() != -1 or is_transforming():
         return out
-    if is_compiling() or out._view_sync is not None:
+    if is_compiling() or is_written_down() or out._view_sync is not None:
         return out
     local = of_first_rank(out._local_tensor)
     for x in tensors_in((args, kwargs)):  # warm calls make views of local tensors, which autograd does not call views

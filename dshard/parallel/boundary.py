@@ -21,6 +21,7 @@ from dshard.comm import begin_rows, comparing, device_of, gather_objects, group_
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_tensors import declare_model
+from dshard.core.transforms import is_written_down
 from dshard.core.trees import map_tensors, nested_tensors
 from dshard.errors import ArgumentError, CompileError, LayoutError, PeerError
 from dshard.layout import Layout, layout_of
@@ -130,7 +131,10 @@ class Boundary:
         elif are_whole and all(isinstance(x, DTensor) for x in nested_tensors(inputs)):
             return
         else:
-            graph, rest = "torch.export", ", but takes distribute_batch(model, inputs) where parameters are replicated"
+            graph = (
+                "torch.export" if is_exporting() else "make_fx or torch.func.linearize (torch.func.jvp needs no graph)"
+            )
+            rest = ", but takes distribute_batch(model, inputs) where parameters are replicated"
         raise self._no_graph(graph, rest)
 
     def prepare_scriptable(self) -> NoReturn:
@@ -161,7 +165,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
 
     @skip_frame
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if is_tracing() or is_exporting():
+        if is_tracing() or is_written_down():
             boundary.check_graph((args, kwargs))
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None

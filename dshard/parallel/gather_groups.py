@@ -22,6 +22,7 @@ from dshard.compile.graph_functions import skip_frames
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, joined_redistribution
 from dshard.core.spec import outside_checkpoint
+from dshard.core.transforms import has_tangent
 from dshard.core.wrapper import Wrapper
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
@@ -119,7 +120,7 @@ class GatherGroup:
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
         stored = self.stored()
-        if self.ahead is not None or not self.plan.gathered or not all(type(x) is DTensor for x in stored):
+        if self.ahead is not None or not self.plan.gathered or not _can_gather(stored):
             return
         if not any(x._local_tensor.is_inference() for x in stored):  # they tell of no writes before their use
             self.ahead = GatheredWeights(stored, self.moves(stored))
@@ -145,7 +146,7 @@ class GatherGroup:
         self._leave_ended()
         frame = sys._getframe(1).f_back  # of torch, which lasts as long as the call
         stored, stack = self.stored(), ExitStack()
-        if torch.compiler.is_compiling() or is_transforming() or not all(type(x) is DTensor for x in stored):
+        if torch.compiler.is_compiling() or is_transforming() or not _can_gather(stored):
             self.running.append(Running(frame, None, stored, stack))
             if self.plan.precision is not None:
                 self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
@@ -212,6 +213,11 @@ class GatherGroup:
         for places, x in zip(self.places, parameters, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
+
+
+def _can_gather(stored: Sequence[Tensor]) -> bool:
+    """Whether a collective for all can gather these: distributed tensors, without tangents that it would not bring."""
+    return all(type(x) is DTensor for x in stored) and not any(map(has_tangent, stored))
 
 
 class GatherOrder:

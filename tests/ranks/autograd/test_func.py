@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.default_cases import one_in
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (
@@ -518,6 +517,16 @@ def of_parameters(plan: str) -> list[str]:
     def of_bias(net: nn.Module, params: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda bias: functional_call(net, params | {"0.bias": bias}, (x,))
 
+    def of_duals(net: nn.Module, params: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in params.items()}
+            return tuple(forward_ad.unpack_dual(functional_call(net, duals, (x,))))
+
+    def by_cotangent(net: nn.Module, params: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        leaf, given = x.clone().requires_grad_(), x[:, :2].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(net(leaf), leaf, given, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), [given, leaf])
+
     derivatives: dict[str, Case] = {
         "gradient": lambda net, p: grad(partial(loss, net))(p, x, x[:, :2]),
         "gradient and value": lambda net, p: grad_and_value(partial(loss, net))(p, x, x[:, :2]),
@@ -526,6 +535,8 @@ def of_parameters(plan: str) -> list[str]:
         "jacobian": lambda net, p: (jacrev(of_bias(net, p))(p["0.bias"]), jacfwd(of_bias(net, p))(p["0.bias"])),
         "curvature": lambda net, p: hessian(lambda bias: of_bias(net, p)(bias).square().sum())(p["0.bias"]),
         "dual input": lambda net, p: dual(net, x, x.cos()),
+        "dual parameters": of_duals,
+        "gradient by what a pass is given": by_cotangent,
     }
     for name, derivative in derivatives.items():
         right, found = (derivative(net, {n: p.detach() for n, p in net.named_parameters()}) for net in made)
@@ -535,6 +546,6 @@ def of_parameters(plan: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan", one_in(2, ["data x megatron", "fsdp"]))
+@pytest.mark.parametrize("plan", ["data x megatron", "fsdp"])
 def test_transforms_follow_the_parameters_of_a_parallelized_model(ranks: RankPool, plan: str) -> None:
     assert ranks.run(of_parameters, plan, timeout=120) == [[]] * 4

@@ -22,11 +22,13 @@ from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import (
+    CompileError,
     DTensor,
     Mesh,
     Replicate,
@@ -666,6 +668,31 @@ def exported() -> None:
 
 def test_modules_are_exported(ranks: RankPool) -> None:
     ranks.run(exported)
+
+
+def written_down() -> None:
+    x, w = tensor(0, (4, 8), Shard(0), R, grad=False), tensor(1, (6, 8), R, Shard(1), grad=False)
+    functions: tuple[Any, ...] = (
+        lambda x, w: F.layer_norm(F.linear(x, w), (6,)).tanh(),
+        lambda x, w: F.cross_entropy(F.linear(x, w), F.softmax(x @ w.t(), 1)),
+    )
+    for function in functions:
+        close(make_fx(function)(x, w)(x + 1, w * 2).full_tensor(), function(x + 1, w * 2).full_tensor())
+    constants: tuple[Any, ...] = (
+        lambda x: F.linear(x, w),
+        lambda x: x.full_tensor() * 2,
+        lambda x: x.to_local() * 2,
+        lambda x: x.redistribute(placements=[R, R]) * 2,
+    )
+    for function in constants:
+        with pytest.raises(CompileError, match=r"within make_fx.* as the constant .*; pass all tensors"):
+            make_fx(function)(x)
+    with pytest.raises(CompileError, match=r"or torch\.func\.linearize"):
+        torch.func.linearize(torch.tanh, x)
+
+
+def test_graphs_of_operators_hold_no_constants_of_their_inputs(ranks: RankPool) -> None:
+    ranks.run(written_down)
 
 
 # -- explained

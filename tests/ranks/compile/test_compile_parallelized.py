@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dshard import (
     CompileError,
@@ -331,3 +333,6 @@ def test_graphs_that_hold_no_redistributions_are_refused_with_the_way_out(strate
             torch.jit.script(scripted)
     with pytest.raises(CompileError, match=r"torch.export .* takes distribute_batch\(model, inputs\).*full_tensor\(\)"):
         torch.export.export(model, (x,), strict=False)
+    for written in (make_fx(model), partial(torch.func.linearize, model)):
+        with pytest.raises(CompileError, match=r"linearize .* takes distribute_batch\(model, inputs\).*full_tensor"):
+            written(x)
