@@ -7,7 +7,6 @@ gradients.py          torch.autograd.grad, backward and `data`, which distribute
 joined_gradients.py   gradients of leaves reduced together, in buckets
 gathered_weights.py   weights gathered together for a module, and their gradients
 backward_graph.py     autograd's graph behind some nodes
-sole_owner.py         whether nobody else holds a gradient, so that it may be written
 """
 
 from dshard.autograd.crossing import redistribute

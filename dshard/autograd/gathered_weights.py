@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.autograd.leaf_gradients import accumulating
-from dshard.autograd.sole_owner import give_up_local
+from dshard.autograd.leaf_gradients import accumulating, give_up_local
 from dshard.comm import Stream, current_stream, follow
 from dshard.core.moves import (
     Ends,

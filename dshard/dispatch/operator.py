@@ -70,7 +70,7 @@ from dshard.ops.decompositions import decomposition_of
 from dshard.ops.foreach import FOREACH
 from dshard.ops.random import is_random, seeded_op
 from dshard.ops.views import in_memory_of
-from dshard.rules.blocked_factors import with_blocks
+from dshard.rules.cut_factors import with_blocks
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Constraints, Question, Strategy
 from dshard.rules.strategy_choice import alternative_strategy, cheapest

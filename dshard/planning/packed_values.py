@@ -22,7 +22,7 @@ from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.placements import Shard
 from dshard.planning.step_graph import GraphCall, OperandSlot, StepGraph
-from dshard.rules.blocked_factors import rule_in_blocks
+from dshard.rules.cut_factors import rule_in_blocks
 from dshard.rules.expand import blocks_of
 from dshard.rules.rule import Rule, factor_sizes
 from dshard.torch_private import OpOverload

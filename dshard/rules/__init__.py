@@ -7,9 +7,8 @@ strategy.py             strategies as values, and constraints on them
 strategy_price.py       prices of expansions: redistributions, local work
 strategy_choice.py      the cheapest strategy, by branch and bound
 reshape.py              the rule of a reshape, from its shapes
-blocked_factors.py      factors that an operand shards in blocks
 matmul_loops.py         matmuls: a loop m, n or k for each mesh axis, all schedules in closed form, named ones
-split_contraction.py    a contraction dim whose operands are sharded at different levels
+cut_factors.py          factors cut in several: by the levels at which operands shard them, or in blocks
 panel_stream.py, panel_cut.py   matmuls in panels: which factor is cut, and where
 communication_bounds.py  lower bounds on the communication of matmuls, of attention and of layers of experts
 named_loops.py          rows of the tables of named loops

@@ -103,7 +103,7 @@ def values(model: nn.Module, x: Tensor) -> list[Tensor]:
 def step(rank: int, store: str) -> None:
     """Compare steps of a model that is laid out with those of a plain one, in the state of this process."""
     import dshard  # noqa: PLC0415
-    from dshard.autograd.sole_owner import _SOLE_OWNER  # noqa: PLC0415
+    from dshard.autograd.leaf_gradients import _SOLE_OWNER  # noqa: PLC0415
     from dshard.torch_dtensor import IS_TORCHS  # noqa: PLC0415
 
     assert IS_TORCHS

@@ -27,10 +27,9 @@ from dshard.ops.composite import Local
 from dshard.ops.matmul.matmul_executable import Matmul, matmul_of_choice, rule_with_bias
 from dshard.ops.matmul.options import NO_OPTIONS, MatmulOptions, current_options, options_of
 from dshard.ops.matmul.rules import bmm_rule, einsum_rule, linear_rule, matmul_rule, same_dtype
-from dshard.rules.blocked_factors import with_blocks
+from dshard.rules.cut_factors import split_contraction, with_blocks
 from dshard.rules.expand import Operand
 from dshard.rules.rule import Rule
-from dshard.rules.split_contraction import split_contraction
 from dshard.rules.strategy import Question, StrategyChoice
 from dshard.rules.strategy_choice import choose
 from dshard.torch_private import will_execute_node

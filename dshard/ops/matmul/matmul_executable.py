@@ -25,10 +25,10 @@ from dshard.ops.matmul.panel_price import cheapest, in_panels
 from dshard.ops.matmul.ring import executor
 from dshard.placements import Partial
 from dshard.redistribute import MakePartial, Plan, Slice
+from dshard.rules.cut_factors import SplitContraction
 from dshard.rules.expand import Expansion, Row, expand, sizes_of
 from dshard.rules.panel_stream import AutoPanels, Panels, Stream
 from dshard.rules.rule import PassThrough, Rule
-from dshard.rules.split_contraction import SplitContraction
 from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoice
 
 NEITHER = (False, False)

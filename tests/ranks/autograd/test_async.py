@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, trace
-from dshard.autograd import sole_owner
+from dshard.autograd import leaf_gradients
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, bind, collectives
 from dshard.comm.peer_failure import wait_for
@@ -255,11 +255,11 @@ def test_gradients_that_python_keeps_are_not_overwritten(ranks: RankPool) -> Non
 def test_gradients_are_copied_where_counts_do_not_tell_who_holds_them(
     blind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(sole_owner._measured(make) is not None for make in (sole_owner._plain, sole_owner._view))
+    assert all(leaf_gradients._measured(make) is not None for make in (leaf_gradients._plain, leaf_gradients._view))
 
-    monkeypatch.setattr(sole_owner, blind, lambda x: 1)
+    monkeypatch.setattr(leaf_gradients, blind, lambda x: 1)
 
-    assert [sole_owner._measured(make) for make in (sole_owner._plain, sole_owner._view)] == [None, None]
+    assert [leaf_gradients._measured(make) for make in (leaf_gradients._plain, leaf_gradients._view)] == [None, None]
 
 
 def some_listen(listens: bool) -> tuple[list[Tensor], list[tuple[str, str]]]:
