@@ -122,6 +122,7 @@ class PlanSearch:
         self.shows = _progress()
         self.priced: list[Priced] = []
         self.solved: list[tuple[tuple[Mesh, AxisGroups], StepPlan]] = []
+        self.spaces: dict[Mesh, StepTables] = {}
 
     def is_over(self) -> bool:
         """Whether there is a plan, and no time for another one."""
@@ -140,34 +141,38 @@ class PlanSearch:
         fitting = [each for each in self.priced if self.auto.allows(each.plan)]
         return min(fitting, key=lambda each: each.plan.cost.seconds, default=None)
 
-    def tables(self, graph: StepGraph, limits: StepLimits, mesh: Mesh, rows: int) -> StepTables | None:
-        """The tables of the step on a mesh, if there is time for them.
+    def tables(self, graph: StepGraph, limits: StepLimits, mesh: Mesh, rows: int) -> Iterator[StepTables]:
+        """The tables of the step on a mesh for which there is time, those of the fewest plans first.
 
         On the first mesh there are always some: without time for all plans, those of plans that use mesh axes alike.
-        All of them, or those of either half where a batch of so many `rows` does not divide among all ranks, or there
-        is time for that. Where there are limits, which may leave no such plan, these are always those of all plans.
+        Where there are more than `AXES`, the plans of each two groups of axes come before all plans, whose best choice
+        is hard to find; one group where there is time for nothing else, and a batch of so many `rows` divides among all
+        ranks. Where there are limits, which may leave no such plan, these are always those of all plans.
         """
         topology = planning_context().topology_of(mesh)
 
         def tables(alike: AxisGroups, deadline: Deadline) -> StepTables:
             return StepTables(graph, mesh, topology, replace(limits, alike=alike), deadline)
 
-        if self.solved or limits != FREE or mesh.ndim == 1 or self.deadline.seconds == inf:
+        if self.solved or limits != FREE or mesh.ndim == 1:
             with suppress(TimeIsOver):
-                return tables((), self.deadline if self.solved else ENDLESS)
-            return None
-        begin, halves = self.deadline.left(), _halves(mesh)
-        coarse = tables(halves if rows % mesh.size else (tuple(range(mesh.ndim)),), ENDLESS)
-        of_all = (begin - self.deadline.left()) * coarse.growth()
-        finer = () if of_all < self.deadline.left() else halves
-        if coarse.limits.alike != finer:
-            with suppress(TimeIsOver):
-                return tables(finer, self.deadline)
-        return coarse
+                yield tables((), self.deadline if self.solved else ENDLESS)
+            return
+        begin, pairs, made = self.deadline.spent(), _two_groups(mesh), False
+        coarse = tables(pairs[0] if rows % mesh.size else (tuple(range(mesh.ndim)),), ENDLESS)
+        of_all = (self.deadline.spent() - begin) * coarse.growth()
+        every = [()] if of_all < self.deadline.left() else []
+        with suppress(TimeIsOver):
+            for alike in [*(pairs if mesh.ndim > AXES or not every else []), *every]:
+                yield coarse if alike == coarse.limits.alike else tables(alike, self.deadline)
+                made = True
+        if not made:
+            yield coarse
 
     def add_planned(self, tables: StepTables) -> None:
         """Price plans that choose all layouts together, with bytes as dear as it takes to keep the limit of memory."""
         known: list[tuple[ModelPlan, ModelPlan]] = []
+        self.spaces[tables.mesh] = tables  # those of most plans are the last
 
         def planned(weights: Weights) -> ModelPlan | None:
             most = self.most(weights)
@@ -255,6 +260,8 @@ class PlanSearch:
         """What each plan that holds so many bytes takes at least, of all that were searched, by these weights."""
         bounds = dict[tuple[Mesh, AxisGroups], float]()
         for space, chosen in self.solved:
+            if space[1] and not self.spaces[space[0]].limits.alike:  # its plans are among those of the other
+                continue
             if chosen.weights.beside == weights.beside and (held or not chosen.weights.memory):
                 bounds[space] = max(bounds.get(space, 0.0), chosen.least(held))
         return min(bounds.values(), default=0.0)
@@ -277,10 +284,12 @@ class PlanSearch:
         self, priced: Priced, names: Mapping[str, str], named: Sequence[tuple[float, ModelPlan]]
     ) -> ModelPlan:
         """A plan with what is known of the others: a bound, what was tried, and the space of its step."""
-        plan, tables, chosen = priced
-        tables = tables or next((t for other, t, _ in self.priced if t is not None and other.mesh == plan.mesh), None)
+        (plan, own, chosen), tables = priced, self.spaces.get(priced.plan.mesh)
         if tables is None:
             return plan
+        own = own or tables
+        if tables.limits.alike:  # and those of other plans have other axes that are
+            tables = own
         laid = {each.strategy: each.parameters for _, each in named if each.mesh == plan.mesh}
         weights, held = (BESIDE, 0.0) if chosen is None else (chosen.weights, chosen.parts.memory)
         return replace(
@@ -294,7 +303,7 @@ class PlanSearch:
                 self._tried(named)[:MOST],
                 named_parts(plan, laid),
                 bool(tables.limits.alike),
-                TracedSpace(tables, weights, None if chosen is None else chosen.total, names, laid),
+                TracedSpace(tables, own, weights, None if chosen is None else chosen.total, names, laid),
             ),
         )
 
@@ -380,11 +389,12 @@ def cheapest(
                 plans = chain([first], plans)
         tables = None
         if graph is not None:
-            tables = search.tables(graph, _limits(graph, mesh, unfolded, auto, names), unfolded, roles.rows)
+            limits = _limits(graph, mesh, unfolded, auto, names)
+            for tables in search.tables(graph, limits, unfolded, roles.rows):
+                search.add_planned(tables)
             if tables is None:
                 break
-            search.add_planned(tables)
-        worth[unfolded] = tables is None or any(each.tables is tables for each in search.priced)
+        worth[unfolded] = tables is None or any(x.tables and x.plan.mesh == unfolded for x in search.priced)
         bounds = dict[tuple[Layout, ...], float]()
         for plan in plans:
             is_over = search.is_over()
@@ -436,11 +446,11 @@ def _is_of_alike(name: str, axes: int) -> bool:
     return len(parts) == axes and len({*parts}) == 1
 
 
-def _halves(mesh: Mesh) -> AxisGroups:
-    """The mesh axes in two groups, the larger of which has as few ranks as can be, without groups of one axis."""
-    n = min(range(1, mesh.ndim), key=lambda n: max(prod(mesh.shape[:n]), prod(mesh.shape[n:])))
+def _two_groups(mesh: Mesh) -> list[AxisGroups]:
+    """The mesh axes in two groups, in order of the ranks of the larger one; axes alone are in none."""
     axes = tuple(range(mesh.ndim))
-    return tuple([group for group in (axes[:n], axes[n:]) if len(group) > 1])
+    ways = sorted(range(1, mesh.ndim), key=lambda n: max(prod(mesh.shape[:n]), prod(mesh.shape[n:])))
+    return [tuple([group for group in (axes[:n], axes[n:]) if len(group) > 1]) for n in ways]
 
 
 def _limits(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Mapping[str, str]) -> StepLimits:

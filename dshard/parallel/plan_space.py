@@ -30,10 +30,12 @@ class TracedSpace:
     """The plans of a traced step, by the weights by which one of them was chosen, with the weighted sum `total`.
 
     That is None of a strategy by name: it is found if need be, as the least of plans that store parameters as it does.
-    `names` has the first name of each parameter by all of its names.
+    `own` are the tables by which the plan was found, perhaps of fewer plans than `tables`. `names` has the first name
+    of each parameter by all of its names.
     """
 
     tables: StepTables
+    own: StepTables
     weights: Weights
     total: float | None
     names: Mapping[str, str]
@@ -48,7 +50,7 @@ class TracedSpace:
         else:
             tables = own.pinned(limits.parameters)
         chosen = plan_step(tables, self.weights)
-        space = replace(self, tables=tables, total=chosen.total)
+        space = replace(self, tables=tables, own=tables, total=chosen.total)
         spent = process_time() - begin
         return self._made(plan, chosen, Search(chosen.seconds, chosen.least(), assignments(tables), spent, space=space))
 
@@ -75,7 +77,7 @@ class TracedSpace:
         sums, begin = list[tuple[str, float]](), process_time()
         total = self._total(plan) if ways and present else 0.0
         for layouts, name in [*ways.items()][:QUICK] if present else ():
-            pinned = self.tables.pinned(dict(zip(present, layouts, strict=True)))
+            pinned = self.own.pinned(dict(zip(present, layouts, strict=True)))
             sums.append((name, plan_step(pinned, self.weights, passes=QUICK).total - total))
             if sums[-1][1] < -CLOSE * total or process_time() - begin > SOON:
                 break
