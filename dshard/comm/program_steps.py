@@ -103,10 +103,16 @@ def flat_exchange(
     name: Literal["all_to_all", "permute"] = "all_to_all",
 ) -> Transfer:
     """Exchange flat pieces of these sizes with each rank of the group along `axes`; listeners see it as `name`."""
-    ranks = mesh.group(axes, at)
-    index = ranks.index(mesh.rank(at))
+    ranks, index = _group_of(mesh, axes, at)
     report = CollectiveReport(name, mesh, sum(recv) - recv[index])
     return Transfer(Collective("all_to_all", axes, ranks, index, send, recv, report=report), None, None, (sum(recv),))
+
+
+@cached("collective steps", 4096)
+def _group_of(mesh: Mesh, axes: tuple[str, ...], at: Coordinate) -> tuple[tuple[int, ...], int]:
+    """The ranks of the group along `axes` of the rank at `at`, and its number among them."""
+    ranks = mesh.group(axes, at)
+    return ranks, ranks.index(mesh.rank(at))
 
 
 @cached("collective steps", 65536)

@@ -109,5 +109,7 @@ def run_program(mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequen
     Collectives run beside the computation between their begin and their end. In debug mode the ranks first compare
     `plans`.
     """
-    with torch.no_grad():
-        return world_of(mesh, tensors).run(mesh, make, tensors, plans)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run_program(mesh, make, tensors, plans)
+    return world_of(mesh, tensors).run(mesh, make, tensors, plans)

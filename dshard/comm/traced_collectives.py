@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,11 @@ def traced(x: Tensor) -> bool:
     While torch traces, nothing may be sent, measured or emitted, and no buffer cached: only traced operators run later.
     """
     return type(x) in _TRACED
+
+
+def is_any_traced(tensors: Iterable[Tensor]) -> bool:
+    """Whether torch traces the operators on some of these tensors."""
+    return not _TRACED.isdisjoint(map(type, tensors))
 
 
 @contextmanager

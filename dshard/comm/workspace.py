@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from weakref import WeakSet
@@ -39,18 +38,12 @@ class Workspace:
     peak: int = 0
     storages: set[StorageWeakRef] = field(default_factory=set)
 
-    @contextmanager
-    def session(self, runtime: Runtime | None = None) -> Iterator[PooledSession]:
+    def session(self, runtime: Runtime | None = None) -> PooledSession:
         """Lend buffers within the block, for work on the process groups of `runtime`, or on none.
 
         They are returned at the end of the block; after an error they are not, for they may still be in use.
         """
-        lent = PooledSession(self, runtime)
-        try:
-            yield lent
-            lent.end()
-        finally:
-            self.held -= sum(lent.nbytes.values())
+        return PooledSession(self, runtime)
 
     def clear(self) -> None:
         """Give all free buffers back to torch."""
@@ -141,6 +134,14 @@ class PooledSession(Session):
         self.workspace = workspace
         self.lent: dict[int, tuple[Pool, Tensor]] = {}
         self.nbytes: dict[int, int] = {}
+
+    def __enter__(self) -> PooledSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+        self.workspace.held -= sum(self.nbytes.values())
 
     def take(self, shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Borrow an uninitialised contiguous buffer on the device of `like`, of its dtype unless one is given."""

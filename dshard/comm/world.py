@@ -26,7 +26,7 @@ from dshard.comm.rank_tensors import are_simulated, is_any_meta, plain, stack, u
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.traced_collectives import traced
+from dshard.comm.traced_collectives import is_any_traced
 from dshard.comm.transport import primitive, report
 from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
 from dshard.layout import Shape
@@ -209,8 +209,9 @@ class OnProcesses:
         return Once(partial(advance_alone, program, launch, [launch(next(program))]))
 
     def run(self, mesh: Mesh, make: Make, tensors: Sequence[Tensor], plans: Sequence[Plan]) -> Results:
-        for plan in plans if rank_checks.enabled() else ():
-            rank_checks.compare(plan, self.runtime)
+        if plans and rank_checks.enabled():
+            for plan in plans:
+                rank_checks.compare(plan, self.runtime)
         pool = Workspace() if RECORDERS else WORKSPACE  # a replay makes its own buffers
         with pool.session(self.runtime) as space:
             return advance(make(self.coordinate, space, tensors), self.launch)
@@ -335,7 +336,7 @@ def world_of(mesh: Mesh, tensors: Sequence[Tensor]) -> World:
         return SIMULATED_RANKS
     if is_any_meta(tensors):
         return SHAPES
-    return InGraph(mesh) if any(map(traced, tensors)) else OnProcesses(mesh)
+    return InGraph(mesh) if is_any_traced(tensors) else OnProcesses(mesh)
 
 
 def within_move(run: Callable[..., T], *args: Any) -> T:

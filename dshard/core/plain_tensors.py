@@ -231,6 +231,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     """
     flat = leaves((args, kwargs))  # once: an optimiser's lists have several tensors for each parameter
     kinds = set(map(type, flat))
+    if not any(issubclass(kind, Tensor) for kind in kinds - {Wrapper.public}):
+        return args, kwargs
     refuse_own_rules(getattr(func, "__name__", str(func)), kinds)
     if any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds):
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)

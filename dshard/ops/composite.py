@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import ToLocal, as_distributed, from_local, redistribute, to_local
-from dshard.comm import are_simulated, own_coordinate, traced
+from dshard.comm import are_simulated, is_any_traced, own_coordinate, traced
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable, decide, wrap_as
@@ -79,7 +79,7 @@ def recorded_gradients(
 
 def are_traced(tensors: Sequence[Any]) -> bool:
     """Whether torch traces a graph of some of these operands, in which no sizes depend on values."""
-    return any(isinstance(t, Wrapper) and traced(t._local_tensor) for t in tensors)
+    return is_any_traced([t._local_tensor for t in tensors if isinstance(t, Wrapper)])
 
 
 def _choose_composite(

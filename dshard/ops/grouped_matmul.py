@@ -93,8 +93,9 @@ def is_aligned(x: Tensor) -> bool:
     """Whether the rows or the columns have the alignment of torch's kernels: dense, at multiples of 16 bytes."""
     row, column = x.stride()[-2:]
     rows, columns = x.shape[-2:]
-    ways = ((column, row, columns), (row, column, rows))
-    return any(dense == 1 and step >= max(1, n) and step * x.itemsize % 16 == 0 for dense, step, n in ways)
+    if column == 1 and row >= max(1, columns) and row * x.itemsize % 16 == 0:
+        return True
+    return row == 1 and column >= max(1, rows) and column * x.itemsize % 16 == 0
 
 
 RULES: dict[str, Operator] = {"aten::_grouped_mm": Operator(grouped, kernel, blocks=True)}

@@ -10,7 +10,7 @@ from helpers.sources import PACKAGE, SOURCES, nodes, parsed
 
 PLACES = {"LocalTensor", "is_meta", "is_outside"}
 """Names by which one asks whether ranks are simulated, and whether a tensor has no data, or this rank is outside."""
-MODES = {"simulated_ranks", "traced"}
+MODES = {"simulated_ranks", "traced", "is_any_traced"}
 """Names by which one asks whether this process simulates ranks, and whether torch traces."""
 MOST_PLACES, MOST_MODES = 16, 44
 
