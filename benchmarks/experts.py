@@ -88,17 +88,20 @@ def run_case(case: Case, device_mesh: DeviceMesh, turns: int) -> dict[str, Any]:
     placements = [Shard(0)] * mesh.ndim
     laid = [dshard.distribute_tensor(t, device_mesh, placements, src_data_rank=None) for t in given]
     operands = [t.requires_grad_(t.is_floating_point()) for t in laid]
-    call = partial(_there_and_back, partial(_forward, operands), operands)
+    leaves = [t for t in operands if t.requires_grad]
+    grad = torch.ones_like(operands[0]).detach()
+    call = partial(_there_and_back, partial(_forward, operands), leaves, grad)
     clock = Clock(mesh, runtime_of(mesh))  # type: ignore[arg-type]  # there are processes
     loops = product(EXPERTS.loops, repeat=mesh.ndim)
     chosen, runs, predicted = by_all_loops("experts", loops, call, partial(_forward, operands))
     times = in_turns(runs, clock, turns, SECONDS)
     local = [t.to_local().detach().requires_grad_(t.is_floating_point()) for t in operands]
+    local_leaves = [t for t in local if t.requires_grad]
     others = {
         "chosen": call,
-        "sorted": partial(_there_and_back, partial(by_operators, operands), operands),
-        "rows": partial(_there_and_back, partial(by_rows, local, e), local),
-        "experts": partial(_there_and_back, partial(by_experts, local, e), local),
+        "sorted": partial(_there_and_back, partial(by_operators, operands), leaves, grad),
+        "rows": partial(_there_and_back, partial(by_rows, local, e), local_leaves, grad.to_local()),
+        "experts": partial(_there_and_back, partial(by_experts, local, e), local_leaves, grad.to_local()),
     }
     beside = in_turns(others, clock, turns, SECONDS_BESIDE)
     return {
@@ -112,9 +115,8 @@ def _forward(operands: Sequence[DTensor]) -> Any:
     return dshard.experts(BODY, *operands, rule=RULE)
 
 
-def _there_and_back(forward: Callable[[], Tensor], operands: Sequence[Tensor]) -> object:
-    out = forward()
-    return torch.autograd.grad(out, [t for t in operands if t.requires_grad], torch.ones_like(out))
+def _there_and_back(forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor) -> object:
+    return torch.autograd.grad(forward(), leaves, grad)
 
 
 # -- what one would write instead

@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, TypeAlias
 
+from dshard.caches import cached
 from dshard.errors import NotationError, ShapeError, StrategyError
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
@@ -56,7 +57,8 @@ EXPERTS: LoopTable[ExpertLoop] = LoopTable(
 )
 
 
-def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) -> Rule:
+@cached("rules", 4096)
+def expert_rule(shapes: tuple[Shape, ...], text: str, routing: Routing = UNIFORM) -> Rule:
     """The rule of a layer of experts: of tokens, indices and weights of their experts, and parameters as in `text`.
 
     `text` has a term for each parameter: e are experts, d features of tokens, f inner features, (2 f) two parts of
@@ -68,11 +70,11 @@ def expert_rule(shapes: Sequence[Shape], text: str, routing: Routing = UNIFORM) 
         NotationError: a term for each parameter is missing, or one without e, or with another name.
         ShapeError: the shapes do not fit.
 
-    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4, 5)], "e f d, e d f"))
+    >>> print(expert_rule(((8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4, 5)), "e f d, e d f"))
     t [d], t [k], t [k], e f [d], e [d] f -> t [d]
-    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4)], "e f d, e d"))
+    >>> print(expert_rule(((8, 4), (8, 2), (8, 2), (6, 5, 4), (6, 4)), "e f d, e d"))
     t [d], t [k], t [k], e [f] [d], e [d] -> t [d]
-    >>> print(expert_rule([(8, 4), (8, 2), (8, 2), (6, 10, 4), (6, 4, 5)], "e (2 f) d, e d f"))
+    >>> print(expert_rule(((8, 4), (8, 2), (8, 2), (6, 10, 4), (6, 4, 5)), "e (2 f) d, e d f"))
     t [d], t [k], t [k], e ([2] f) [d], e [d] f -> t [d]
     """
     check_expert_rule(text, len(shapes) - OPERANDS)

@@ -125,7 +125,8 @@ def run_experts(
     requested = options.experts if loops is None else EXPERTS.checked(loops)
     _check_tensors(tensors)
     check_capacity(capacity, beyond)
-    shape_rule = expert_rule([tuple(t.shape) for t in tensors], rule, options.routing or UNIFORM)
+    shapes = tuple([t._spec.shape if isinstance(t, Wrapper) else tuple(t.shape) for t in tensors])
+    shape_rule = expert_rule(shapes, rule, options.routing or UNIFORM)
     distributed = [t for t in tensors if isinstance(t, Wrapper)]
     if not distributed:
         total = _total(shape_rule, tensors)
@@ -167,8 +168,9 @@ def _check_tensors(tensors: Sequence[Any]) -> None:
     if len(tensors) <= OPERANDS:
         raise ShapeError("experts without parameters: give at least one, whose dim e are the experts")
     index = tensors[1]
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(f"experts: index is of {index.dtype}; give the numbers of experts, as whole numbers")
+    dtype = index.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"experts: index is of {dtype}; give the numbers of experts, as whole numbers")
 
 
 def _total(rule: Rule, tensors: Sequence[Tensor]) -> int:
@@ -180,7 +182,8 @@ def _run(body: Body, rule: Rule, asked: tuple[RequestedLoops, bool, int | None],
     requested, may_ask, capacity = asked
     mesh = common_mesh("experts", list(tensors))
     may_ask = may_ask and not (are_sizes_static() or is_captured(mesh) or are_traced(tensors))
-    needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+    records = torch.is_grad_enabled()
+    needed = tuple([records and t.requires_grad for t in tensors])
 
     def choose() -> ExpertsChoice:
         specs = [spec_like(t, mesh) for t in tensors]

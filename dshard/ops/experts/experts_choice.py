@@ -15,7 +15,7 @@ from dshard.cost import PlannedCollective, planned_collective
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.experts.token_route import TokenExchange
+from dshard.ops.experts.token_route import CODE, TokenExchange
 from dshard.redistribute import plan
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.expert_loops import OPERANDS, RequestedLoops, Way, ways_of
@@ -24,26 +24,33 @@ from dshard.rules.strategy import Constraints, Question, Strategy, StrategyChoic
 from dshard.rules.strategy_choice import cheapest, choose
 from dshard.rules.strategy_price import Price, returned_layout
 
-STEPS = 20
-"""The host's time for the exchanges of a level in one pass, waits included, in that of a distributed operator."""
+STEPS = 5
+"""The host's time for the exchanges of a level in one pass, waits included, in that of a distributed operator.
+
+It is what they take longer than the redistributions of the other forms, whose time on the host is not counted.
+"""
 COUNTS = 2
 """The numbers that two ranks tell each other: of rows, and of pairs of a token and an expert."""
-CODE, NUMBER = 4, 8
-"""The bytes of the code of a pair, and of a number."""
+NUMBER = 8
+"""The bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsChoice:
-    """The cheapest way to run a layer of experts: its decision and strategy, and the result's spec.
+    """The cheapest way to run a layer of experts: its decision and strategy, and the specs of what it computes.
 
-    `levels` are the exchanges of the ragged form, one after the other; none where tokens are whole, or gathered.
+    `computed` is the result in the layout in which it is computed, which is then redistributed; `gradients` are those
+    of the operands. `levels` are the exchanges of the ragged form, one after the other; none where tokens are whole, or
+    gathered.
     """
 
     specs: Sequence[Spec]
     decision: Decision
     strategy: Strategy
     levels: tuple[TokenExchange, ...]
+    computed: Spec
     result: Spec
+    gradients: tuple[Spec, ...]
 
 
 class ExpertsCandidates:
@@ -92,8 +99,12 @@ class ExpertsCandidates:
             ends=(plan(result, end, tokens.shape, tokens.itemsize, self.topology),),
             exchanges=strategy.exchanges,
         )
-        spec = contiguous_spec(end, tokens.shape, tokens.dtype, tokens.device)
-        return ExpertsChoice(self.specs, decision, strategy, candidates.get(strategy, ()), spec)
+        computed, returned, *gradients = (
+            contiguous_spec(layout, spec.shape, spec.dtype, spec.device)
+            for layout, spec in zip((result, end, *strategy.gradients), (tokens, tokens, *self.specs), strict=True)
+        )
+        levels = candidates.get(strategy, ())
+        return ExpertsChoice(self.specs, decision, strategy, levels, computed, returned, tuple(gradients))
 
     def _static(self) -> Strategy | None:
         """The cheapest strategy of the rule that is allowed."""
@@ -159,10 +170,7 @@ class ExpertsCandidates:
         along = [tuple([names[axis] for axis in order if axis in level]) for level in levels]
         for i, axes in enumerate(along):
             beyond = tuple([name for each in along[i + 1 :] for name in each])
-            yield TokenExchange(
-                *(experts, axes, self.expert_dim, self.total, self._tokens(self.specs[0])),
-                *(self.rule.chosen.routing, beyond, i > 0),
-            )
+            yield TokenExchange(experts, axes, self.expert_dim, self.total, self.rule.chosen.routing, beyond, i > 0)
 
     def _sent(
         self, base: Strategy, levels: Sequence[TokenExchange]
@@ -173,17 +181,17 @@ class ExpertsCandidates:
         """
         (x, _, weight, *_), mesh = self.specs, base.inputs[0].mesh
         local, k, width = self._tokens(x, base.inputs[0]), weight.shape[-1], x.shape[-1] * x.itemsize
+        beside = k * (CODE.itemsize + weight.itemsize)
         there, back = list[PlannedCollective](), list[PlannedCollective]()
         again, last = list[PlannedCollective](), list[PlannedCollective]()
         for level in levels:
-            hits, shares = level.hits((0,) * mesh.ndim, k)
+            hits, _ = level.hits((0,) * mesh.ndim, k)
             send = partial(self._exchange, mesh, level.axes)
-            rows, pairs = local * (len(hits) - 1) * max(hits), local * k * (len(hits) - 1) * max(shares)
-            sums, returned = local * (sum(hits) - min(hits)), local * k * (sum(shares) - min(shares))
-            there += send(COUNTS * NUMBER * (len(hits) - 1)), send(rows * width + pairs * (CODE + weight.itemsize))
+            rows, sums = local * (len(hits) - 1) * max(hits), local * (sum(hits) - min(hits))
+            there += send(COUNTS * NUMBER * (len(hits) - 1)), send(rows * (width + beside))
             back.insert(0, send(sums * width))
             again.append(send(rows * width))
-            last.insert(0, send(sums * width + returned * weight.itemsize))
+            last.insert(0, send(sums * (width + k * weight.itemsize)))
             local *= len(hits)
         return (*there, *back), (*again, *last)
 

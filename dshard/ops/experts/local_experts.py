@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dshard.caches import cached
 from dshard.comm import has_data, has_only_shape, numbers_of, sum_dtype
 from dshard.core.call import Call, Operator
 from dshard.core.context import are_sizes_static
@@ -64,16 +66,22 @@ class LocalExperts:
         parameters: Sequence[Tensor] = given
         if is_recorded((x, weight, *parameters)):
             x, weight, *parameters = together(x, weight, *parameters)
+        return self.summed((x, index, weight, *parameters))
+
+    def summed(self, tensors: Sequence[Tensor], known: int | None = None) -> Tensor:
+        """What these experts add to each token; the number of pairs of a token and one of them may be `known`."""
+        x, index, weight, *parameters = tensors
         if has_only_shape(x):
-            n = round(index.numel() * len(self.held) / max(1, self.total))
-            return experts_without_data((x, index, weight, *parameters), held=len(self.held), pairs=n)
+            n = round(index.numel() * len(self.held) / max(1, self.total)) if known is None else known
+            return experts_without_data(tensors, held=len(self.held), pairs=n)
         tokens = x.reshape(-1, x.shape[-1])
-        pairs = pairs_of(index.reshape(-1), self)
+        pairs = pairs_of(index.reshape(-1), self, known)
         token = pairs.order // max(1, index.shape[-1])
-        out = self.weighted(tokens[token], pairs.ends, weight.reshape(-1)[pairs.order], parameters)
+        weights = weight.reshape(-1).index_select(0, pairs.order)
+        out = self.weighted(tokens.index_select(0, token), pairs.ends, weights, parameters)
         if pairs.is_padded:
             out = out.masked_fill((torch.arange(len(out), device=x.device) >= pairs.ends[-1]).unsqueeze(1), 0)
-        total = out.new_zeros(tokens.shape).index_add(0, token, out)
+        total = out.new_zeros(tokens.shape).index_add_(0, token, out)
         return total.to(x.dtype).reshape(x.shape)
 
     def weighted(self, rows: Tensor, ends: Tensor, weight: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -95,8 +103,8 @@ class Pairs(NamedTuple):
     is_padded: bool
 
 
-def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
-    """The pairs of flat indices; their number is known without the values where this rank has all experts.
+def pairs_of(index: Tensor, experts: LocalExperts, known: int | None = None) -> Pairs:
+    """The pairs of flat indices; their number is `known`, or known without the values where this rank has all experts.
 
     Else they are padded where sizes are static.
 
@@ -108,8 +116,10 @@ def pairs_of(index: Tensor, experts: LocalExperts) -> Pairs:
     local, order = torch.sort(local, stable=True)
     ends = ends_of(local, n)
     are_all = n == experts.total and experts.capacity is None
-    is_padded = not are_all and n > 0 and _is_static(index)
-    if not (are_all or is_padded):
+    is_padded = known is None and not are_all and n > 0 and _is_static(index)
+    if known is not None:
+        order = order[:known]
+    elif not (are_all or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
     elif experts.capacity is not None:
         order = order[: experts.capacity * n]
@@ -132,7 +142,7 @@ def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
     """For each index of an expert its number among those held; behind all for another."""
     if has_data(index):
         try:
-            index = torch.arange(total, device=index.device).index_select(0, index)
+            return _numbers(held, total, index.device).index_select(0, index)
         except IndexError as error:
             wrong = index[(index < 0) | (index >= total)]
             raise index_error(numbers_of(wrong[:1])[0], total) from error
@@ -140,6 +150,14 @@ def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
         return index
     local = index - held.start
     return torch.where((local >= 0) & (local < len(held)), local, len(held))
+
+
+@cached("exchanges", 1024)
+def _numbers(held: range, total: int, device: torch.device) -> Tensor:
+    """For each of `total` experts its number among those held; behind all for another."""
+    numbers = torch.full((total,), len(held))
+    numbers[held.start : held.stop] = torch.arange(len(held))
+    return numbers.to(device)
 
 
 def index_error(index: int, total: int) -> IndexError:
@@ -175,7 +193,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows [n, d] times the weight [e, d, f] of the expert of each: [n, f]."""
     dtypes = _GROUPED if has_data(rows) else _GROUPED[:1]
     has_kernel = rows.dtype == weight.dtype and rows.dtype in dtypes and min(rows.numel(), weight.numel()) > 0
-    is_wide = all(n * rows.itemsize % 16 == 0 for n in weight.shape[1:])  # for the products of gradients, too
+    is_wide = gcd(*weight.shape[1:]) * rows.itemsize % 16 == 0  # for the products of gradients, too
     if has_kernel and is_wide and is_aligned(rows) and is_aligned(weight):
         return F.grouped_mm(rows, weight, offs=ends)
     if _is_static(rows):

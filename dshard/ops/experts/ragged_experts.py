@@ -15,32 +15,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import as_distributed, redistribute
-from dshard.comm import Program, Session, has_only_shape, run_program
+from dshard.autograd.crossing import as_distributed, redistribute, unchecked_apply
+from dshard.comm import Program, Session, run_program
 from dshard.core.executable import ComposedExecutable
 from dshard.core.observe import OBSERVERS, finish_observed
 from dshard.core.signature import Args, Context, Kwargs
-from dshard.core.spec import contiguous_spec
 from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.mesh import Coordinate
 from dshard.ops.composite import recorded_gradients
 from dshard.ops.experts.experts_choice import ExpertsChoice
-from dshard.ops.experts.local_experts import Body, LocalExperts, ends_of, experts_without_data
-from dshard.ops.experts.token_route import TokenExchange, TokenPairs, TokenRoute
+from dshard.ops.experts.local_experts import Body, LocalExperts
+from dshard.ops.experts.token_route import RankExchange, RoutedRows, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
-from dshard.torch_private import keeps_graph
+from dshard.torch_private import keeps_graph, run_backward
 
 Recorded: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
 
 @dataclass(slots=True)
 class _Pass:
-    """What the forward pass of a rank leaves to its backward pass: the way of its tokens, and the graph of the body.
+    """What the forward pass of a rank leaves to its backward pass: the way of its tokens, and the graph of the body."""
 
-    Of each level the way has the route, and the numbers of rows and pairs before it.
-    """
-
-    way: list[tuple[TokenExchange, TokenRoute, tuple[int, int]]]
+    way: list[tuple[RankExchange, TokenRoute]]
     leaves: list[Tensor]
     out: Tensor
 
@@ -58,26 +54,23 @@ class RaggedExperts(ComposedExecutable):
 
     def __init__(self, choice: ExpertsChoice, body: Body, capacity: int | None, recorded: Recorded) -> None:
         super().__init__(choice.decision, self._run)
-        self.levels, self.capacity = choice.levels, capacity
-        self.body, self.recorded, self.specs, self.result = body, recorded, choice.specs, choice.result
-        self.layouts, self.gradients = choice.strategy.inputs, choice.strategy.gradients
-        self.computed = choice.strategy.outputs[0]
+        self.choice, self.body, self.capacity, self.recorded = choice, body, capacity, recorded
+        self.computed = choice.computed.layout
         self.arrived: list[int] = []  # rows of other ranks, told to observers: of this rank, or of each simulated one
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
-        moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
+        moved = [redistribute(t, layout) for t, layout in zip(tensors, self.choice.strategy.inputs, strict=True)]
         if is_recorded(tensors):
-            out = _Ragged.apply(self, *moved)  # type: ignore[no-untyped-call]
+            out = _ragged(self, *moved)
         else:
             out = self.forward(_Passes(False), moved)
-        return redistribute(out, self.result.layout)
+        return redistribute(out, self.choice.result.layout)
 
     def forward(self, passes: _Passes, tensors: Sequence[Wrapper], needed: Sequence[bool] = ()) -> Wrapper:
         """The result, in the layout in which it is computed."""
         program = partial(self._forward, passes, tuple(needed))
         (local,) = run_program(self.computed.mesh, program, [t._local_tensor for t in tensors])
-        spec = self.result
-        return wrap(local, contiguous_spec(self.computed, spec.shape, spec.dtype, spec.device))
+        return wrap(local, self.choice.computed)
 
     def backward(
         self, passes: _Passes, grad: Tensor, tensors: Sequence[Wrapper], needed: Sequence[bool], retain: bool
@@ -85,12 +78,12 @@ class RaggedExperts(ComposedExecutable):
         """The gradients of the operands in their layouts, None where they are not needed."""
         cotangent = self.computed.cotangent()
         grad = redistribute(as_distributed(grad, cotangent), cotangent)
-        program = partial(self._backward, passes, tuple(needed), retain)
+        program = partial(self._backward, passes, retain)
         run = partial(run_program, self.computed.mesh, program, [t._local_tensor for t in (grad, *tensors)])
         local = finish_observed(self.decision, run) if OBSERVERS and self.decision is not None else run()
         return [
-            wrap(x, contiguous_spec(layout, spec.shape, spec.dtype, spec.device)) if is_needed else None
-            for x, layout, spec, is_needed in zip(local, self.gradients, self.specs, needed, strict=True)
+            wrap(x, spec) if is_needed else None
+            for x, spec, is_needed in zip(local, self.choice.gradients, needed, strict=True)
         ]
 
     # -- the programs of a rank
@@ -99,57 +92,37 @@ class RaggedExperts(ComposedExecutable):
         self, passes: _Passes, needed: tuple[bool, ...], at: Coordinate, space: Session, tensors: Sequence[Tensor]
     ) -> Program[tuple[Tensor, ...]]:
         x, index, weight, *parameters = tensors
-        tokens, flat = x.reshape(-1, x.shape[-1]), index.reshape(-1).long()
-        row = torch.arange(len(flat), device=index.device) // max(1, index.shape[-1])
-        given, way = TokenPairs(tokens, row, flat, weight.reshape(-1)), []
-        for level in self.levels:
-            before = len(given.rows), len(given.row)
-            route, given = yield from level.dispatch(at, space, given, self.capacity is not None)
-            way.append((level, route, before))
+        tokens = x.reshape(-1, x.shape[-1])
+        of_tokens = len(tokens), index.shape[-1]
+        given, way = RoutedRows(tokens, index.reshape(of_tokens).long(), weight.reshape(of_tokens)), []
+        levels = [level.of_rank(at) for level in self.choice.levels]
+        for level in levels:
+            route, given = yield from level.dispatch(given, self.capacity is not None)
+            way.append((level, route))
         if OBSERVERS:
-            self.arrived.append(sum(level.from_others(at, route) for level, route, _ in way))
+            self.arrived.append(sum(level.from_others(route) for level, route in way))
+        experts = LocalExperts(self.body, level.held[level.own], level.exchange.total, self.capacity)
+        leaves = [given.rows, given.weight, *parameters]
         if passes.keeps:
-            with torch.enable_grad():
-                of_leaves = (needed[0], needed[2], *needed[OPERANDS:])
-                leaves = [
-                    each.detach().requires_grad_(is_needed)
-                    for each, is_needed in zip((given.rows, given.weight, *parameters), of_leaves, strict=True)
-                ]
-                summed = self._summed(at, given, leaves)
+            of_leaves = (needed[0], needed[2], *needed[OPERANDS:])
+            leaves = [x.detach().requires_grad_(each) for x, each in zip(leaves, of_leaves, strict=True)]
+        with torch.set_grad_enabled(passes.keeps):
+            summed = experts.summed((leaves[0], given.experts, *leaves[1:]), known=route.pairs)
+        if passes.keeps:
             passes.of_ranks[at] = _Pass(way, leaves, summed)
-            summed = summed.detach()
-        else:
-            summed = self._summed(at, given, [given.rows, given.weight, *parameters])
-        for level, route, (rows, _) in reversed(way):
-            summed = yield from level.combine(at, space, route, summed, rows)
+        summed = summed.detach()
+        for level, route in reversed(way):
+            (summed,) = yield from level.combine(route, [summed])
         return (summed.reshape(x.shape),)
 
-    def _summed(self, at: Coordinate, given: TokenPairs, tensors: Sequence[Tensor]) -> Tensor:
-        """The weighted sum of what this rank's experts make of each row that arrived."""
-        rows, weight, *parameters = tensors
-        if has_only_shape(rows):
-            held = len(self.levels[-1].own(at))
-            return experts_without_data((rows, weight, weight, *parameters), held=held, pairs=len(weight))
-        experts = LocalExperts(self.body, self.levels[-1].own(at), self.levels[-1].total, self.capacity)
-        local, order = torch.sort(given.expert - experts.held.start, stable=True)
-        row = given.row[order]
-        out = experts.weighted(rows[row], ends_of(local, len(experts.held)), weight[order], parameters)
-        return out.new_zeros(rows.shape).index_add(0, row, out).to(rows.dtype)
-
     def _backward(
-        self,
-        passes: _Passes,
-        needed: tuple[bool, ...],
-        retain: bool,
-        at: Coordinate,
-        space: Session,
-        tensors: Sequence[Tensor],
+        self, passes: _Passes, retain: bool, at: Coordinate, space: Session, tensors: Sequence[Tensor]
     ) -> Program[tuple[Tensor, ...]]:
         (grad, x), weight = tensors[:2], tensors[3]
         done = passes.of_ranks[at] if retain else passes.of_ranks.pop(at)
         of_rows = grad.reshape(-1, x.shape[-1])
-        for level, route, _ in done.way:
-            of_rows = yield from level.send(at, space, route, of_rows)
+        for level, route in done.way:
+            of_rows = yield from level.send(route, of_rows)
         leaves = [leaf for leaf in done.leaves if leaf.requires_grad]
         gradients = iter(_gradients(done.out, leaves, of_rows, retain))
         for_x, for_weight, *of_parameters = (next(gradients) if x.requires_grad else None for x in done.leaves)
@@ -159,8 +132,8 @@ class RaggedExperts(ComposedExecutable):
             return (empty, empty, empty, *results)
         for_x = torch.zeros_like(of_rows) if for_x is None else for_x
         for_weight = torch.zeros_like(done.leaves[1]) if for_weight is None else for_weight
-        for level, route, before in reversed(done.way):
-            for_x, for_weight = yield from level.combine_gradients(at, space, route, (for_x, for_weight), before)
+        for level, route in reversed(done.way):
+            for_x, for_weight = yield from level.combine(route, (for_x, for_weight))
         return (for_x.view(x.shape), empty, for_weight.view(weight.shape), *results)
 
 
@@ -168,7 +141,8 @@ def _gradients(out: Tensor, leaves: Sequence[Tensor], grad: Tensor, retain: bool
     """The gradients of a graph's leaves; zeros where `out` does not depend on them."""
     if not out.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    return torch.autograd.grad(out, leaves, grad, retain_graph=retain, allow_unused=True, materialize_grads=True)
+    found = run_backward((out,), (grad,), retain, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
 
 
 class _Ragged(torch.autograd.Function):
@@ -192,3 +166,6 @@ class _Ragged(torch.autograd.Function):
             None,
             *recorded_gradients(lambda x: redistribute(experts.recorded(x), layout), tensors, grad, needed),
         )
+
+
+_ragged = unchecked_apply(_Ragged)

@@ -1,9 +1,9 @@
 """The ragged exchange of tokens and experts along mesh axes, as programs of one rank.
 
-A token goes once to each other rank that has one of its experts, with its weights beside it; that rank returns one row,
-the weighted sum. The route depends on the indices alone: it is made once, with the one question to the host, and serves
-both directions of the forward and of the backward pass. Several exchanges in a row, each along other axes, are levels:
-the first goes to hosts, say, and what arrives there goes on to ranks.
+A token goes once to each other rank that has one of its experts, with all of its indices and weights beside it; that
+rank returns one row, the weighted sum. The route depends on the indices alone: it is made once, with the one question
+to the host, and serves both directions of the forward and of the backward pass. Several exchanges in a row, each along
+other axes, are levels: the first goes to hosts, say, and what arrives there goes on to ranks.
 
 Design: docs/design/0026-experts.md
 """
@@ -19,38 +19,43 @@ import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import Program, Request, Session, flat_exchange, has_only_shape, numbers_of, request_alone
+from dshard.comm import Program, Request, Transfer, flat_exchange, has_only_shape, numbers_of
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.experts.local_experts import index_error
 from dshard.routing import Held, Routing
 
+CODE = torch.int32
+"""The dtype in which the number of an expert is sent."""
+_WRONG = 2**40
+"""What a rank takes from the numbers that it tells for each wrong index."""
 
-class TokenPairs(NamedTuple):
-    """Rows [n, d], and pairs of a row and an expert: the row, the expert's number among all, and the weight of each."""
+
+class RoutedRows(NamedTuple):
+    """Rows [n, d], the experts of each [n, k], by their number among all, and its weights for them [n, k]."""
 
     rows: Tensor
-    row: Tensor
-    expert: Tensor
+    experts: Tensor
     weight: Tensor
 
 
 class TokenRoute(NamedTuple):
-    """Which rows and pairs of this rank go where.
+    """Which rows of this rank go where.
 
-    `token` is the row of each that is sent, by rank, `slot` the pair of each pair that is sent. `rows` and `pairs` are
-    the numbers sent to and received from each rank.
+    `token` is the row of each that is sent, by rank, among so many `tokens`. `sent` and `received` are the numbers of
+    rows sent to and received from each rank, `pairs` that of pairs of a row received and an expert that it came for.
     """
 
     token: Tensor
-    slot: Tensor
-    rows: tuple[Shape, Shape]
-    pairs: tuple[Shape, Shape]
+    tokens: int
+    sent: Shape
+    received: Shape
+    pairs: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """The exchange of so many `tokens` along mesh `axes`, to parameters laid out as `experts` say.
+    """The exchange of tokens along mesh `axes`, to parameters laid out as `experts` say.
 
     Their dim `dim` are the experts, of which there are `total`; `routing` says how tokens are expected to be spread.
     A token goes to the ranks from which a later exchange along the axes `beyond` reaches its experts; rows have
@@ -61,98 +66,25 @@ class TokenExchange:
     axes: tuple[str, ...]
     dim: int
     total: int
-    tokens: int
     routing: Routing
     beyond: tuple[str, ...] = ()
     arrived: bool = False
 
-    @property
-    def code(self) -> torch.dtype:
-        """The dtype of the code of a pair: where its row and its expert are on the rank that has the expert."""
-        return torch.int32 if self.tokens * max(1, self.total) < 2**31 else torch.int64
+    @cached("exchanges", 4096)
+    def of_rank(self, at: Coordinate) -> RankExchange:
+        """The part of the rank at `at`."""
+        return RankExchange(self, at)
 
     @cached("exchanges", 4096)
     def held(self, at: Coordinate) -> Held:
         """The experts that each rank in the group of the rank at `at` has, or reaches later."""
         mesh = self.experts.mesh
-        return tuple(
-            [_joined([self.own(each) for each in mesh.peers(self.beyond, at)]) for at in mesh.peers(self.axes, at)]
-        )
+        own = [[self._own(each) for each in mesh.peers(self.beyond, at)] for at in mesh.peers(self.axes, at)]
+        return tuple(map(_joined, own))
 
-    def own(self, at: Coordinate) -> range:
+    def _own(self, at: Coordinate) -> range:
         """The experts of the rank at `at`."""
         return self.experts.dim_range(self.dim, self.total, at)
-
-    def dispatch(
-        self, at: Coordinate, space: Session, given: TokenPairs, drops: bool = False
-    ) -> Program[tuple[TokenRoute, TokenPairs]]:
-        """Make the route of rows and pairs, and send them along it; what arrived is in the order of the ranks.
-
-        If it `drops` pairs, these have the number behind all experts, and go nowhere.
-
-        Raises:
-            IndexError: on each rank of the group, where one of them has an index that is none of an expert.
-        """
-        held = self.held(at)
-        if has_only_shape(given.rows):
-            rows, pairs = self._expected(at, len(given.rows), len(given.row))
-            yield from self._told(at, space, given.row.new_empty((len(held), 2)))
-            token, slot, codes = (given.row.new_empty(sum(n)) for n in (rows[0], pairs[0], pairs[0]))
-        else:
-            wanted = _Wanted.of(given, held, self.total, drops)
-            rows, pairs = yield from self._counts(at, space, wanted.counts)
-            token, slot, codes = wanted.sent(sum(rows[0]), sum(pairs[0]), given, self.total)
-        pieces = [given.rows[token], codes.to(self.code), given.weight[slot]]
-        arrived, codes, weight = yield from self._swap(at, space, pieces, [rows, pairs, pairs])
-        total = max(1, self.total)
-        row = torch.div(codes, total, rounding_mode="floor").long() + _starts(rows[1], pairs[1], codes)
-        return TokenRoute(token, slot, rows, pairs), TokenPairs(arrived, row, (codes % total).long(), weight)
-
-    def from_others(self, at: Coordinate, route: TokenRoute) -> int:
-        """The rows that come from other ranks along the route."""
-        return sum(route.rows[1]) - route.rows[1][self.experts.mesh.peers(self.axes, at).index(at)]
-
-    def combine(self, at: Coordinate, space: Session, route: TokenRoute, rows: Tensor, tokens: int) -> Program[Tensor]:
-        """Return a row for each that arrived, and add those that come back to their tokens: [tokens, d]."""
-        (back,) = yield from self._swap(at, space, [rows], [_back(route.rows)])
-        return back.new_zeros(tokens, rows.shape[1]).index_add(0, route.token, back)
-
-    def send(self, at: Coordinate, space: Session, route: TokenRoute, x: Tensor) -> Program[Tensor]:
-        """Send rows of local tokens [t, d] along the route: a row for each that arrived in the forward pass."""
-        (rows,) = yield from self._swap(at, space, [x[route.token]], [route.rows])
-        return rows
-
-    def combine_gradients(
-        self,
-        at: Coordinate,
-        space: Session,
-        route: TokenRoute,
-        gradients: tuple[Tensor, Tensor],
-        sizes: tuple[int, int],
-    ) -> Program[tuple[Tensor, Tensor]]:
-        """Return the gradients of rows and weights that arrived: those of so many local rows and weights."""
-        swapped = [_back(route.rows), _back(route.pairs)]
-        rows, weights = yield from self._swap(at, space, gradients, swapped)
-        of_x = rows.new_zeros(sizes[0], *rows.shape[1:]).index_add(0, route.token, rows)
-        return of_x, weights.new_zeros(sizes[1]).index_copy(0, route.slot, weights)
-
-    def _counts(
-        self, at: Coordinate, space: Session, counts: Tensor
-    ) -> Program[tuple[tuple[Shape, Shape], tuple[Shape, Shape]]]:
-        """The numbers of rows, and of pairs, that this rank sends to each and receives from each."""
-        theirs = yield from self._told(at, space, counts)
-        numbers = numbers_of(torch.stack([counts.reshape(-1), theirs]))
-        (rows, pairs), (their_rows, their_pairs) = ((tuple(each[::2]), tuple(each[1::2])) for each in numbers)
-        wrong = [i for n, i in zip((*rows, *their_rows), (*pairs, *their_pairs), strict=True) if n < 0]
-        if wrong:
-            raise index_error(wrong[0], self.total)
-        return (rows, their_rows), (pairs, their_pairs)
-
-    def _told(self, at: Coordinate, space: Session, counts: Tensor) -> Program[Tensor]:
-        """Exchange two numbers with each rank."""
-        two = (2,) * len(counts)
-        step = flat_exchange(self.experts.mesh, self.axes, at, two, two)
-        return (yield from request_alone(Request(step, counts.reshape(-1)), space))
 
     def hits(self, at: Coordinate, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each rank of the group the probability that a token needs it, and its share of all pairs."""
@@ -171,87 +103,136 @@ class TokenExchange:
         held = {(part.start, part.stop): part for at in firsts for part in self.held(at)}
         return tuple([held[ends] for ends in sorted(held)])
 
-    def _expected(self, at: Coordinate, tokens: int, pairs: int) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:
-        """The numbers of rows and pairs that are expected, where there are no indices."""
-        hits, shares = self.hits(at, -(-pairs // max(1, tokens)))
-        if self.arrived:  # what has come needs one of these ranks
-            reached = 1 - prod([1 - hit for hit in hits])
-            hits, shares = (
-                tuple([hit / (reached or 1.0) for hit in hits]),
-                tuple([n / (sum(shares) or 1.0) for n in shares]),
-            )
-        own, n = self.experts.mesh.peers(self.axes, at).index(at), len(hits)
-        rows, of_pairs = (tuple([round(each * n) for each in of]) for of, n in ((hits, tokens), (shares, pairs)))
-        return (rows, (rows[own],) * n), (of_pairs, (of_pairs[own],) * n)
 
-    def _swap(
-        self, at: Coordinate, space: Session, tensors: Sequence[Tensor], sizes: Sequence[tuple[Shape, Shape]]
-    ) -> Program[list[Tensor]]:
-        """Send rows of several tensors to each rank in one message, `sizes` to and from each; receive others."""
-        widths = [prod(x.shape[1:]) * x.itemsize for x in tensors]
-        parts = [
-            x.contiguous().reshape(-1).view(torch.uint8).split([n * width for n in send])
-            for x, width, (send, _) in zip(tensors, widths, sizes, strict=True)
-        ]
-        flat = torch.cat([piece for to_one in zip(*parts, strict=True) for piece in to_one])
-        received = [[n * w for n in recv] for w, (_, recv) in zip(widths, sizes, strict=True)]
-        send = tuple([sum(map(len, to_one)) for to_one in zip(*parts, strict=True)])
-        recv = tuple([sum(of_one) for of_one in zip(*received, strict=True)])
-        step = flat_exchange(self.experts.mesh, self.axes, at, send, recv)
-        arrived = yield from request_alone(Request(step, flat), space)
-        pieces = arrived.split([n for of_one in zip(*received, strict=True) for n in of_one])
-        k = len(tensors)
-        return [torch.cat(pieces[i::k]).view(x.dtype).view(-1, *x.shape[1:]) for i, x in enumerate(tensors)]
+class RankExchange:
+    """What one rank sends and receives in an exchange of tokens; its programs run on each rank of the group.
 
-
-class _Wanted(NamedTuple):
-    """Which ranks each row goes to, [rows, ranks], and how many rows and pairs go to each, [ranks, 2].
-
-    `owner` is the rank that has the expert of each pair, or reaches it, `ranks` for none.
+    `own` is the number of the rank at `at` in its group, `held` are the experts that each has, or reaches later.
     """
 
-    needs: Tensor
-    owner: Tensor
-    counts: Tensor
+    def __init__(self, exchange: TokenExchange, at: Coordinate) -> None:
+        self.exchange, self.at, self.held = exchange, at, exchange.held(at)
+        self.own = exchange.experts.mesh.peers(exchange.axes, at).index(at)
+        self.counts = self._step((2,) * len(self.held), (2,) * len(self.held))
 
-    @classmethod
-    def of(cls, given: TokenPairs, held: Held, total: int, drops: bool) -> _Wanted:
-        ranks, device, expert = len(held), given.row.device, given.expert
-        wrong = (expert < 0) | (expert >= total + drops)
-        owner = _owners(held, total, device)[torch.where(wrong, total, expert)]
-        needs = torch.zeros(len(given.rows), ranks + 1, dtype=torch.bool, device=device)
-        needs = needs.index_put_((given.row, owner), torch.ones((), dtype=torch.bool, device=device))[:, :ranks]
-        pairs = torch.zeros(ranks + 1, dtype=torch.long, device=device).index_add_(0, owner, torch.ones_like(owner))
-        return cls(needs, owner, _counts_or_error(needs.sum(0), pairs[:ranks], expert, wrong))
+    def dispatch(self, given: RoutedRows, drops: bool = False) -> Program[tuple[TokenRoute, RoutedRows]]:
+        """Make the route of rows, and send them along it; what arrived is in the order of the ranks.
 
-    def sent(self, rows: int, pairs: int, given: TokenPairs, total: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The row of each of so many rows, the slot of each of so many pairs, and the code of each, by rank.
+        If it `drops` pairs, these have the number behind all experts, and go nowhere.
 
-        A code is the number of the row in its message times the number of experts, plus the expert's number.
+        Raises:
+            IndexError: on each rank of the group, where one of them has an index that is none of an expert.
         """
-        by_rank = torch.argsort(self.needs.t().reshape(-1), descending=True, stable=True)[:rows]
-        slot = torch.argsort(self.owner, stable=True)[:pairs]
-        place = self.needs.cumsum(0) - 1
-        code = place[given.row[slot], self.owner[slot]] * max(1, total) + given.expert[slot]
-        return by_rank % max(1, len(given.rows)), slot, code
+        rows, index, weight = given
+        if has_only_shape(rows):
+            (yield Request(self.counts, index.new_empty(2 * len(self.held))))()
+            route = self._expected(index)
+        else:
+            route = yield from self._route(index, drops)
+        tensors = rows, weight, index.to(CODE)
+        arrived = yield from self.send(route, _in_one(tensors))
+        rows, weight, index = _apart(arrived, tensors)
+        return route, RoutedRows(rows, index, weight)
+
+    def from_others(self, route: TokenRoute) -> int:
+        """The rows that come from other ranks along the route."""
+        return sum(route.received) - route.received[self.own]
+
+    def send(self, route: TokenRoute, x: Tensor) -> Program[Tensor]:
+        """Send rows of local tokens [t, d] along the route: a row for each that arrives."""
+        return self._swap(x.index_select(0, route.token), route.sent, route.received)
+
+    def combine(self, route: TokenRoute, tensors: Sequence[Tensor]) -> Program[list[Tensor]]:
+        """Return rows for those that arrived, and add what comes back to their tokens: [tokens, d] of each."""
+        back = yield from self._swap(_in_one(tensors), route.received, route.sent)
+        if back.dtype == tensors[0].dtype:
+            return [x.contiguous() for x in _apart(_added(back, route), tensors)]
+        return [_added(x.contiguous(), route) for x in _apart(back, tensors)]
+
+    def _route(self, index: Tensor, drops: bool) -> Program[TokenRoute]:
+        """The route of rows with these experts."""
+        n, total = len(self.held), self.exchange.total
+        owner = _owners(self.held, total, drops, index.device)[index.clamp(-1, total + drops)]
+        pairs = owner.new_zeros(n + 2, len(owner)).scatter_(0, owner.t(), 1, reduce="add")  # of each rank and row
+        counts = torch.stack([pairs.count_nonzero(1), pairs.sum(1)], 1)
+        told = torch.sub(counts[:n], counts[n + 1 :], alpha=_WRONG).view(-1)
+        theirs = (yield Request(self.counts, told))()
+        own, others = numbers_of(torch.stack([told, theirs]))
+        if min(others) < 0:
+            yield from self._refuse(index[owner > n])
+        token = torch.nonzero_static(pairs[:n], size=sum(own[::2]))[:, 1]
+        return TokenRoute(token, len(owner), tuple(own[::2]), tuple(others[::2]), sum(others[1::2]))
+
+    def _refuse(self, wrong: Tensor) -> Program[None]:
+        """Raise the error for the first index of the group that is wrong, on each of its ranks."""
+        first = wrong[:1].long() if len(wrong) else wrong.new_zeros(1, dtype=torch.long)
+        told = torch.cat([torch.full_like(first, len(wrong)), first]).repeat(len(self.held))
+        found = numbers_of((yield Request(self.counts, told))())
+        raise index_error(next(i for n, i in zip(found[::2], found[1::2], strict=True) if n), self.exchange.total)
+
+    def _expected(self, index: Tensor) -> TokenRoute:
+        """The route that is expected of indices without data."""
+        n, k = index.shape
+        hits, shares = self.exchange.hits(self.at, k)
+        tokens = float(n)
+        if self.exchange.arrived:  # what has come needs one of these ranks
+            tokens /= (1 - prod([1 - hit for hit in hits])) or 1.0
+        sent = tuple([round(hit * tokens) for hit in hits])
+        received, pairs = (sent[self.own],) * len(hits), round(shares[self.own] * k * tokens) * len(hits)
+        return TokenRoute(index.new_empty(sum(sent)), n, sent, received, pairs)
+
+    def _swap(self, rows: Tensor, send: Shape, recv: Shape) -> Program[Tensor]:
+        """Send so many rows to each rank, and receive so many from each."""
+        width = rows.shape[1]
+        step = self._step(tuple(map(width.__mul__, send)), tuple(map(width.__mul__, recv)))
+        return (yield Request(step, rows.reshape(-1)))().view(sum(recv), width)
+
+    def _step(self, send: Shape, recv: Shape) -> Transfer:
+        return flat_exchange(self.exchange.experts.mesh, self.exchange.axes, self.at, send, recv)
 
 
-def _counts_or_error(rows: Tensor, pairs: Tensor, expert: Tensor, wrong: Tensor) -> Tensor:
-    """The numbers of rows and pairs for each rank; for all -1 and a wrong index, where there is one."""
-    counts = torch.stack([rows, pairs], 1)
-    if not len(wrong):
-        return counts
-    at = wrong.to(torch.uint8).argmax(0, keepdim=True)  # an index without dims would be read by the host
-    error = torch.stack([torch.full_like(rows, -1), expert[at].expand_as(rows)], 1)
-    return torch.where(wrong[at], error, counts)
+def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors [n, m] beside each other: of several dtypes as bytes."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if len({x.dtype for x in tensors}) == 1:
+        return torch.cat(list(tensors), 1)
+    return torch.cat([x.contiguous().view(torch.uint8) for x in tensors], 1)
+
+
+def _apart(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each of several tensors that are packed in one."""
+    if len(like) == 1:
+        return [packed]
+    size = packed.itemsize
+    parts = packed.split_with_sizes([x.shape[1] * x.itemsize // size for x in like], 1)
+    return [part if part.dtype == x.dtype else _viewed(part, x) for part, x in zip(parts, like, strict=True)]
+
+
+def _added(rows: Tensor, route: TokenRoute) -> Tensor:
+    """The sum for each token of the rows that came back."""
+    return rows.new_zeros(route.tokens, rows.shape[1]).index_add_(0, route.token, rows)
+
+
+def _viewed(part: Tensor, like: Tensor) -> Tensor:
+    """Columns of bytes in the dtype of others: a view where they begin at multiples of its size."""
+    if not part.numel():
+        return like.new_empty((len(part), like.shape[1]))
+    if (part.storage_offset() | part.stride(0)) % like.itemsize:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return part.view(like.dtype)
 
 
 @cached("exchanges", 1024)
-def _owners(held: Held, total: int, device: torch.device) -> Tensor:
-    """The rank that has each expert, as its number in the group, behind all for none."""
-    owners = torch.full((total + 1,), len(held))
+def _owners(held: Held, total: int, drops: bool, device: torch.device) -> Tensor:
+    """The rank that has each expert, as its number in the group; behind them the number of none, and of wrong indices.
+
+    The number of experts is that of dropped pairs, or wrong; the last entry is for what is wrong in any case.
+    """
+    owners = torch.full((total + 2,), len(held))
     for i, each in enumerate(held):
         owners[each.start : each.stop] = i
+    owners[total + drops :] = len(held) + 1
     return owners.to(device)
 
 
@@ -259,16 +240,3 @@ def _joined(parts: Sequence[range]) -> range:
     """Ranges one after the other as one."""
     some = [part for part in parts if part]
     return range(min(part.start for part in some), max(part.stop for part in some)) if some else range(0)
-
-
-def _back(sizes: tuple[Shape, Shape]) -> tuple[Shape, Shape]:
-    return sizes[1], sizes[0]
-
-
-def _starts(rows: Shape, pairs: Shape, like: Tensor) -> Tensor:
-    """For each pair the first row of the message that it came in."""
-    if has_only_shape(like):
-        return like
-    firsts = [sum(rows[:i]) for i in range(len(rows))]
-    firsts_of, counts = torch.tensor(firsts, device=like.device), torch.tensor(pairs, device=like.device)
-    return torch.repeat_interleave(firsts_of, counts, output_size=len(like))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dshard
 from dshard import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.caches import clear_caches
 from dshard.core.spec import is_for_shapes
@@ -121,7 +122,7 @@ def test_each_walk_is_of_few_files_and_warm_of_few_frames(ranks: RankPool) -> No
     assert ranks.run(long_walks, timeout=300) == [[]] * 4
 
 
-MAX_COLD_FRAMES, MAX_UNMATCHED_FRAMES, MAX_CHANGES_OF_FILE = 700, 24, 900
+MAX_COLD_FRAMES, MAX_UNMATCHED_FRAMES, MAX_RAGGED_FRAMES, MAX_CHANGES_OF_FILE = 700, 24, 300, 900
 
 
 def frames_of(call: Callable[[], object]) -> tuple[int, int]:
@@ -157,6 +158,16 @@ def long_paths() -> list[str]:
     clear_caches()
     (cold, _), (warm, _) = (frames_of(lambda: F.linear(x, w)) for _ in range(2))
 
+    tokens, weight = laid((8, 4), Shard(0), True), laid((8, 2), Shard(0), True)
+    index, experts = (weight.detach() * 0).long(), [laid((4, 4, 4), Shard(0), True) for _ in range(2)]
+    leaves, grad, body = [tokens, weight, *experts], torch.ones_like(tokens).detach(), dshard.mlp_experts()
+
+    def layer() -> None:
+        torch.autograd.grad(dshard.experts(body, tokens, index, weight, *experts, loops="ragged"), leaves, grad)
+
+    layer()
+    ragged, _ = frames_of(layer)
+
     def mlp() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
@@ -165,6 +176,7 @@ def long_paths() -> list[str]:
     model = mlp()
     _, changes = frames_of(lambda: parallelize(model, mesh(), "megatron", torch.randn(4, 8)))
     found = {"cold linear": (cold, MAX_COLD_FRAMES), "warm linear": (warm, MAX_UNMATCHED_FRAMES)}
+    found["warm experts, there and back"] = ragged, MAX_RAGGED_FRAMES
     found["parallelize"] = changes, MAX_CHANGES_OF_FILE
     return [f"{name}: {number} > {most}" for name, (number, most) in found.items() if number > most]
 
