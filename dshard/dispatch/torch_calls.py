@@ -48,7 +48,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     row = FUNCTIONS.get(func)
     if _is_compiling():
         return call_function(row, func, args, kwargs)
-    if PLANNED.name is not None and getattr(func, "__name__", None) == PLANNED.name:
+    if PLANNED.name is not None and getattr(func, "__name__", None) == PLANNED.name and not is_transforming():
         return PLANNED.run(call, func, args, kwargs)
     try:
         if row is not None and row.is_backward and not _creates_graph(func, args, kwargs):

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dshard.autograd.crossing import redistribute
 from dshard.comm import are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.transforms import memory_of
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
@@ -224,12 +225,12 @@ class ForwardValues(_Rewriting):
             if x.is_meta and id(x) not in self.results:
                 self.results[id(x)] = _Result(origin, i)
                 self.kept.append(x)
-                self.sharing[x.untyped_storage()._cdata].append(x)
+                self.sharing[memory_of(x)].append(x)
 
     def _forget(self, written: Sequence[Tensor], by: Origin) -> None:
         """After a write, of the tensors in that memory only the model inputs on which they depend are known."""
         for x in written:
-            for alias in self.sharing.get(x.untyped_storage()._cdata, [x]) if has_only_shape(x) else ():
+            for alias in self.sharing.get(memory_of(x), [x]) if has_only_shape(x) else ():
                 before = self.results.get(id(alias))
                 inputs = by.inputs | (before.origin.inputs if before else frozenset())
                 self.results[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)

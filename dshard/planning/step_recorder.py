@@ -24,6 +24,8 @@ from dshard.core.checks import with_meta_form
 from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, specs_of
+from dshard.core.subclasses import refuse_own_rules
+from dshard.core.transforms import memory_of, unwrapped
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
@@ -185,12 +187,13 @@ class GraphRecorder:
         self.values.append(Value(number, tuple(x.shape), x.dtype, kind, name, False, None, ()))
         self.tensors.append(x)
         if id(x) not in self.numbers and x.layout == torch.strided:
-            self.sharing[x.untyped_storage()._cdata].append(x)
+            self.sharing[memory_of(x)].append(x)
         self.numbers[id(x)] = number
         return number
 
     def number(self, x: Tensor) -> int:
-        """The number of the value that a tensor has now."""
+        """The number of the value that a tensor has now, or that has what torch.func wraps as this tensor."""
+        x = unwrapped(x)
         source = self.written.pop(id(x), None)
         if source is not None:
             self._read_written(x, source)
@@ -265,7 +268,8 @@ class GraphRecorder:
     def function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch, and record it as one call if its row in the table has a form for it."""
         operands = tensors_in((args, kwargs))
-        if self.within_function or self.paused:
+        refuse_own_rules(getattr(func, "__name__", str(func)), {type(x) for x in operands if x.is_nested})
+        if self.within_function or self.paused or is_transforming():
             return self._function(func, args, kwargs, operands)
         self.within_function, first = True, len(self.operators)
         numbers = tuple([self.numbers.get(id(x)) for x in operands])
@@ -329,7 +333,7 @@ class GraphRecorder:
     def _note_write(self, x: Tensor) -> None:
         """After a write to `x`, the other tensors of its memory have a value that follows from it."""
         source = self.numbers[id(x)]
-        for other in () if x.layout != torch.strided else self.sharing[x.untyped_storage()._cdata]:
+        for other in () if x.layout != torch.strided else self.sharing[memory_of(x)]:
             if other is not x:
                 self.written[id(other)] = source
 
@@ -396,11 +400,16 @@ class GraphRecorder:
     def _calls(self) -> dict[int, OperatorCall]:
         """The calls of the graph: functions that have a form for it, and other operators; none of constants alone.
 
-        They are in order, by the number of their operator, or of a function's first.
+        They are in order, by the number of their operator, or of a function's first. A function of which something
+        within is read later stays apart: a backward pass within the model reads what autograd saved.
         """
         calls, done = dict[int, OperatorCall](), 0
+        last_read = {n: i for i, each in enumerate(self.operators) for n in each.operands}
         for function in sorted(self.functions, key=lambda each: (each.first, -each.end)):  # the outermost first
             inside = self.operators[function.first : function.end]
+            made = {n for each in inside for n in each.results} - {function.result}
+            if any(last_read.get(n, 0) >= function.end for n in made):
+                continue
             if inside and function.first >= done and (whole := function.recorded(inside[0].place, inside[0].is_seen)):
                 calls |= dict(enumerate(self.operators[done : function.first], done)) | {function.first: whole}
                 done = function.end
@@ -429,11 +438,6 @@ class GraphRecorder:
 def _specs(op: Operator | None, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Spec]:
     """The specs of whole operands, of which the rule of an operator is asked; none without a row or operands."""
     return specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
-
-
-def memory_of(x: Tensor) -> int:
-    """What tensors of one memory have in common."""
-    return x.untyped_storage()._cdata if x.layout == torch.strided else -id(x)
 
 
 def _slots(operands: int) -> tuple[Args, Kwargs]:

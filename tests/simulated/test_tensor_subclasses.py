@@ -247,3 +247,20 @@ class Answers:
 def test_an_operand_that_is_no_tensor_is_refused_in_torch_s_words() -> None:
     with simulated(MESH), pytest.raises(TypeError, match="must be Tensor, not Answers"):
         torch.add(distribute(torch.ones(4), Layout(MESH, [Shard(0)])), Answers())  # type: ignore[call-overload]
+
+
+class Ragged(nn.Module):
+    """A model of rows of several lengths, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.linear(x), offsets).sin().values()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["data", "auto"])
+def test_models_that_make_tensors_with_own_rules_are_not_planned(strategy: str) -> None:
+    with pytest.raises(MixedError, match=r"\bNestedTensor\b.*has its own rules"):
+        plan_model(Ragged(), MESH, strategy, torch.ones(6, 4), torch.tensor([0, 2, 6]))

@@ -549,3 +549,59 @@ def of_parameters(plan: str) -> list[str]:
 @pytest.mark.parametrize("plan", ["data x megatron", "fsdp"])
 def test_transforms_follow_the_parameters_of_a_parallelized_model(ranks: RankPool, plan: str) -> None:
     assert ranks.run(of_parameters, plan, timeout=120) == [[]] * 4
+
+
+# -- within the forward pass of a model
+
+
+class Energy(nn.Module):
+    """An energy of each row, and its derivatives by the row."""
+
+    def __init__(self, derivative: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.derivative = derivative
+        self.inner, self.outer = nn.Linear(4, 8).double(), nn.Linear(8, 1).double()
+        self.stacked = nn.Parameter(torch.arange(24.0, dtype=torch.float64).view(3, 8, 1).cos())
+
+    def energy(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x))
+        return self.outer(hidden).squeeze(-1) + vmap(lambda w: hidden @ w)(self.stacked).sum(0).squeeze(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.derivative(self.energy, x)
+
+
+def by_autograd(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(energy(x).sum(), x, create_graph=True)[0]
+
+
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "by autograd": by_autograd,
+    "gradient": lambda energy, x: grad(lambda z: energy(z).sum())(x),
+    "of each row": lambda energy, x: vmap(grad(energy))(x),
+    "tangent": lambda energy, x: jvp(energy, (x,), (torch.ones_like(x),))[1],
+    "curvature": lambda energy, x: vmap(hessian(energy))(x).diagonal(0, 1, 2).sum(-1),
+}
+
+
+def derivatives_within(plan: str) -> list[str]:
+    wrong = []
+    for name, derivative in DERIVATIVES.items():
+        made, found = [Energy(derivative) for _ in "ab"], []
+        made[1].load_state_dict(made[0].state_dict())
+        x = torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()
+        dshard.parallelize(made[1], grid(), plan, x)
+        for net in made:
+            net(x * 2).square().sum().backward()
+            found.append([p.grad for p in net.parameters()])
+        for right, own in zip(*found, strict=True):
+            if right is None or own is None or not torch.allclose(own.full_tensor(), right):  # type: ignore[attr-defined]
+                wrong += [] if right is own else [f"{name}: {own} is not {right}"]
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("plan", ["data x megatron", "auto"])
+def test_models_take_derivatives_in_their_forward_pass(ranks: RankPool, plan: str) -> None:
+    assert ranks.run(derivatives_within, plan, timeout=120) == [[]] * 4
