@@ -24,6 +24,13 @@ from dshard.torch_private import OpOverload, disable_modes
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
 """Operators that reserve memory and do not touch it."""
 
+_ATEN = torch.ops.aten
+_BY_INDEX = {
+    *(_ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.embedding, _ATEN.take, _ATEN.nll_loss_forward),
+    *(_ATEN.scatter_, _ATEN.scatter_add_, _ATEN.index_put_, _ATEN.index_add_, _ATEN.index_copy_),
+}
+"""Operators that touch only those entries of their first operand that indices name."""
+
 _COUNTED_AS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -58,10 +65,17 @@ class LocalCall(NamedTuple):
 
     def seconds(self, flops: float, topology: Topology) -> float:
         """Seconds by the roofline; without a launch where the topology has that in the host's time of an operator."""
-        nbytes = sum(t.numel() * t.element_size() for t in (*self.operands, *self.fresh))
         dtype = str((*self.fresh, *self.operands)[0].dtype).removeprefix("torch.")
-        seconds = work_seconds(flops, nbytes, topology, dtype)
+        seconds = work_seconds(flops, self._nbytes(), topology, dtype)
         return seconds - topology.launch if topology.dispatch else seconds
+
+    def _nbytes(self) -> int:
+        """The bytes that are read or written; of what indices name as many entries as the largest other tensor has."""
+        first, *others = (*self.operands, *self.fresh)
+        entries = first.numel()
+        if self.func.overloadpacket in _BY_INDEX:
+            entries = min(entries, max([x.numel() for x in others], default=0))
+        return entries * first.element_size() + sum([x.numel() * x.element_size() for x in others])
 
 
 def strided_in(tree: object) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from helpers.default_cases import one_in
 from helpers.transformer_blocks import BLOCKS, TOKENS, WIDTH
-from torch import nn
+from torch import Tensor, nn
 
 from dshard import Mesh, Topology, use_topology
 from dshard.comm import plain, planning
+from dshard.core.local_work import seconds_of_local_work
 from dshard.core.observe import Decision, observing
 from dshard.core.spec import contiguous_spec
 from dshard.core.trees import tensors_in
@@ -158,3 +160,24 @@ def test_work_that_is_sharded_takes_its_share_of_the_seconds() -> None:
 
     assert work["n", None] == pytest.approx(work[None, None] / 2, rel=0.02)
     assert work["n", "k"] == pytest.approx(work[None, None] / 4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda rows, table: nn.functional.embedding(rows, table),
+        lambda rows, table: table[rows],
+        lambda rows, table: table.index_select(0, rows),
+        lambda rows, table: table.gather(0, rows[:, None]),
+        lambda rows, table: table.index_put_((rows,), torch.empty(8, device="meta")),
+        lambda rows, table: table.index_add_(0, rows, torch.empty(len(rows), 8, device="meta")),
+        lambda rows, table: table.scatter_add_(0, rows[:, None], torch.empty(len(rows), 1, device="meta")),
+    ],
+)
+def test_rows_named_by_indices_take_no_time_for_the_rest_of_a_table(run: Callable[[Tensor, Tensor], Tensor]) -> None:
+    rows = torch.empty(1000, dtype=torch.long, device="meta")
+    small, large = (torch.empty(n * 1000, 8, device="meta") for n in (1, 100))
+
+    seconds = [seconds_of_local_work(partial(run, rows, table), PRESET) for table in (small, large)]
+
+    assert seconds[0] == seconds[1] > PRESET.launch

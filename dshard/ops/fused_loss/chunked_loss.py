@@ -330,10 +330,11 @@ class _Rank:
             logarithms = wide.log_softmax(1)
             del wide
             return linear_terms(logarithms, targets), Probabilities(logarithms) if differentiated else None
-        wide, rows = logits.to(self.wide), self.loss.size
+        rows, n = self.loss.size, len(logits)
+        most = logits.amax(1) if logits.shape[1] else logits.new_full((n,), -torch.inf)
+        most = yield from self.joined(most.to(self.wide), self.axes("classes"), "max", rows)
+        wide = logits.sub_(most.unsqueeze(1)) if logits.dtype == self.wide else logits - most.unsqueeze(1)
         del logits
-        most = wide.amax(1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf)
-        wide -= (yield from self.joined(most, self.axes("classes"), "max", rows)).unsqueeze(1)
         loss = linear_terms(wide, targets)
         exponentials = wide.exp_()
         total = yield from self.joined(exponentials.sum(1), self.axes("classes"), "sum", rows)
