@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.core.signature import Kwargs
+from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper
 from dshard.validate import is_symbolic
 
@@ -71,4 +72,15 @@ def _nested_key(arg: Any, values: bool) -> object:
         return arg._spec
     if isinstance(arg, Tensor):
         return Tensor, arg.dtype, tuple(map(int, arg.shape))  # a graph is for the sizes that it is traced with
+    if kind is torch.SymFloat:  # a graph that is traced for any value of it has its value only where it matters
+        return (float, float(arg)) if values else float
     return int(arg) if is_symbolic(arg) else arg
+
+
+def with_numbers(tree: Any, values: bool) -> Any:
+    """`tree` with plain floats for those that a traced graph leaves open: without `values` any will do."""
+
+    def number(leaf: Any) -> Any:
+        return (float(leaf) if values else 1.0) if type(leaf) is torch.SymFloat else leaf
+
+    return replace_leaves(tree, number)

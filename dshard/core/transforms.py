@@ -53,7 +53,7 @@ def is_written_down() -> bool:
 
 def _graph_of_make_fx() -> object | None:
     """What make_fx writes down, which torch.func.linearize runs, too; None outside of it, and within torch.compile."""
-    mode = get_proxy_mode() if n_dispatch_modes() and not is_compiling() else None
+    mode = None if is_compiling() or not n_dispatch_modes() else get_proxy_mode()  # in an order that Dynamo can trace
     return None if mode is None else mode.tracer
 
 

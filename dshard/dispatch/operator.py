@@ -18,7 +18,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.autograd.joined_gradients import add_later
 from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas, warn_user
 from dshard.core.call import AlternativePlan, Call, LocalOp, Operator, views_first, writes_first
-from dshard.core.call_key import call_key
+from dshard.core.call_key import call_key, with_numbers
 from dshard.core.checks import infer, with_meta_form
 from dshard.core.context import planning_context
 from dshard.core.executable import (
@@ -118,7 +118,8 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
     executors = planning_context().executors
     executor = executors.get(key)
     if executor is None:
-        executor = executors.add(key, _build(func, facts.op, args, kwargs, is_gradient))
+        planned_args, planned_kwargs = with_numbers((args, kwargs), facts.values)
+        executor = executors.add(key, _build(func, facts.op, planned_args, planned_kwargs, is_gradient))
     else:
         executors.hits += 1
     decision = getattr(executor, "decision", None) if OBSERVERS else None

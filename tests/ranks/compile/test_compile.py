@@ -284,6 +284,38 @@ def test_each_size_has_its_graph(ranks: RankPool, sizes: tuple[int, ...], backen
     ranks.run(other_sizes, sizes, backend)
 
 
+NUMBERED: dict[str, Callable[[Any, Any, float], Any]] = {
+    "scaled": lambda x, w, s: (x @ w) * s + x[:, :3] / s,
+    "added": lambda x, w, s: torch.add(x @ w, x[:, :3], alpha=s),
+    "clamped": lambda x, w, s: torch.where(x > s, s, x.clamp(min=-s)),
+    "power": lambda x, w, s: (x.abs() + 1) ** s,
+    "norm": lambda x, w, s: x.norm(p=1 + s, dim=0),
+}
+"""Functions with a number as an argument, whose value rules of some do not ask for, and those of others do."""
+
+
+def other_numbers(name: str) -> int:
+    f = NUMBERED[name]
+    x, w = tensor(0, (7, 8), Shard(0), Shard(1)), tensor(1, (8, 3), R, Shard(1))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for s in (0.5, 0.25, 0.75):
+        out, wanted = compiled(x, w, s), f(x.full_tensor(), w.full_tensor(), s)
+        close(out.full_tensor(), wanted)
+        close(gradients(out, [x])[0], gradients(f(x, w, s), [x])[0])
+    return int(counter.frame_count)
+
+
+def test_a_number_that_changes_is_an_input_of_the_graph(ranks: RankPool) -> None:
+    assert max(ranks.run(other_numbers, "scaled")) <= 2  # of the first number, and of any
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_that_change_are_those_of_eager(ranks: RankPool, name: str) -> None:
+    ranks.run(other_numbers, name)
+
+
 def described_elsewhere() -> list[str]:
     x = tensor(0, (8, 8), Shard(0), R)
     known, guarded = compile_metadata(x._spec, True, True), copy.deepcopy(x._spec)
