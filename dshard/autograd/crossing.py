@@ -112,6 +112,11 @@ def unchecked_apply(function: type[torch.autograd.Function]) -> Function:
     return apply
 
 
+def apply_to(x: Wrapper, function: type[torch.autograd.Function], unchecked: Function) -> Function:
+    """The `apply` that records `function` of `x`: the unchecked one, but while torch traces."""
+    return function.apply if comm.traced(x._local_tensor) else unchecked
+
+
 class Redistribute(torch.autograd.Function):
     """One layout -> another; backward: the gradient in the operand's layout, or partial where that is replicated."""
 
@@ -277,7 +282,7 @@ def redistribute(
             return dual
     with no_torch_function():
         if torch.is_grad_enabled() and x.requires_grad:
-            out: Wrapper = Redistribute.apply(x, layout, op, asynchronous, as_operand)  # type: ignore[no-untyped-call]
+            out: Wrapper = apply_to(x, Redistribute, _redistribute)(x, layout, op, asynchronous, as_operand)
             return out
         return redistribute_unrecorded(x, local_redistribution(x._spec, layout), op, asynchronous)
 
@@ -333,7 +338,7 @@ def keep_partial_sums(layout: Layout, target: Layout) -> Layout:
     return Layout(target.mesh, placements, target.order)
 
 
-to_local, from_local = unchecked_apply(ToLocal), unchecked_apply(FromLocal)
+to_local, from_local, _redistribute = map(unchecked_apply, (ToLocal, FromLocal, Redistribute))
 redistribute_in_dtypes = unchecked_apply(RedistributeInDtypes)
 
 

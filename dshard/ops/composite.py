@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.autograd.crossing import ToLocal, as_distributed, from_local, redistribute, to_local
-from dshard.comm import are_simulated, is_any_traced, own_coordinate, traced
+from dshard.autograd.crossing import ToLocal, apply_to, as_distributed, from_local, redistribute, to_local
+from dshard.comm import are_simulated, is_any_traced, own_coordinate
 from dshard.core.call_key import call_key
 from dshard.core.context import planning_context
 from dshard.core.executable import ComposedExecutable, Executable, decide, wrap_as
@@ -129,8 +129,7 @@ def _recorded(x: Wrapper, gradient: Layout) -> Tensor:
     """The local tensor of `x`, recorded if `x` is; its gradient has the layout `gradient`."""
     if not x.requires_grad:
         return x._local_tensor
-    apply = ToLocal.apply if traced(x._local_tensor) else to_local
-    return apply(x, x._spec.with_layout(gradient))  # type: ignore[no-any-return, no-untyped-call]
+    return apply_to(x, ToLocal, to_local)(x, x._spec.with_layout(gradient))  # type: ignore[no-any-return]
 
 
 def _wrapped(local: Tensor, spec: Spec) -> Wrapper:
