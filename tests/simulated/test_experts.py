@@ -292,6 +292,18 @@ def test_a_body_may_be_any_function_of_rows() -> None:
         torch.testing.assert_close(whole(dshard.experts(body, *laid_out(tensors, [SPLIT] * 5)).detach()), right)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_indices_may_be_whole_numbers_of_any_dtype(dtype: torch.dtype) -> None:
+    x, index, *rest = operands()
+    right = dshard.experts(dshard.mlp_experts(), x, index, *rest)
+    torch.testing.assert_close(dshard.experts(dshard.mlp_experts(), x, index.to(dtype), *rest), right)
+    with simulated(MESH):
+        for loops in ("ragged", "expert", "tokens"):
+            laid = laid_out([x, index.to(dtype), *rest], [SPLIT] * 5)
+            found = dshard.experts(dshard.mlp_experts(), *laid, loops=loops)
+            torch.testing.assert_close(whole(found.detach()), right)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "weights of another shape": (
         lambda x, i, w, u, d: dshard.experts(dshard.mlp_experts(), x, i, w[:, :1], u, d),

@@ -140,6 +140,8 @@ def ends_of(expert: Tensor, n: int) -> Tensor:
 
 def _local_numbers(index: Tensor, held: range, total: int) -> Tensor:
     """For each index of an expert its number among those held; behind all for another."""
+    if index.itemsize < 4:
+        index = index.long()  # torch selects by int32 and int64 alone
     if has_data(index):
         try:
             return _numbers(held, total, index.device).index_select(0, index)
