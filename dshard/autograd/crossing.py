@@ -51,7 +51,7 @@ class ToLocal(torch.autograd.Function):
         if grad._is_zerotensor():
             grad = _with_memory(grad)
         if torch.is_grad_enabled():
-            return FromLocal.apply(grad, ctx.spec, ctx.layout), None  # type: ignore[no-untyped-call]
+            return _from_local(grad, ctx.spec, ctx.layout), None
         stride = ctx.stride
         if stride is not None and type(grad) is Tensor and (tensor_references(grad) > 1 or grad.stride() != stride):
             grad = grad.clone(memory_format=torch.contiguous_format)  # the leaf keeps it, and writes to it
@@ -73,7 +73,19 @@ class FromLocal(torch.autograd.Function):
         redistributed = redistribute(as_distributed(grad, ctx.grad_layout), ctx.grad_layout)
         if not torch.is_grad_enabled():
             return redistributed._local_tensor, None, None
-        return ToLocal.apply(redistributed, ctx.spec), None, None  # type: ignore[no-untyped-call]
+        return _to_local(redistributed, ctx.spec), None, None
+
+
+def _to_local(x: Tensor, spec: Spec) -> Tensor:
+    """`ToLocal` of a gradient, and of its tangent."""
+    dual: Tensor | None = with_tangent(x, lambda y: _to_local(y, spec))
+    return ToLocal.apply(x, spec) if dual is None else dual  # type: ignore[no-untyped-call]
+
+
+def _from_local(x: Tensor, spec: Spec, grad_layout: Layout) -> Wrapper:
+    """`FromLocal` of a gradient, and of its tangent."""
+    dual: Wrapper | None = with_tangent(x, lambda y: _from_local(y, spec, grad_layout))
+    return FromLocal.apply(x, spec, grad_layout) if dual is None else dual  # type: ignore[no-untyped-call]
 
 
 class OperandFromLocal(FromLocal):
@@ -102,7 +114,7 @@ class FromLocalOfTerms(OperandFromLocal):
                 layout, n = layout.replace(axis, Replicate()), n * layout.mesh.shape[axis]
                 spec = spec.with_layout(spec.layout.replace(axis, Partial()))
         moved = redistribute(grad, layout)
-        local = ToLocal.apply(moved, spec) if torch.is_grad_enabled() else moved._local_tensor  # type: ignore[no-untyped-call]
+        local = _to_local(moved, spec) if torch.is_grad_enabled() else moved._local_tensor
         return local if n == 1 else local / n, None, None, None
 
 
@@ -221,7 +233,7 @@ def as_distributed(grad: Tensor, layout: Layout) -> Wrapper:
     grad, alike = _with_memory(grad), replicated(layout.mesh)
     spec = spec_of(alike, tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
     if grad.requires_grad and torch.is_grad_enabled():  # given to a pass that is recorded, and differentiated by
-        return FromLocal.apply(grad, spec, alike)  # type: ignore[no-any-return, no-untyped-call]
+        return _from_local(grad, spec, alike)
     return wrap(grad, spec)
 
 

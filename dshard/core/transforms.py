@@ -163,4 +163,8 @@ def with_tangent(x: Tensor, linear: Callable[[Tensor], Tensor]) -> Any:
         return None  # the operator runs primal and tangent apart
     with no_torch_function():
         primal, tangent = forward_ad.unpack_dual(x)
-        return None if tangent is None else forward_ad.make_dual(linear(primal), linear(tangent))
+        if tangent is None:
+            return None
+        if is_legacy_batched(tangent):
+            refuse_batched(tangent, "a forward-mode derivative")
+        return forward_ad.make_dual(linear(primal), linear(tangent))

@@ -522,6 +522,12 @@ def of_parameters(plan: str) -> list[str]:
             duals = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in params.items()}
             return tuple(forward_ad.unpack_dual(functional_call(net, duals, (x,))))
 
+    def tangent_of_gradient(net: nn.Module, params: dict[str, Tensor]) -> tuple[Any, ...]:
+        with forward_ad.dual_level():
+            leaf = forward_ad.make_dual(x.clone().requires_grad_(), x.cos())
+            value = functional_call(net, params, (leaf,)).square().sum()
+            return tuple(forward_ad.unpack_dual(torch.autograd.grad(value, leaf, create_graph=True)[0]))
+
     def by_cotangent(net: nn.Module, params: dict[str, Tensor]) -> tuple[Tensor, ...]:
         leaf, given = x.clone().requires_grad_(), x[:, :2].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(net(leaf), leaf, given, create_graph=True)
@@ -536,6 +542,7 @@ def of_parameters(plan: str) -> list[str]:
         "curvature": lambda net, p: hessian(lambda bias: of_bias(net, p)(bias).square().sum())(p["0.bias"]),
         "dual input": lambda net, p: dual(net, x, x.cos()),
         "dual parameters": of_duals,
+        "tangent of a gradient": tangent_of_gradient,
         "gradient by what a pass is given": by_cotangent,
     }
     for name, derivative in derivatives.items():
@@ -549,6 +556,18 @@ def of_parameters(plan: str) -> list[str]:
 @pytest.mark.parametrize("plan", ["data x megatron", "fsdp"])
 def test_transforms_follow_the_parameters_of_a_parallelized_model(ranks: RankPool, plan: str) -> None:
     assert ranks.run(of_parameters, plan, timeout=120) == [[]] * 4
+
+
+def batched_tangents() -> None:
+    net, x = nn.Linear(4, 2).double(), torch.ones(6, 4, dtype=torch.float64)
+    dshard.parallelize(net, grid(), "data x megatron", x)
+    with pytest.raises(MixedError, match=r"a forward-mode derivative .* use vectorize=False"):
+        torch.autograd.functional.jacobian(net, x, vectorize=True, strategy="forward-mode")
+
+
+@pytest.mark.ranks
+def test_batched_tangents_are_refused_with_the_way_out(ranks: RankPool) -> None:
+    ranks.run(batched_tangents)
 
 
 # -- within the forward pass of a model
