@@ -51,14 +51,18 @@ def sent_in_its_pass() -> Iterator[None]:
 _TAG = "partitioner_tag"
 
 
-def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """`out`, made without operands on a rank without data, with the graph dependency on them that other ranks have.
+def depending_on(outs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """`outs`, made without operands on a rank without data, with the graph dependency on them that other ranks have.
 
-    Else torch would eliminate a collective of `out` on this rank, or merge two equal ones.
+    Else torch would eliminate a collective of a result on this rank, or merge those of two equal ones: also of two
+    results of one call, such as a loss and the number of its targets, so each depends on the operands in its own way.
     """
-    for x in operands if any(map(traced, operands)) else ():
-        out = out + x.reshape(-1)[:0].sum().to(out.dtype)
-    return out
+    terms = [x.reshape(-1)[:0].sum() for x in operands] if any(map(traced, operands)) else []
+    made = list(outs)
+    for i in range(len(made)):
+        for term in terms:
+            made[i] = torch.add(made[i], term.to(made[i].dtype), alpha=i + 1)
+    return made
 
 
 def outside_graphs(what: str) -> None:

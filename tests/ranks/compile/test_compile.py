@@ -568,6 +568,12 @@ def unused(x: Any, a: Any, b: Any, gather: Gather) -> Any:
     return x * gather(b).sum()
 
 
+def classified(x: Any, a: Any, b: Any, gather: Gather) -> Any:
+    """A loss, whose sum and number of targets are both zero on a rank without rows."""
+    targets = x[:, 0].detach().argmin(1) % 3
+    return F.cross_entropy(x.flatten(1) @ gather(a).flatten(1).t(), targets) * gather(b)
+
+
 def collectives_where_a_rank_has_nothing(function: Any) -> list[list[str]]:
     """Those of the forward and the backward graph of this rank; of the rows of all operands the last rank has none."""
     torch._dynamo.reset()
@@ -596,6 +602,7 @@ def collectives_where_a_rank_has_nothing(function: Any) -> list[list[str]]:
     "function",
     [
         convolved,
+        classified,
         *(
             pytest.param(each, marks=pytest.mark.thorough)
             for each in (distances, transformed, multiplied, attended, scanned, unused)
