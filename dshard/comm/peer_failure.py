@@ -35,7 +35,7 @@ from torch import Tensor
 from dshard.comm import store_messages
 from dshard.comm.backends import waits_on_host
 from dshard.comm.process_groups import Group, backend_name, disconnect, this_world
-from dshard.comm.runtime import has_processes
+from dshard.comm.runtime import has_processes, is_planning
 from dshard.comm.told_waits import WAITING, Waiting, host_wait, own_wait, stuck, tell_if_long
 from dshard.errors import DShardError, PeerError, ReplayError
 from dshard.torch_private import autograd_engine, graph_task_id, stop_recomputation
@@ -89,8 +89,8 @@ def publish_failure(error: Exception, ranks: Collection[int] = ()) -> None:
 
 
 def _has_others() -> bool:
-    """Whether there are other ranks that read the records of this one."""
-    return has_processes() and dist.get_world_size() > 1 and waits_on_host(backend_name())
+    """Whether there are other ranks that read the records of this one; a search for a plan is of its rank alone."""
+    return has_processes() and not is_planning() and dist.get_world_size() > 1 and waits_on_host(backend_name())
 
 
 def watch_backward(x: Tensor, ranks: Collection[int]) -> None:

@@ -246,7 +246,7 @@ def _mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 def runtime_of(mesh: Mesh) -> Runtime | None:
     """The runtime of `mesh`, or None for a mesh without processes, or whose process groups have been destroyed."""
-    return None if _is_planning() else _with_processes(mesh)
+    return None if is_planning() else _with_processes(mesh)
 
 
 def _with_processes(mesh: Mesh) -> Runtime | None:
@@ -323,7 +323,8 @@ def ranks_of_root(mesh: Mesh) -> frozenset[int]:
 _PLANNING: Scoped[str, tuple[str, ...]] = Scoped("planning", tuple)
 
 
-def _is_planning() -> bool:
+def is_planning() -> bool:
+    """Whether the call is within `planning`."""
     return bool(_PLANNING.anywhere) and bool(_PLANNING.value())
 
 
@@ -391,5 +392,5 @@ def device_mesh_of(mesh: Mesh) -> DeviceMesh | Mesh:
 
 def simulated_ranks() -> frozenset[int] | None:
     """The ranks that torch's LocalTensorMode simulates in this process; None without it, and within `planning`."""
-    mode = None if _is_planning() else local_tensor_mode()
+    mode = None if is_planning() else local_tensor_mode()
     return None if mode is None else mode.ranks

@@ -330,6 +330,31 @@ def test_a_parameter_without_data_that_nothing_sets() -> None:
         parallelize(model, mesh, "megatron", images())
 
 
+class Solved(nn.Module):
+    """A layer whose results solve a problem that torch does not solve without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.lstsq(self.linear.weight, self.linear(x).t()).solution
+
+
+def planned_in_vain() -> None:
+    mesh, x = dshard.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.ones(6, 4)
+    for _ in range(2):  # the ranks are in step after it
+        with pytest.raises(LayoutError, match=r"a step of Solved does not run without data .*the name of a strategy"):
+            parallelize(Solved(), mesh, "auto", x)
+    out = parallelize(Solved(), mesh, "data", x)(x)
+    assert out.full_tensor().shape == (4, 6)
+
+
+@pytest.mark.ranks
+def test_a_plan_that_the_first_rank_does_not_find_is_the_error_of_all(ranks: RankPool) -> None:
+    ranks.run(planned_in_vain)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_hugging_face_without_data(family: str) -> None:
