@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
+from dshard.autograd.gradients import data
 from dshard.comm import sum_dtype, traced
 from dshard.core.call import Call, Operator, OperatorForm
 from dshard.core.checks import check_dim
@@ -96,6 +97,7 @@ def rms_norm_form(args: Args, kwargs: Kwargs) -> OperatorForm:
 # gradient of the gathered statistics is a partial sum, which one collective gives back to the ranks.
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
@@ -108,8 +110,12 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     spec: Spec = x._spec
     axes = _axes_of_rows(spec)
-    if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape or traced(x._local_tensor):
+    if traced(x._local_tensor):
         return NotImplemented
+    if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape:
+        # Plain statistics, wrapped, count their writes, and autograd saves them before torch writes to them
+        own = [x if x is None else data(_DATA, (x,), {}) for x in (running_mean, running_var)]
+        return func(x, *own, weight, bias, training, momentum, eps)
     ranks, n = prod(spec.layout.mesh.shape[axis] for axis in axes), prod(spec.shape) // spec.shape[1]
     everywhere = _of_channels(spec, (ranks, 3, spec.shape[1]), sum_dtype(spec.dtype))
 

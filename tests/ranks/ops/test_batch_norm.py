@@ -115,3 +115,23 @@ def messages() -> list[list[str]]:
 @pytest.mark.ranks
 def test_one_message_forward_and_one_backward(ranks: RankPool) -> None:
     assert ranks.run(messages) == [[["all_gather"], ["reduce_scatter"]]] * 4
+
+
+def with_plain_statistics() -> None:
+    """Statistics that a program sets are plain, and written to in each step."""
+    mesh, x = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(8, 3, dtype=torch.float64)
+    for plan in ("data", {"*": [Replicate()]}):
+        norm = nn.BatchNorm1d(3).double()
+        mine = dshard.parallelize(copy.deepcopy(norm), mesh, plan, x)
+        for each in (norm, mine):
+            each.running_mean, each.running_var = torch.ones(3).double(), torch.full((3,), 2.0).double()
+            for step in range(3):
+                (each(x * (step + 1)).exp().sum()).backward()
+        torch.testing.assert_close(mine.weight.grad.full_tensor(), norm.weight.grad)
+        for own, right in ((mine.running_mean, norm.running_mean), (mine.running_var, norm.running_var)):
+            torch.testing.assert_close(whole(own) if isinstance(own, dshard.DTensor) else own, right)
+
+
+@pytest.mark.ranks
+def test_plain_statistics_are_those_of_one_device(ranks: RankPool) -> None:
+    ranks.run(with_plain_statistics)
