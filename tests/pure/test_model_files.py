@@ -17,6 +17,7 @@ from dshard.parallel.integrations.config_models import model_of_config, read_con
 from dshard.parallel.plan_table import model_summary
 from dshard.parallel.roles import roles_of
 from dshard.tools.cli import main
+from dshard.tools.cli.plan_commands import model_and_batch
 
 
 def sizes(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, kv_heads: int = 0) -> dict[str, Any]:
@@ -166,6 +167,16 @@ def test_the_command_and_plan_model_agree_to_the_digit(small: str, capsys: Any) 
     )
     assert row["experts"] == dict(plan.cost.experts)
     assert set(row["experts"]) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+
+
+@pytest.mark.parametrize("given", ["x", "(x,)", "[x]", "{'input': x}"])
+def test_a_batch_is_a_tensor_or_the_arguments_of_the_model(given: str, tmp_path: Any) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        f"import torch\n\ndef make():\n    x = torch.empty(4, 8)\n    return torch.nn.Linear(8, 2), {given}\n"
+    )
+    model, args, kwargs = model_and_batch(f"{file}:make", 1, 1)
+    assert model(*args, **kwargs).shape == (4, 2)
 
 
 NAMED = ("--strategy", "fsdp", "--strategy", "data", "--strategy", "expert")

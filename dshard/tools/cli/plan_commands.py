@@ -272,9 +272,9 @@ def model_and_batch(source: str, batch: int, sequence: int) -> tuple[nn.Module, 
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, (tokens,))
     if not isinstance(model, nn.Module):
         raise NotationError(f"{source} returned {article(model)}: return an nn.Module, or it and its batch")
-    return (
-        (model, (), dict(given)) if isinstance(given, Mapping) else (model, as_tuple(given, "the batch", "give it"), {})
-    )
+    if isinstance(given, Mapping):
+        return model, (), dict(given)
+    return model, (given,) if isinstance(given, torch.Tensor) else as_tuple(given, "the batch", "give it"), {}
 
 
 def parse_routing(text: str) -> Routing:
