@@ -56,6 +56,7 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`scaled_dot_product_attention`: local for each head and each batch entry."""
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
     dropout, causal, gqa = float(dropout or 0.0), bool(causal), bool(gqa)
+    scale = None if scale is None else float(scale)  # one that a graph leaves open is no part of a key
     if dropout:
         common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
         accept_call(func, args, kwargs)

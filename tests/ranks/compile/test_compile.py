@@ -290,6 +290,7 @@ NUMBERED: dict[str, Callable[[Any, Any, float], Any]] = {
     "clamped": lambda x, w, s: torch.where(x > s, s, x.clamp(min=-s)),
     "power": lambda x, w, s: (x.abs() + 1) ** s,
     "norm": lambda x, w, s: x.norm(p=1 + s, dim=0),
+    "attended": lambda x, w, s: F.scaled_dot_product_attention(x[None], x[None], x[None], scale=s),
 }
 """Functions with a number as an argument, whose value rules of some do not ask for, and those of others do."""
 
