@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from torch import Tensor, strided
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -91,12 +91,6 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped(x):
         x = functorch_unwrapped(x)
     return x
-
-
-def memory_of(x: Tensor) -> int:
-    """What tensors of one memory have in common, within transforms of torch.func, too."""
-    x = unwrapped(x)
-    return x.untyped_storage()._cdata if x.layout == strided else -id(x)
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -23,14 +23,14 @@ from torch.overrides import TorchFunctionMode
 from dshard.autograd.crossing import redistribute
 from dshard.comm import are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.transforms import memory_of
+from dshard.core.transforms import unwrapped
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.ragged import is_mask, repeated, without_masks
-from dshard.torch_private import disable_modes
+from dshard.torch_private import disable_modes, is_functorch_wrapped
 
 QUESTIONS = frozenset(
     {
@@ -225,12 +225,12 @@ class ForwardValues(_Rewriting):
             if x.is_meta and id(x) not in self.results:
                 self.results[id(x)] = _Result(origin, i)
                 self.kept.append(x)
-                self.sharing[memory_of(x)].append(x)
+                self.sharing[_storage_of(x)].append(x)
 
     def _forget(self, written: Sequence[Tensor], by: Origin) -> None:
         """After a write, of the tensors in that memory only the model inputs on which they depend are known."""
         for x in written:
-            for alias in self.sharing.get(memory_of(x), [x]) if has_only_shape(x) else ():
+            for alias in self.sharing.get(_storage_of(x), [x]) if has_only_shape(x) else ():
                 before = self.results.get(id(alias))
                 inputs = by.inputs | (before.origin.inputs if before else frozenset())
                 self.results[id(alias)] = _Result(Origin(None, ((), {}), inputs), 0)
@@ -284,6 +284,12 @@ class ForwardValues(_Rewriting):
             f"the forward pass of {self.model} depends on the values of its tensors, which have no data here{reason}: "
             f"{way_out}give the placements of its parameters by name, {{pattern: placements}}"
         )
+
+
+def _storage_of(x: Tensor) -> int:
+    """The memory of a tensor, or of what torch.func wraps as this tensor."""
+    storage: int = (unwrapped(x) if is_functorch_wrapped(x) else x).untyped_storage()._cdata
+    return storage
 
 
 def _value(leaf: object) -> Any:

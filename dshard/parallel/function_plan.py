@@ -24,7 +24,6 @@ from dshard.core.observe import OperatorMode
 from dshard.core.operands import common_mesh
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.transforms import memory_of
 from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.dispatch.planned_calls import PLANNED, PlannedCalls, PlannedMove, redistributed
 from dshard.distribute import distribute_tensor
@@ -37,7 +36,7 @@ from dshard.parallel.whole_plan import PlannedFunctions
 from dshard.planning.move_prices import completion
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import DraftCall, GraphCall, StepGraph, given_layout, is_copy
-from dshard.planning.step_recorder import GraphRecorder
+from dshard.planning.step_recorder import GraphRecorder, memory_of
 from dshard.planning.step_tables import StepTables
 from dshard.redistribute.plan import plan_price
 from dshard.redistribute.space import space_of

@@ -25,7 +25,7 @@ from dshard.core.observe import OperatorMode
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, specs_of
 from dshard.core.subclasses import refuse_own_rules
-from dshard.core.transforms import memory_of, unwrapped
+from dshard.core.transforms import unwrapped
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
@@ -48,7 +48,7 @@ from dshard.planning.step_graph import (
 )
 from dshard.rules.rule import Rule
 from dshard.rules.strategy import Strategy
-from dshard.torch_private import OpOverload, is_transforming, no_functions, no_torch_function
+from dshard.torch_private import OpOverload, is_functorch_wrapped, is_transforming, no_functions, no_torch_function
 
 ONE = replicated(Mesh((1,), ("one",)))
 """The layout of whole tensors, of which operators' rules are asked."""
@@ -193,7 +193,8 @@ class GraphRecorder:
 
     def number(self, x: Tensor) -> int:
         """The number of the value that a tensor has now, or that has what torch.func wraps as this tensor."""
-        x = unwrapped(x)
+        if is_functorch_wrapped(x):
+            x = unwrapped(x)
         source = self.written.pop(id(x), None)
         if source is not None:
             self._read_written(x, source)
@@ -268,7 +269,9 @@ class GraphRecorder:
     def function(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch, and record it as one call if its row in the table has a form for it."""
         operands = tensors_in((args, kwargs))
-        refuse_own_rules(getattr(func, "__name__", str(func)), {type(x) for x in operands if x.is_nested})
+        for x in operands:
+            if x.is_nested:
+                refuse_own_rules(getattr(func, "__name__", str(func)), [type(x)])
         if self.within_function or self.paused or is_transforming():
             return self._function(func, args, kwargs, operands)
         self.within_function, first = True, len(self.operators)
@@ -438,6 +441,13 @@ class GraphRecorder:
 def _specs(op: Operator | None, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Spec]:
     """The specs of whole operands, of which the rule of an operator is asked; none without a row or operands."""
     return specs_of([ONE] * len(numbers), tensors, tensors[0].device) if numbers and op is not None else ()
+
+
+def memory_of(x: Tensor) -> int:
+    """What tensors of one memory have in common, within transforms of torch.func, too."""
+    if is_functorch_wrapped(x):
+        x = unwrapped(x)
+    return x.untyped_storage()._cdata if x.layout == torch.strided else -id(x)
 
 
 def _slots(operands: int) -> tuple[Args, Kwargs]:
