@@ -15,7 +15,7 @@ from dshard.cost import PlannedCollective, planned_collective
 from dshard.errors import StrategyError
 from dshard.layout import Layout
 from dshard.mesh import Mesh
-from dshard.ops.experts.token_route import CODE, TokenExchange
+from dshard.ops.experts.token_route import TokenExchange
 from dshard.redistribute import plan
 from dshard.rules.expand import Allowed, Expansion, expansions
 from dshard.rules.expert_loops import OPERANDS, RequestedLoops, Way, ways_of
@@ -31,8 +31,8 @@ It is what they take longer than the redistributions of the other forms, whose t
 """
 COUNTS = 2
 """The numbers that two ranks tell each other: of rows, and of pairs of a token and an expert."""
-NUMBER = 8
-"""The bytes of a number."""
+CODE, NUMBER = 4, 8
+"""The bytes of the code of a pair, and of a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +181,17 @@ class ExpertsCandidates:
         """
         (x, _, weight, *_), mesh = self.specs, base.inputs[0].mesh
         local, k, width = self._tokens(x, base.inputs[0]), weight.shape[-1], x.shape[-1] * x.itemsize
-        beside = k * (CODE.itemsize + weight.itemsize)
         there, back = list[PlannedCollective](), list[PlannedCollective]()
         again, last = list[PlannedCollective](), list[PlannedCollective]()
         for level in levels:
-            hits, _ = level.hits((0,) * mesh.ndim, k)
+            hits, shares = level.hits((0,) * mesh.ndim, k)
             send = partial(self._exchange, mesh, level.axes)
-            rows, sums = local * (len(hits) - 1) * max(hits), local * (sum(hits) - min(hits))
-            there += send(COUNTS * NUMBER * (len(hits) - 1)), send(rows * (width + beside))
+            rows, pairs = local * (len(hits) - 1) * max(hits), local * k * (len(hits) - 1) * max(shares)
+            sums, returned = local * (sum(hits) - min(hits)), local * k * (sum(shares) - min(shares))
+            there += send(COUNTS * NUMBER * (len(hits) - 1)), send(rows * width + pairs * (CODE + weight.itemsize))
             back.insert(0, send(sums * width))
             again.append(send(rows * width))
-            last.insert(0, send(sums * (width + k * weight.itemsize)))
+            last.insert(0, send(sums * width + returned * weight.itemsize))
             local *= len(hits)
         return (*there, *back), (*again, *last)
 

@@ -68,15 +68,15 @@ class LocalExperts:
             x, weight, *parameters = together(x, weight, *parameters)
         return self.summed((x, index, weight, *parameters))
 
-    def summed(self, tensors: Sequence[Tensor], known: int | None = None) -> Tensor:
-        """What these experts add to each token; the number of pairs of a token and one of them may be `known`."""
+    def summed(self, tensors: Sequence[Tensor], row: Tensor | None = None) -> Tensor:
+        """What these experts add to each token: `row` says of which each index is, where there are theirs alone."""
         x, index, weight, *parameters = tensors
         if has_only_shape(x):
-            n = round(index.numel() * len(self.held) / max(1, self.total)) if known is None else known
+            n = round(index.numel() * len(self.held) / max(1, self.total)) if row is None else len(row)
             return experts_without_data(tensors, held=len(self.held), pairs=n)
         tokens = x.reshape(-1, x.shape[-1])
-        pairs = pairs_of(index.reshape(-1), self, known)
-        token = pairs.order // max(1, index.shape[-1])
+        pairs = pairs_of(index.reshape(-1), self, are_own=row is not None)
+        token = pairs.order // max(1, index.shape[-1]) if row is None else row.index_select(0, pairs.order)
         weights = weight.reshape(-1).index_select(0, pairs.order)
         out = self.weighted(tokens.index_select(0, token), pairs.ends, weights, parameters)
         if pairs.is_padded:
@@ -103,8 +103,8 @@ class Pairs(NamedTuple):
     is_padded: bool
 
 
-def pairs_of(index: Tensor, experts: LocalExperts, known: int | None = None) -> Pairs:
-    """The pairs of flat indices; their number is `known`, or known without the values where this rank has all experts.
+def pairs_of(index: Tensor, experts: LocalExperts, are_own: bool = False) -> Pairs:
+    """The pairs of flat indices; their number is known without the values where this rank has the experts of all.
 
     Else they are padded where sizes are static.
 
@@ -115,11 +115,9 @@ def pairs_of(index: Tensor, experts: LocalExperts, known: int | None = None) -> 
     local = _local_numbers(index, experts.held, experts.total + (experts.capacity is not None))
     local, order = torch.sort(local, stable=True)
     ends = ends_of(local, n)
-    are_all = n == experts.total and experts.capacity is None
-    is_padded = known is None and not are_all and n > 0 and _is_static(index)
-    if known is not None:
-        order = order[:known]
-    elif not (are_all or is_padded):
+    are_all = are_own or (n == experts.total and experts.capacity is None)
+    is_padded = not are_all and n > 0 and _is_static(index)
+    if not (are_all or is_padded):
         order = order[: numbers_of(ends[-1:])[0] if n else 0]
     elif experts.capacity is not None:
         order = order[: experts.capacity * n]

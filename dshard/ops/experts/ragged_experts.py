@@ -25,7 +25,7 @@ from dshard.mesh import Coordinate
 from dshard.ops.composite import recorded_gradients
 from dshard.ops.experts.experts_choice import ExpertsChoice
 from dshard.ops.experts.local_experts import Body, LocalExperts
-from dshard.ops.experts.token_route import RankExchange, RoutedRows, TokenRoute
+from dshard.ops.experts.token_route import RankExchange, TokenPairs, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
 from dshard.torch_private import keeps_graph, run_backward
 
@@ -93,8 +93,9 @@ class RaggedExperts(ComposedExecutable):
     ) -> Program[tuple[Tensor, ...]]:
         x, index, weight, *parameters = tensors
         tokens = x.reshape(-1, x.shape[-1])
-        of_tokens = len(tokens), index.shape[-1]
-        given, way = RoutedRows(tokens, index.reshape(of_tokens).long(), weight.reshape(of_tokens)), []
+        index = index.reshape(-1).long()
+        row = torch.arange(len(index), device=index.device).div_(max(1, weight.shape[-1]), rounding_mode="floor")
+        given, way = TokenPairs(tokens, row, index, weight.reshape(-1)), []
         levels = [level.of_rank(at) for level in self.choice.levels]
         for level in levels:
             route, given = yield from level.dispatch(given, self.capacity is not None)
@@ -107,12 +108,12 @@ class RaggedExperts(ComposedExecutable):
             of_leaves = (needed[0], needed[2], *needed[OPERANDS:])
             leaves = [x.detach().requires_grad_(each) for x, each in zip(leaves, of_leaves, strict=True)]
         with torch.set_grad_enabled(passes.keeps):
-            summed = experts.summed((leaves[0], given.experts, *leaves[1:]), known=route.pairs)
+            summed = experts.summed((leaves[0], given.expert, *leaves[1:]), given.row)
         if passes.keeps:
             passes.of_ranks[at] = _Pass(way, leaves, summed)
         summed = summed.detach()
         for level, route in reversed(way):
-            (summed,) = yield from level.combine(route, [summed])
+            summed = yield from level.combine(route, summed)
         return (summed.reshape(x.shape),)
 
     def _backward(
@@ -133,7 +134,7 @@ class RaggedExperts(ComposedExecutable):
         for_x = torch.zeros_like(of_rows) if for_x is None else for_x
         for_weight = torch.zeros_like(done.leaves[1]) if for_weight is None else for_weight
         for level, route in reversed(done.way):
-            for_x, for_weight = yield from level.combine(route, (for_x, for_weight))
+            for_x, for_weight = yield from level.combine_gradients(route, for_x, for_weight)
         return (for_x.view(x.shape), empty, for_weight.view(weight.shape), *results)
 
 

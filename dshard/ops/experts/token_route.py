@@ -1,9 +1,9 @@
 """The ragged exchange of tokens and experts along mesh axes, as programs of one rank.
 
-A token goes once to each other rank that has one of its experts, with all of its indices and weights beside it; that
-rank returns one row, the weighted sum. The route depends on the indices alone: it is made once, with the one question
-to the host, and serves both directions of the forward and of the backward pass. Several exchanges in a row, each along
-other axes, are levels: the first goes to hosts, say, and what arrives there goes on to ranks.
+A token goes once to each other rank that has one of its experts, with its weights beside it; that rank returns one row,
+the weighted sum. The route depends on the indices alone: it is made once, with the one question to the host, and serves
+both directions of the forward and of the backward pass. Several exchanges in a row, each along other axes, are levels:
+the first goes to hosts, say, and what arrives there goes on to ranks.
 
 Design: docs/design/0026-experts.md
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,32 +26,39 @@ from dshard.mesh import Coordinate
 from dshard.ops.experts.local_experts import index_error
 from dshard.routing import Held, Routing
 
-CODE = torch.int32
-"""The dtype in which the number of an expert is sent."""
 _WRONG = 2**40
 """What a rank takes from the numbers that it tells for each wrong index."""
 
 
-class RoutedRows(NamedTuple):
-    """Rows [n, d], the experts of each [n, k], by their number among all, and its weights for them [n, k]."""
+Sizes: TypeAlias = tuple[Shape, Shape]
+"""Numbers of what is sent to each rank of a group, and of what is received from each."""
+
+
+class TokenPairs(NamedTuple):
+    """Rows [n, d], and pairs of a row and an expert: the row, the expert's number among all, and the weight of each.
+
+    The pairs of a row follow each other.
+    """
 
     rows: Tensor
-    experts: Tensor
+    row: Tensor
+    expert: Tensor
     weight: Tensor
 
 
 class TokenRoute(NamedTuple):
-    """Which rows of this rank go where.
+    """Which rows and pairs of this rank go where.
 
-    `token` is the row of each that is sent, by rank, among so many `tokens`. `sent` and `received` are the numbers of
-    rows sent to and received from each rank, `pairs` that of pairs of a row received and an expert that it came for.
+    `token` is the row of each that is sent, by rank, of so many `tokens`, `pair` the pair of each of `n_pairs` that is
+    sent. `rows` and `pairs` are the numbers sent to and received from each rank.
     """
 
     token: Tensor
+    pair: Tensor
     tokens: int
-    sent: Shape
-    received: Shape
-    pairs: int
+    n_pairs: int
+    rows: Sizes
+    pairs: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,53 +123,67 @@ class RankExchange:
         self.own = exchange.experts.mesh.peers(exchange.axes, at).index(at)
         self.counts = self._step((2,) * len(self.held), (2,) * len(self.held))
 
-    def dispatch(self, given: RoutedRows, drops: bool = False) -> Program[tuple[TokenRoute, RoutedRows]]:
-        """Make the route of rows, and send them along it; what arrived is in the order of the ranks.
+    def dispatch(self, given: TokenPairs, drops: bool = False) -> Program[tuple[TokenRoute, TokenPairs]]:
+        """Make the route of rows and pairs, and send them along it; what arrived is in the order of the ranks.
 
         If it `drops` pairs, these have the number behind all experts, and go nowhere.
 
         Raises:
             IndexError: on each rank of the group, where one of them has an index that is none of an expert.
         """
-        rows, index, weight = given
-        if has_only_shape(rows):
-            (yield Request(self.counts, index.new_empty(2 * len(self.held))))()
-            route = self._expected(index)
+        if has_only_shape(given.rows):
+            (yield Request(self.counts, given.row.new_empty(2 * len(self.held))))()
+            route, codes = self._expected(given)
         else:
-            route = yield from self._route(index, drops)
-        tensors = rows, weight, index.to(CODE)
-        arrived = yield from self.send(route, _in_one(tensors))
-        rows, weight, index = _apart(arrived, tensors)
-        return route, RoutedRows(rows, index, weight)
+            route, codes = yield from self._route(given, drops)
+        pieces = given.rows.index_select(0, route.token), codes, given.weight.index_select(0, route.pair)
+        rows, codes, weight = yield from self._swap(pieces, (route.rows, route.pairs, route.pairs))
+        return route, TokenPairs(rows, (codes & 1).cumsum(0) - 1, codes >> 1, weight)
 
     def from_others(self, route: TokenRoute) -> int:
         """The rows that come from other ranks along the route."""
-        return sum(route.received) - route.received[self.own]
+        received = route.rows[1]
+        return sum(received) - received[self.own]
 
     def send(self, route: TokenRoute, x: Tensor) -> Program[Tensor]:
         """Send rows of local tokens [t, d] along the route: a row for each that arrives."""
-        return self._swap(x.index_select(0, route.token), route.sent, route.received)
+        (rows,) = yield from self._swap((x.index_select(0, route.token),), (route.rows,))
+        return rows
 
-    def combine(self, route: TokenRoute, tensors: Sequence[Tensor]) -> Program[list[Tensor]]:
-        """Return rows for those that arrived, and add what comes back to their tokens: [tokens, d] of each."""
-        back = yield from self._swap(_in_one(tensors), route.received, route.sent)
-        if back.dtype == tensors[0].dtype:
-            return [x.contiguous() for x in _apart(_added(back, route), tensors)]
-        return [_added(x.contiguous(), route) for x in _apart(back, tensors)]
+    def combine(self, route: TokenRoute, rows: Tensor) -> Program[Tensor]:
+        """Return a row for each that arrived, and add those that come back to their tokens: [tokens, d]."""
+        (back,) = yield from self._swap((rows,), (route.rows[::-1],))
+        return _added(back, route)
 
-    def _route(self, index: Tensor, drops: bool) -> Program[TokenRoute]:
-        """The route of rows with these experts."""
-        n, total = len(self.held), self.exchange.total
-        owner = _owners(self.held, total, drops, index.device)[index.clamp(-1, total + drops)]
-        pairs = owner.new_zeros(n + 2, len(owner)).scatter_(0, owner.t(), 1, reduce="add")  # of each rank and row
+    def combine_gradients(self, route: TokenRoute, rows: Tensor, weights: Tensor) -> Program[tuple[Tensor, Tensor]]:
+        """Return the gradients of rows and weights that arrived: those of the tokens, and of the weights of pairs."""
+        rows, weights = yield from self._swap((rows, weights), (route.rows[::-1], route.pairs[::-1]))
+        return _added(rows, route), weights.new_zeros(route.n_pairs).index_copy_(0, route.pair, weights)
+
+    def _route(self, given: TokenPairs, drops: bool) -> Program[tuple[TokenRoute, Tensor]]:
+        """The route of these pairs, and the code of each that is sent.
+
+        A code is twice the number of the expert, and one more for the first pair of a row.
+        """
+        rows, n, total = len(given.rows), len(self.held), self.exchange.total
+        owner = _owners(self.held, total, drops, given.row.device)[given.expert.clamp(-1, total + drops)]
+        pairs = owner.new_zeros((n + 2) * rows).index_add_(0, owner * rows + given.row, torch.ones_like(owner))
+        pairs = pairs.view(n + 2, rows)  # of each rank and row
         counts = torch.stack([pairs.count_nonzero(1), pairs.sum(1)], 1)
         told = torch.sub(counts[:n], counts[n + 1 :], alpha=_WRONG).view(-1)
         theirs = (yield Request(self.counts, told))()
         own, others = numbers_of(torch.stack([told, theirs]))
         if min(others) < 0:
-            yield from self._refuse(index[owner > n])
-        token = torch.nonzero_static(pairs[:n], size=sum(own[::2]))[:, 1]
-        return TokenRoute(token, len(owner), tuple(own[::2]), tuple(others[::2]), sum(others[1::2]))
+            yield from self._refuse(given.expert[owner > n])
+        sizes, of_pairs = ((tuple(own[i::2]), tuple(others[i::2])) for i in (0, 1))
+        token = torch.nonzero_static(pairs[:n], size=sum(sizes[0]))[:, 1]
+        owner, pair = owner.sort(stable=True)
+        owner, pair = owner[: sum(of_pairs[0])], pair[: sum(of_pairs[0])]
+        at = owner * rows + given.row.index_select(0, pair)
+        codes = given.expert.index_select(0, pair) * 2
+        codes[:1] += 1
+        codes[1:] += at[1:] != at[:-1]
+        return TokenRoute(token, pair, rows, len(given.row), sizes, of_pairs), codes.to(torch.int32)
 
     def _refuse(self, wrong: Tensor) -> Program[None]:
         """Raise the error for the first index of the group that is wrong, on each of its ranks."""
@@ -170,57 +192,46 @@ class RankExchange:
         found = numbers_of((yield Request(self.counts, told))())
         raise index_error(next(i for n, i in zip(found[::2], found[1::2], strict=True) if n), self.exchange.total)
 
-    def _expected(self, index: Tensor) -> TokenRoute:
-        """The route that is expected of indices without data."""
-        n, k = index.shape
-        hits, shares = self.exchange.hits(self.at, k)
-        tokens = float(n)
+    def _expected(self, given: TokenPairs) -> tuple[TokenRoute, Tensor]:
+        """The route that is expected of pairs without data, and their codes."""
+        n, n_pairs = len(given.rows), len(given.row)
+        hits, shares = self.exchange.hits(self.at, -(-n_pairs // max(1, n)))
+        tokens, of_all = float(n), float(n_pairs)
         if self.exchange.arrived:  # what has come needs one of these ranks
             tokens /= (1 - prod([1 - hit for hit in hits])) or 1.0
-        sent = tuple([round(hit * tokens) for hit in hits])
-        received, pairs = (sent[self.own],) * len(hits), round(shares[self.own] * k * tokens) * len(hits)
-        return TokenRoute(index.new_empty(sum(sent)), n, sent, received, pairs)
+            of_all /= sum(shares) or 1.0
+        own, ranks = self.own, len(hits)
+        rows, pairs = (tuple([round(each * n) for each in of]) for of, n in ((hits, tokens), (shares, of_all)))
+        token, pair = given.row.new_empty(sum(rows)), given.row.new_empty(sum(pairs))
+        sizes, of_pairs = (rows, (rows[own],) * ranks), (pairs, (pairs[own],) * ranks)
+        return TokenRoute(token, pair, n, n_pairs, sizes, of_pairs), pair.to(torch.int32)
 
-    def _swap(self, rows: Tensor, send: Shape, recv: Shape) -> Program[Tensor]:
-        """Send so many rows to each rank, and receive so many from each."""
-        width = rows.shape[1]
-        step = self._step(tuple(map(width.__mul__, send)), tuple(map(width.__mul__, recv)))
-        return (yield Request(step, rows.reshape(-1)))().view(sum(recv), width)
+    def _swap(self, tensors: Sequence[Tensor], sizes: Sequence[Sizes]) -> Program[list[Tensor]]:
+        """Send so many rows of several tensors to each rank, in one message, and receive so many from each."""
+        if len(tensors) == 1:
+            (x,), ((send, recv),) = tensors, sizes
+            width = x.shape[1]
+            step = self._step(tuple(map(width.__mul__, send)), tuple(map(width.__mul__, recv)))
+            return [(yield Request(step, x.reshape(-1)))().view(sum(recv), width)]
+        there, back, parts = list[Shape](), list[Shape](), list[Sequence[Tensor]]()
+        for x, ways in zip(tensors, sizes, strict=True):
+            width = prod(x.shape[1:]) * x.itemsize
+            send, recv = (tuple(map(width.__mul__, each)) for each in ways)
+            parts.append(x.contiguous().view(-1).view(torch.uint8).split_with_sizes(send))
+            there.append(send)
+            back.append(recv)
+        step = self._step(tuple(map(sum, zip(*there, strict=True))), tuple(map(sum, zip(*back, strict=True))))
+        arrived = (yield Request(step, torch.cat([*chain.from_iterable(zip(*parts, strict=True))])))()
+        pieces, k = arrived.split_with_sizes([*chain.from_iterable(zip(*back, strict=True))]), len(tensors)
+        return [torch.cat(pieces[i::k]).view(x.dtype).view(-1, *x.shape[1:]) for i, x in enumerate(tensors)]
 
     def _step(self, send: Shape, recv: Shape) -> Transfer:
         return flat_exchange(self.exchange.experts.mesh, self.exchange.axes, self.at, send, recv)
 
 
-def _in_one(tensors: Sequence[Tensor]) -> Tensor:
-    """The rows of several tensors [n, m] beside each other: of several dtypes as bytes."""
-    if len(tensors) == 1:
-        return tensors[0]
-    if len({x.dtype for x in tensors}) == 1:
-        return torch.cat(list(tensors), 1)
-    return torch.cat([x.contiguous().view(torch.uint8) for x in tensors], 1)
-
-
-def _apart(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of each of several tensors that are packed in one."""
-    if len(like) == 1:
-        return [packed]
-    size = packed.itemsize
-    parts = packed.split_with_sizes([x.shape[1] * x.itemsize // size for x in like], 1)
-    return [part if part.dtype == x.dtype else _viewed(part, x) for part, x in zip(parts, like, strict=True)]
-
-
 def _added(rows: Tensor, route: TokenRoute) -> Tensor:
     """The sum for each token of the rows that came back."""
     return rows.new_zeros(route.tokens, rows.shape[1]).index_add_(0, route.token, rows)
-
-
-def _viewed(part: Tensor, like: Tensor) -> Tensor:
-    """Columns of bytes in the dtype of others: a view where they begin at multiples of its size."""
-    if not part.numel():
-        return like.new_empty((len(part), like.shape[1]))
-    if (part.storage_offset() | part.stride(0)) % like.itemsize:
-        part = part.clone(memory_format=torch.contiguous_format)
-    return part.view(like.dtype)
 
 
 @cached("exchanges", 1024)

@@ -26,17 +26,20 @@ BODY = dshard.mlp_experts()
 def received(index: Tensor, held: list[range], tokens: list[range], own: int, width: int) -> tuple[int, int, int]:
     """The bytes that rank `own` receives: tokens and weights in the forward pass, sums, and those of the backward pass.
 
-    Rows: a token once for each rank that has one of its experts, with 12 bytes for each expert of it: its number, and a
-    weight of fp64; a sum for each; and backward both ways again, with the 8 bytes of the gradient of each weight.
+    Rows: a token once for each rank that has one of its experts, with 12 bytes for each pair: a code, and a weight of
+    fp64; a sum for each; and backward both ways again, with the 8 bytes of the gradient of each weight.
     """
 
-    def sent(source: int, to: int) -> int:
+    def sent(source: int, to: int) -> tuple[int, int]:
         there = (index[tokens[source].start : tokens[source].stop, :, None] == torch.tensor(list(held[to]))).any(-1)
-        return int(there.any(-1).sum())
+        return int(there.any(-1).sum()), int(there.sum())
 
-    others, k = [rank for rank in range(len(held)) if rank != own], index.shape[1]
-    rows, own_rows = sum(sent(rank, own) for rank in others), sum(sent(own, rank) for rank in others)
-    return rows * (width + k * 12), own_rows * width, rows * width + own_rows * (width + k * 8)
+    others = [rank for rank in range(len(held)) if rank != own]
+    arriving, leaving = [sent(rank, own) for rank in others], [sent(own, rank) for rank in others]
+    rows, pairs = (sum(each) for each in zip(*arriving, strict=True))
+    own_rows, own_pairs = (sum(each) for each in zip(*leaving, strict=True))
+    there, back = rows * width + pairs * 12, own_rows * width
+    return there, back, rows * width + own_rows * width + own_pairs * 8
 
 
 def forms(seeds: range) -> list[str]:
@@ -262,25 +265,28 @@ def by_host(index: Tensor, held: list[range], own: int) -> list[tuple[int, int]]
 
     A token goes once to the other host that has one of its experts, to the rank with its own rank's number there.
     """
-    width, beside, counts = 4 * 4, 3 * 8, 16
+    width, pair, counts = 4 * 4, 8, 16
     tokens = [index.tensor_split(4)[rank] for rank in range(4)]
 
-    def needs(rows: Tensor, *ranks: int) -> Tensor:
-        return (rows[:, :, None] == torch.tensor([e for rank in ranks for e in held[rank]])).any(-1).any(-1)
+    def needs(rows: Tensor, *ranks: int) -> tuple[Tensor, int]:
+        there = (rows[:, :, None] == torch.tensor([e for rank in ranks for e in held[rank]])).any(-1)
+        return there.any(-1), int(there.sum())
 
     host, number = divmod(own, 2)
-    other, number_beside = (1 - host) * 2 + number, host * 2 + 1 - number
+    other, beside = (1 - host) * 2 + number, host * 2 + 1 - number
     hosts, other_host = (host * 2, host * 2 + 1), ((1 - host) * 2, (1 - host) * 2 + 1)
-    arrived, left = needs(tokens[other], *hosts), needs(tokens[own], *other_host)
+    arrived, arrived_pairs = needs(tokens[other], *hosts)
+    left, _ = needs(tokens[own], *other_host)
     lanes = {n: torch.cat([tokens[host * 2 + n], tokens[(1 - host) * 2 + n]]) for n in (0, 1)}
     for n in (0, 1):
-        lanes[n] = lanes[n][needs(lanes[n], *hosts)]
-    inside, outside = needs(lanes[1 - number], own), needs(lanes[number], number_beside)
+        lanes[n] = lanes[n][needs(lanes[n], *hosts)[0]]
+    inside, inside_pairs = needs(lanes[1 - number], own)
+    outside, _ = needs(lanes[number], beside)
     return [
         (2, counts),
-        (2, int(arrived.sum()) * (width + beside)),
+        (2, int(arrived.sum()) * width + arrived_pairs * pair),
         (2, counts),
-        (2, int(inside.sum()) * (width + beside)),
+        (2, int(inside.sum()) * width + inside_pairs * pair),
         (2, int(outside.sum()) * width),
         (2, int(left.sum()) * width),
     ]
