@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -143,11 +144,14 @@ def frames_of(call: Callable[[], object]) -> tuple[int, int]:
         if at is not None and files[-1:] != [at]:
             files.append(at)
 
+    gc.collect()
+    gc.disable()  # which would call what others have left to be called when an object dies
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return frames, len(files)
 
 
