@@ -1,82 +1,18 @@
-"""Operators that join tensors, reorder, repeat, pad and mask their elements, and make new tensors like one.
-
-The gradient of a tensor that was split into equal parts is theirs, one after the other. Parts that are sharded alike
-are blocks of it, so nothing is sent, as nothing was where the tensor itself was sharded in blocks. Autograd joins them
-by `cat`, as a program may; but what a program joins, whose parts were not one tensor, it gets in ranges.
-"""
+"""Operators that join tensors, reorder, repeat, pad and mask their elements, and make new tensors like one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from dshard.core.call import Call, Composed, LocalOp, Operator, RankCall
-from dshard.core.call_key import call_key
-from dshard.core.checks import check_cat, infer
-from dshard.core.context import planning_context
-from dshard.core.executable import Executable, decide, wrap_as
-from dshard.core.observe import OBSERVERS, observed
-from dshard.core.plain_tensors import is_within_forward
-from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec, dense_stride, specs_of
-from dshard.core.wrapper import Wrapper
+from dshard.core.call import Call, LocalOp, Operator, RankCall
+from dshard.core.checks import check_cat
+from dshard.core.spec import dense_stride
 from dshard.ops import exchange
 from dshard.ops.exchange import index_exchange
+from dshard.ops.gradient_blocks import EQUAL_PARTS
 from dshard.ops.views import with_local_size
 from dshard.placements import ReduceOp
 from dshard.rules.rule import ANY, MOVES, PassThrough, Rule, together
-from dshard.rules.rule_notation import parse_rule
-from dshard.torch_private import OpOverload, graph_task_id
-
-
-def are_equal_parts(args: Args) -> bool:
-    """Whether a backward pass joins tensors of one layout and shape along a dim that is sharded in ranges.
-
-    A forward pass that runs again within it, such as that of a checkpoint, joins as it did the first time.
-    """
-    if graph_task_id() < 0 or torch.is_grad_enabled() or is_within_forward() or not isinstance(args[0][0], Wrapper):
-        return False
-    spec: Spec = args[0][0]._spec
-    dim = (args[1] if len(args) > 1 else 0) % max(1, len(spec.shape))
-    is_sharded = bool(spec.layout.axes_of(dim)) and dim not in spec.layout.blocks
-    return is_sharded and len(args[0]) > 1 and all(isinstance(x, Wrapper) and _is_alike(x._spec, spec) for x in args[0])
-
-
-def _is_alike(a: Spec, b: Spec) -> bool:
-    return a is b or (a.layout is b.layout and a.shape == b.shape and a.dtype is b.dtype)
-
-
-def joined_in_blocks(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """The parts joined by `cat`, each of them a block."""
-    parts, dim = args[0], args[1] if len(args) > 1 else 0
-    key = call_key(("gradients of equal parts", dim), parts)
-    make = partial(_executable, func, [x._spec for x in parts], dim)
-    executable: Executable = planning_context().choices.of(key, make)
-    return observed(executable.decision, executable, (parts,)) if OBSERVERS else executable(parts)
-
-
-def _executable(func: OpOverload, specs: Sequence[Spec], dim: int) -> Executable:
-    spec, n = specs[0], len(specs)
-    out = infer(func, ([each.meta() for each in specs], dim), {})
-    passes = together(*range(n), ops=ANY)
-    shapes = [each.shape for each in specs]
-    rule = parse_rule(f"*... m ... -> ... ({n} m) ...", shapes, [tuple(out.shape)], at=[dim], passes=passes)
-    decision, choice = decide(str(func), rule, specs, [out])
-    results = specs_of(choice.strategy.outputs, [out], spec.device)
-    return Executable(decision, lambda at: partial(_cat, dim), results, range(n), wrap_as(results[0]))
-
-
-def _cat(dim: int, *parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim)
-
-
-EQUAL_PARTS = {torch.ops.aten.cat.default: Composed(joined_in_blocks, are_equal_parts, local=True)}
-
 
 SAME_WHEN_EQUAL: tuple[ReduceOp, ...] = ("avg", "max", "min")
 """The reductions that leave a value unchanged if all ranks have it."""

@@ -16,6 +16,7 @@ from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
+from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
 from dshard.torch_private import no_dispatch, no_torch_function
@@ -203,7 +204,7 @@ VIEWS_IN_PLACE: dict[Any, Any] = {
 _OF_VIEW = {_ATEN.as_strided.default: Composed(strided_of_base, lambda args: args[0]._is_view())}
 """Operators of a view that reach memory beyond it."""
 
-_RESHAPE = Operator(reshape, reshape_kernel, blocks=True)
+_RESHAPE = Operator(reshape, reshape_kernel, composed=MERGED, blocks=True)
 
 RULES: dict[str, Operator] = {
     **{f"aten::{name}": _RESHAPE for name in ("view", "reshape", "_unsafe_view", "_reshape_alias")},

@@ -7,9 +7,11 @@ class of `nn.Module` is known by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from torch import Tag, nn
@@ -142,8 +144,9 @@ class FactorClasses:
     """Joins the factors of the calls of a recorded pass as their rules say, and notes how parameters are used.
 
     Its attributes are those of a `ModelTrace`, in factors, whose classes are not known before all calls are joined.
-    Values have their numbers; `names` are the names of parameters, and of views of them; `majors` the factors of which
-    views made the major part of a dim.
+    Values have their numbers; `names` are the names of parameters, and of views of them. `cuts` are the factors that
+    views made of a dim, with those that it had; `majors` the first of the former, in dims that are one block. `taken`
+    says how many results have one index of a factor each.
     """
 
     def __init__(self, values: Sequence[Value]) -> None:
@@ -151,6 +154,7 @@ class FactorClasses:
         self.shapes = [value.shape for value in values]
         self.is_floating = [value.dtype.is_floating_point for value in values]
         self.uses, self.experts = list[Use](), ExpertClasses()
+        self.cuts, self.taken = list[tuple[Nodes, Nodes]](), Counter[int]()
         self.names = {value.number: value.name for value in values if value.kind == "parameter"}
         self.parameters = {name: self.nodes(number) for number, name in self.names.items()}
 
@@ -163,6 +167,49 @@ class FactorClasses:
                 self.dims[results[0]] = self.nodes(operands[0])
             else:
                 self.join(each.rule, each.place.module, operands, results)
+        self._join_cuts()
+
+    def _join_cuts(self) -> None:
+        """Join each dim that a view cut with the part that may be sharded: the major one behind its blocks.
+
+        The latest cuts come first, as they say whether parts of earlier ones are packed.
+        """
+        for parts, nodes in reversed(self.cuts):
+            blocks, part = self._blocks(parts)
+            self.classes.join((part,), nodes)
+            if blocks == 1:
+                self.majors.add(part)
+                continue
+            whole, size = nodes[0], prod([self.classes.size[node] for node in parts])
+            if len(nodes) == 1 and self.classes.size[whole] != size:  # as of what `cat` joined
+                whole = self.classes.new(size)
+                self.classes.join((whole,), nodes)
+            if self.classes.size[whole] % blocks == 0:
+                self.classes.packed.setdefault(whole, blocks)
+
+    def _blocks(self, parts: Nodes) -> tuple[int, int]:
+        """The number of blocks that a dim cut into these parts has, and the part within each.
+
+        That is one that a matmul contracts with a parameter, as a projection does heads; or the dim is one block.
+        """
+        if not self._is_unpacked(parts[0]) and parts[0] not in self.classes.packed:
+            return 1, parts[0]
+        classes = self.classes
+        uses = [(self.parameters[use.parameter], use.summed) for use in self.uses if use.indices is None]
+        contracted = {classes.find(node) for dims, summed in uses for i in summed for node in dims[i]}
+        blocks = 1
+        for part in parts:
+            if classes.find(part) in contracted:
+                return blocks * self.classes.packed.get(part, 1), part
+            if not self._is_unpacked(part):
+                break
+            blocks *= classes.size[part]
+        return 1, parts[0]
+
+    def _is_unpacked(self, node: int) -> bool:
+        """Whether each index of a factor is taken alone, by `unbind`, by selecting or by pieces of one entry."""
+        size = self.classes.size[node]
+        return self.taken[node] >= size > 1 or self.classes.packed.get(node) == size
 
     def nodes(self, number: int) -> tuple[Nodes, ...]:
         """The factors of each dim of a value."""
@@ -193,6 +240,16 @@ class FactorClasses:
         if not is_product:
             self._follow(operands, results)
         self._pack(operands, results)
+        self._take(rule, operands, results)
+
+    def _take(self, rule: Rule, operands: Sequence[int], results: Sequence[int]) -> None:
+        """Count results that have one index of a dim, which they lack; a sum over the dim is one result of many."""
+        shape, kept = self.shapes[operands[0]] if operands else (), {*chain.from_iterable(rule.outputs)}
+        if len(operands) != 1 or not all(len(self.shapes[n]) == len(shape) - 1 for n in results):
+            return
+        gone = [i for i, dim in enumerate(rule.inputs[0]) if dim not in kept and shape[i] > 1]
+        if len(gone) == 1 and len(self.nodes(operands[0])[gone[0]]) == 1:
+            self.taken[self.nodes(operands[0])[gone[0]][0]] += len(results)
 
     def _pack(self, operands: Sequence[int], results: Sequence[int]) -> None:
         """Note the dim of a value that was split into equal pieces."""
@@ -222,8 +279,7 @@ class FactorClasses:
             parts = [(n,) for n in nodes]
         else:
             parts = [(classes.new(sizes.get(f, 0)),) for f in factors]
-            classes.join(parts[0], nodes)
-            self.majors.update(parts[0])
+            self.cuts.append((tuple([node for (node,) in parts]), nodes))
         for factor, part in zip(factors, parts, strict=True):
             if factor in by_factor:
                 self.classes.join(by_factor[factor], part)

@@ -207,9 +207,10 @@ def _units(traced: ModelTrace) -> dict[int, int]:
             if c is not None:
                 full_sizes[c].add(size)
     parts: defaultdict[int, set[int]] = defaultdict(set)
-    for (c, size), is_major in traced.parts:
+    for dim, is_major in traced.parts:
+        c, size = dim
         if c is not None and c in full_sizes and size > 1 and (is_major or size not in full_sizes[c]):
-            parts[c].add(size)
+            parts[c].add(size // traced.packed.get(dim, 1))
     return {c: max(sizes) for c, sizes in parts.items()}
 
 

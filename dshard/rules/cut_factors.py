@@ -116,17 +116,21 @@ def rule_in_blocks(rule: Rule, tensors: Sequence[tuple[Term, Shape, Mapping[int,
 
     Each tensor is an operand or an output, by its term in the rule.
     """
-    sizes, blocks, cut = dict(rule.sizes), set(rule.blocks), dict[str, int]()
+    known, blocks, cut = dict(rule.sizes), set(rule.blocks), dict[str, int]()
+    sizes = dict(known)
     for term, shape, of_dims in tensors:
         for dim, n in of_dims.items():
-            match term[dim]:
-                case (name,) if name not in rule.unsharded and name not in cut:
-                    cut[name] = n
-                    sizes |= {f"{name}/": n, name: shape[dim] // n}
-                case (_, _, *_) as names:
-                    blocks |= {*_leading(names, n, sizes)}
-                case _:
-                    pass  # what is not sharded at all
+            names = term[dim]
+            alone = shape[dim] if len(names) == 1 else 0
+            of_names = {name: alone or known.get(name, 0) for name in names}
+            leading, rest = _leading(names, n, of_names)
+            if rest > 1:  # the blocks end within a factor
+                name = names[len(leading)]
+                if name in rule.unsharded or name in cut:
+                    continue  # what is not sharded at all
+                cut[name] = rest
+                sizes |= {f"{name}/": rest, name: of_names[name] // rest}
+            blocks |= {*leading}
     if not cut and blocks == rule.blocks:
         return rule
     blocks |= {f"{name}/" for name in cut}
@@ -145,9 +149,17 @@ def rule_in_blocks(rule: Rule, tensors: Sequence[tuple[Term, Shape, Mapping[int,
     )
 
 
-def _leading(names: Dim, n: int, sizes: dict[str, int]) -> Dim:
-    """The major factors of a dim that are its `n` blocks; none if no factors are."""
-    for count in range(1, len(names)):
-        if prod([sizes.get(name, 0) for name in names[:count]]) == n:
-            return names[:count]
-    return ()
+def _leading(names: Dim, n: int, sizes: Mapping[str, int]) -> tuple[Dim, int]:
+    """The major factors of a dim that its `n` blocks consist of, and the number of those within the factor behind.
+
+    >>> _leading(("a", "b"), 3, {"a": 3, "b": 4}), _leading(("a", "b"), 6, {"a": 3, "b": 4})
+    ((('a',), 1), (('a',), 2))
+    """
+    for i, name in enumerate(names):
+        size = sizes[name]
+        if n == 1 or (n < size and size % n == 0) or len(names) == 1:
+            return names[:i], n
+        if not size or n % size:
+            break
+        n //= size
+    return (), 1
