@@ -146,7 +146,7 @@ class FactorClasses:
     Its attributes are those of a `ModelTrace`, in factors, whose classes are not known before all calls are joined.
     Values have their numbers; `names` are the names of parameters, and of views of them. `cuts` are the factors that
     views made of a dim, with those that it had; `majors` the first of the former, in dims that are one block. `taken`
-    says how many results have one index of a factor each.
+    says how many results have one index of a factor each; `grown` are those of which `cat` joined several.
     """
 
     def __init__(self, values: Sequence[Value]) -> None:
@@ -154,7 +154,7 @@ class FactorClasses:
         self.shapes = [value.shape for value in values]
         self.is_floating = [value.dtype.is_floating_point for value in values]
         self.uses, self.experts = list[Use](), ExpertClasses()
-        self.cuts, self.taken = list[tuple[Nodes, Nodes]](), Counter[int]()
+        self.cuts, self.taken, self.grown = list[tuple[Nodes, Nodes]](), Counter[int](), set[int]()
         self.names = {value.number: value.name for value in values if value.kind == "parameter"}
         self.parameters = {name: self.nodes(number) for number, name in self.names.items()}
 
@@ -181,16 +181,17 @@ class FactorClasses:
                 self.majors.add(part)
                 continue
             whole, size = nodes[0], prod([self.classes.size[node] for node in parts])
-            if len(nodes) == 1 and self.classes.size[whole] != size:  # as of what `cat` joined
+            if len(nodes) == 1 and self.classes.size[whole] < size:  # a bias that `cat` joined is named first
                 whole = self.classes.new(size)
                 self.classes.join((whole,), nodes)
-            if self.classes.size[whole] % blocks == 0:
+            if size >= self.classes.size[whole] and self.classes.size[whole] % blocks == 0:
                 self.classes.packed.setdefault(whole, blocks)
 
     def _blocks(self, parts: Nodes) -> tuple[int, int]:
         """The number of blocks that a dim cut into these parts has, and the part within each.
 
-        That is one that a matmul contracts with a parameter, as a projection does heads; or the dim is one block.
+        That is one that a matmul contracts with a parameter, as a projection does heads, unless `cat` joins several of
+        them for that, such as features of heads that are computed one by one; or the dim is one block.
         """
         if not self._is_unpacked(parts[0]) and parts[0] not in self.classes.packed:
             return 1, parts[0]
@@ -199,6 +200,8 @@ class FactorClasses:
         contracted = {classes.find(node) for dims, summed in uses for i in summed for node in dims[i]}
         blocks = 1
         for part in parts:
+            if part in self.grown:
+                break
             if classes.find(part) in contracted:
                 return blocks * self.classes.packed.get(part, 1), part
             if not self._is_unpacked(part):
@@ -300,6 +303,7 @@ class FactorClasses:
             for n, dims in zip(operands, rule.inputs, strict=True):
                 if len(dims) == len(shape) and not dims[i] and self.shapes[n][i] != 1:
                     nodes = self.nodes(n)[i]
+                    self.grown.update(nodes if self.shapes[n][i] < shape[i] else ())
                     break
         return nodes or (self.classes.new(shape[i]),)
 

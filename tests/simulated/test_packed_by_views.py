@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers.default_cases import one_way_each
 from torch import Tensor, nn
 
-from dshard import DTensor, Layout, Mesh, Shard, StrategyError, Topology, parallelize, plan_model, trace
+from dshard import DTensor, Layout, Mesh, Replicate, Shard, StrategyError, Topology, parallelize, plan_model, trace
 from dshard.parallel.strategies import StrategyName
 from dshard.parallel.trace_step import record_step
 from dshard.planning.plan_step import plan_step
@@ -175,3 +175,22 @@ def test_a_layer_is_packed_whatever_its_bias_is_joined_of() -> None:
 
     torch.testing.assert_close(results, trained(model, x), rtol=1e-8, atol=1e-10)
     assert "all_to_all" not in counts  # the biases alone are gathered
+
+
+class HeadByHead(Attention):
+    """Attention that takes heads apart, not projections, and joins their results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [layer(self.norm(x)).unflatten(-1, (HEADS, -1)).unbind(2) for layer in self.packed]
+        mixed = [F.scaled_dot_product_attention(*parts) for parts in zip(*made, strict=True)]
+        return x + self.out(torch.cat(mixed, -1))  # type: ignore[no-any-return]
+
+
+def test_heads_that_are_taken_apart_and_joined_are_no_blocks() -> None:
+    """The blocks would be heads, and what is sharded their features, which each head sums over."""
+    model, x = HeadByHead(sizes=(1, 1, 1)), torch.randn(4, 6, WIDTH)
+    plan = plan_model(nn.Sequential(model, copy.deepcopy(model)), Mesh((4,), ("tp",)), "megatron", x)
+
+    sharded = [placements for name, placements in plan.parameters.items() if "packed" in name]
+    assert sharded == [(Shard(0),)] * 12
+    assert plan.parameters["0.out.weight"][0] in (Replicate(), Shard(1))
