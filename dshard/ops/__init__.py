@@ -9,6 +9,7 @@ experts/             experts: loops t, e and f, and the ragged exchange of token
 fused_loss/          cross entropy of a linear layer, by chunks of rows
 composite            torch functions of several operators, planned as one
 scans exchange small_reductions   alternatives that need not gather a sharded dim
+gradient_blocks      gradients of what was split or cut, in blocks where its parts are sharded
 foreach decompositions custom   lists of tensors, `out=`, operators composed of others
 optimiser_steps      how optimisers of distributed parameters step, and what they load
 """
