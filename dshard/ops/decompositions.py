@@ -253,7 +253,15 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
 }
 """Operators that are decomposed into others; torch checks their arguments first."""
 
+
+def multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The meta form of torch, but of a vector without dims, as its kernels have it."""
+    loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    return loss if x.dim() > 1 else loss.reshape(()), is_target
+
+
 META: dict[OpOverload, Function] = {
+    aten.multilabel_margin_loss_forward.default: multilabel_margin,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten.multilabel_margin_loss_backward.default: lambda grad, x, *rest: x.new_empty(x.shape),
 }
