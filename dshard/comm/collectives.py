@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm.collective import Collective, by_slot
-from dshard.comm.peer_failure import not_begun, wait_for, wait_for_pairs
+from dshard.comm.peer_failure import EXCHANGE, Messages, not_begun, wait_for
 from dshard.comm.process_groups import Group, this_world
 from dshard.comm.traced_collectives import sent_in_its_pass
 from dshard.placements import ReduceOp
@@ -150,7 +150,7 @@ def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tenso
         works = [dist.isend(part, rank, group.process_group) for part, rank in sent]
     else:
         works = [dist.irecv(out, group.ranks[root], group.process_group)] if out.numel() else []
-    return partial(_pairs_ended, [work for work in works if work is not None], group, out)
+    return Messages([work for work in works if work is not None], group, out)
 
 
 def exchange(
@@ -172,7 +172,7 @@ def exchange(
 
 
 def exchange_pieces(
-    send: Sequence[Tensor], out: Tensor, sizes: Sequence[int], group: Group, tag: int = 0, kind: str = ""
+    send: Sequence[Tensor], out: Tensor, sizes: Sequence[int], group: Group, tag: int = 0, kind: str = EXCHANGE
 ) -> Wait:
     """Flat pieces for each rank of the group -> those of these `sizes` from each, in point-to-point messages."""
     slots = group.slots or range(len(sizes))
@@ -181,7 +181,7 @@ def exchange_pieces(
         works = exchange(*pieces, slots[group.index], group.process_group, tag)
     except RuntimeError as error:
         raise not_begun(error, group) from error
-    return partial(_pairs_ended, works, group, out, kind or "exchange in pairs")
+    return Messages(works, group, out, kind)
 
 
 def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -247,9 +247,4 @@ def _ended(work: dist.Work, group: Group, out: Tensor) -> Tensor:
 def _all_ended(works: list[dist.Work], group: Group, out: Tensor) -> Tensor:
     for work in works:
         wait_for(work, group)
-    return out
-
-
-def _pairs_ended(works: list[dist.Work], group: Group, out: Tensor, kind: str = "exchange in pairs") -> Tensor:
-    wait_for_pairs(works, group, kind)
     return out

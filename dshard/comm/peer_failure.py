@@ -49,11 +49,13 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (IndexError, PeerError, ReplayError, NotImplementedError, RuntimeError, TypeError, ValueError)
 }
+EXCHANGE = "exchange in pairs"
 _NAMES = {0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter"}
 """Names of collectives by torch's numbers; all other numbers are exchanges."""
 _LEFT: list[str] = []
 _UNNAMED: list[str] = []  # records of a failure whose error is not known yet
 _GIVEN_UP: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # because of which error
+_UNWANTED: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()  # messages in flight
 _OWN = local()  # a waiting thread for each thread, so that no wait queues behind that of another
 
 
@@ -199,11 +201,37 @@ def wait_for(work: dist.Work, group: Group) -> None:
         raise
 
 
-def wait_for_pairs(works: list[dist.Work], group: Group, kind: str = "exchange in pairs") -> None:
-    """Wait for point-to-point messages of the group; raise if one of its ranks has failed and not recovered.
+class Messages:
+    """Point-to-point messages of the group in flight: a call waits for them and returns the tensor that they fill.
 
-    The list is emptied, which releases the tensors sent.
+    gloo reads a connection no further where the buffer of its next message is gone, so that nothing arrives behind it:
+    messages that are deleted before they were waited for are kept, and waited for when the next ones have begun.
+
+    Raises:
+        Exception: of the kind that was raised on another rank.
     """
+
+    __slots__ = ("_group", "_kind", "_out", "_unwanted", "_works")
+
+    def __init__(self, works: list[dist.Work], group: Group, out: Tensor, kind: str = EXCHANGE) -> None:
+        self._works, self._group, self._out, self._kind = works, group, out, kind
+        self._unwanted = _UNWANTED.setdefault(group.process_group, [])
+        if self._unwanted:
+            late, self._unwanted[:] = [*self._unwanted], []
+            _wait_for_pairs(late, group, kind)
+
+    def __call__(self) -> Tensor:
+        works, self._works = self._works, []
+        _wait_for_pairs(works, self._group, self._kind)
+        return self._out
+
+    def __del__(self) -> None:
+        if self._works and self._group.backend.waits_on_host:
+            self._unwanted += self._works
+
+
+def _wait_for_pairs(works: list[dist.Work], group: Group, kind: str) -> None:
+    """Wait for point-to-point messages of the group; the list is emptied, which releases the tensors sent."""
     if not group.backend.waits_on_host:
         host_wait(partial(_wait_all, works), group)
         return
@@ -280,7 +308,7 @@ def _give_up(error: BaseException, group: Group) -> None:
 
 def not_begun(error: Exception, group: Group) -> Exception:
     """The error to raise if the backend refuses to begin point-to-point messages of the group."""
-    return _wait_error(error, own_wait(group, "exchange in pairs"), _GIVEN_UP.get(group.process_group))
+    return _wait_error(error, own_wait(group, EXCHANGE), _GIVEN_UP.get(group.process_group))
 
 
 def _has_ended(wait: Callable[[], object], over: Callable[[], bool], here: Waiting, given_up: str | None) -> bool:

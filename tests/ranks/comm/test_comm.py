@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from time import sleep
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard import DeviceMesh, DTensor, Layout, Mesh, MeshError, Partial, Replicate, ShapeError, Shard, zeros
-from dshard.comm import bind, init_device_mesh, listen, runtime_of, transport
+from dshard.comm import bind, collectives, init_device_mesh, listen, runtime_of, transport
 from dshard.comm.collective import reduce as reduce_terms
 from dshard.comm.process_groups import Group
 from dshard.placements import REDUCE_OPS, ReduceOp
@@ -39,6 +40,24 @@ def terms(size: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 # -- what runs on each rank: returns what went wrong
+
+
+def unwanted_messages() -> list[str]:
+    """Messages that two ranks never wait for, begun while one of the others is late; then numbers for all."""
+    wrong, n = [], 4
+    for late in (0, 3):
+        for size in (1, 2**16):
+            g = group(ORDERS[0])
+            transport.all_reduce(torch.zeros(1), "sum", g)
+            sleep(0.05 if dist.get_rank() == late else 0)
+            sent = torch.full((size,), float(dist.get_rank()))
+            wait = collectives.exchange_pieces([sent] * n, torch.empty(n * size), [size] * n, g)
+            if dist.get_rank() % 2 and not wait().equal(torch.arange(4.0).repeat_interleave(size)):
+                wrong.append(f"late {late}, {size}: what was wanted is wrong")
+            del wait
+            if transport.all_reduce(torch.ones(1), "sum", g).item() != n:
+                wrong.append(f"late {late}, {size}: what came next is wrong")
+    return wrong
 
 
 def reduced() -> list[str]:
@@ -114,6 +133,11 @@ def with_nan() -> list[bool]:
     g = group(ORDERS[0])
     x = torch.full((5,), float("nan") if g.index == 2 else 1.0)
     return [bool(transport.all_reduce(x.clone(), op, g).isnan().all()) for op in REDUCE_OPS]  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks
+def test_messages_that_nobody_wants_hold_up_nothing(ranks: RankPool) -> None:
+    assert ranks.run(unwanted_messages) == [[]] * 4
 
 
 @pytest.mark.ranks
