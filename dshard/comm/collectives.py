@@ -143,7 +143,7 @@ def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tenso
     if out is None:
         out = x.new_empty(sizes[group.index])
     if group.index == root:
-        parts = x.split(list(sizes))
+        parts = x.contiguous().split(list(sizes))
         out.copy_(parts[root])
         pairs = [*zip(parts, group.ranks, strict=True)]
         sent = [(part, rank) for part, rank in pairs if rank != pairs[root][1] and len(part)]

@@ -81,7 +81,7 @@ def primitive(c: Collective, dtype: torch.dtype, group: Group, *, is_traced: boo
         case "all_gather":
             return _all_gather(c, dtype, group)
         case "all_to_all" if _sends_in_pairs(group):
-            return lambda x, out: _exchange_in_pairs(x.split(list(c.send)), x, out, c.recv, group)
+            return lambda x, out: _exchange_in_pairs(x.contiguous().split(list(c.send)), out, c.recv, group)
         case "all_to_all":
             return _in_slot_order(c, group, lambda c: partial(collectives.swap, c.send, c.recv, group))
         case "reduce_scatter":
@@ -104,7 +104,7 @@ def _all_gather(c: Collective, dtype: torch.dtype, group: Group) -> Begin:
     if equal and (group.backend.gathers_in_place or group.spread):
         return _in_slot_order(c, group, lambda c: partial(collectives.gather, n, group))
     if _sends_in_pairs(group):
-        return lambda x, out: _exchange_in_pairs([x] * n, x, out, sizes, group)
+        return lambda x, out: _exchange_in_pairs([x.contiguous()] * n, out, sizes, group)
     by_broadcasts = partial(collectives.gather_by_broadcasts, sizes, group)
     if group.backend.gathers_in_place:
         in_messages = sends_pieces_in_messages(c.kind, max(sizes) * dtype.itemsize, group.spread)
@@ -125,10 +125,8 @@ def _from_root(scatter: Collective) -> Collective:
     return replace(scatter, kind="all_to_all", send=scatter.send if is_root else (0,) * n, recv=recv)
 
 
-def _exchange_in_pairs(
-    send: Sequence[Tensor], x: Tensor, out: Tensor | None, sizes: Sequence[int], group: Group
-) -> Wait:
-    return collectives.exchange_pieces(send, x.new_empty(sum(sizes)) if out is None else out, sizes, group)
+def _exchange_in_pairs(send: Sequence[Tensor], out: Tensor | None, sizes: Sequence[int], group: Group) -> Wait:
+    return collectives.exchange_pieces(send, send[0].new_empty(sum(sizes)) if out is None else out, sizes, group)
 
 
 def _sends_in_pairs(group: Group) -> bool:

@@ -36,7 +36,12 @@ def group(order: tuple[int, ...]) -> Group:
 
 def terms(size: int, dtype: torch.dtype) -> list[Tensor]:
     """A flat tensor for each rank of a group."""
-    return [whole_numbers((size,), dtype, seed) for seed in range(4)]
+    return [strided(whole_numbers((size,), dtype, seed)) for seed in range(4)]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, not adjacent in memory."""
+    return torch.stack([x, x], 1)[:, 0]
 
 
 # -- what runs on each rank: returns what went wrong
@@ -93,13 +98,13 @@ def gathered() -> list[str]:
             for sizes in ([2, 2, 2, 2], [3, 0, 1, 4], [0, 0, 0, 0]):
                 whole_buffer = whole_numbers((sum(sizes),), dtype)
                 parts = whole_buffer.split(sizes)
-                wrong += differ(transport.all_gather(parts[g.index].clone(), sizes, g), whole_buffer, f"gather {sizes}")
+                wrong += differ(transport.all_gather(strided(parts[g.index]), sizes, g), whole_buffer, f"gather {sizes}")
                 wrong += differ(exchange(sizes, dtype, g), exchanged(sizes, dtype, g.index), f"exchange {sizes}")
                 for source in range(4):
-                    x = whole_buffer if g.index == source else whole_buffer[:0]
+                    x = strided(whole_buffer) if g.index == source else whole_buffer[:0]
                     found = transport.scatter(x, sizes, source, g)
                     wrong += differ(found, parts[g.index], f"scatter {sizes} from {source}")
-                    found = transport.broadcast(whole_buffer * (g.index == source), source, g)
+                    found = transport.broadcast(strided(whole_buffer * (g.index == source)), source, g)
                     wrong += differ(found, whole_buffer, f"broadcast from {source}")
             ring = terms(3, dtype)
             found = transport.permute(ring[g.index], (g.index + 1) % 4, (g.index - 1) % 4, 3, g)
@@ -109,7 +114,7 @@ def gathered() -> list[str]:
 
 def exchange(sizes: list[int], dtype: torch.dtype, g: Group) -> Tensor:
     """Rank i sends `sizes[j]` elements to rank j."""
-    mine = whole_numbers((sum(sizes),), dtype, g.index)
+    mine = strided(whole_numbers((sum(sizes),), dtype, g.index))
     return transport.all_to_all(mine, sizes, [sizes[g.index]] * 4, g)
 
 
