@@ -98,7 +98,8 @@ def gathered() -> list[str]:
             for sizes in ([2, 2, 2, 2], [3, 0, 1, 4], [0, 0, 0, 0]):
                 whole_buffer = whole_numbers((sum(sizes),), dtype)
                 parts = whole_buffer.split(sizes)
-                wrong += differ(transport.all_gather(strided(parts[g.index]), sizes, g), whole_buffer, f"gather {sizes}")
+                found = transport.all_gather(strided(parts[g.index]), sizes, g)
+                wrong += differ(found, whole_buffer, f"gather {sizes}")
                 wrong += differ(exchange(sizes, dtype, g), exchanged(sizes, dtype, g.index), f"exchange {sizes}")
                 for source in range(4):
                     x = strided(whole_buffer) if g.index == source else whole_buffer[:0]
