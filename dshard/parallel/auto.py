@@ -37,6 +37,7 @@ from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_limits import FREE, StepLimits
 from dshard.planning.step_tables import MOMENTS, StepTables, Weights, local_bytes
+from dshard.planning.uncollected import uncollected
 from dshard.redistribute.axis_roles import step_terms
 from dshard.routing import Routing
 from dshard.tables import human_bytes
@@ -353,6 +354,7 @@ def largest_held(priced: Priced, graph: StepGraph) -> list[tuple[str, int]]:
 
 @plain()
 @disable_modes()
+@uncollected()
 def cheapest(
     mesh: Mesh,
     roles: Roles,

@@ -30,8 +30,8 @@ from dshard.parallel.plan_values import Cost, Memory, ModelPlan, Moves
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.trace_step import record_step, stand_in_for, without_data
 from dshard.placements import Replicate
-from dshard.planning.step_recorder import uncollected
 from dshard.planning.step_tables import MOMENTS
+from dshard.planning.uncollected import uncollected
 from dshard.step_timeline import Event, PlacedEvent, StepTimeline, makespan
 from dshard.topology import Topology
 from dshard.torch_private import disable_modes

@@ -24,7 +24,8 @@ from dshard.parallel.gather_groups import block_within, blocks_of
 from dshard.parallel.numbered_hooks import without_earlier_hooks
 from dshard.parallel.reachable_state import ReachableState
 from dshard.planning.step_graph import StepGraph
-from dshard.planning.step_recorder import GraphRecorder, uncollected
+from dshard.planning.step_recorder import GraphRecorder
+from dshard.planning.uncollected import uncollected
 from dshard.torch_private import disable_modes
 
 

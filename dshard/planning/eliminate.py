@@ -146,7 +146,7 @@ class _Made:
 
 
 _Key: TypeAlias = tuple[int, ...]
-"""A node in numbers alone, which are quick to hash: its dims, and of each term the node and the dims.
+"""A node in numbers alone, which are quick to hash: of each term the node and the dims, -1 for that of the variable.
 
 One of several of a cut has the kind of that, too, as what it takes depends on the others.
 """
@@ -277,19 +277,20 @@ class _Orderer:
         """The node that adds these factors, the variables that are left there, and the entries of its table."""
         if len(factors) > 1:
             factors.sort(key=lambda factor: (factor.node, factor.variables.index(variable)))
-        dims, size = dict[int, int](), self.sizes[variable]
+        dims, size, key = dict[int, int](), self.sizes[variable], list[int]()
         for factor in factors:
+            key.append(factor.node)
             for other in factor.variables:
-                if other != variable and other not in dims:
+                if other == variable:
+                    key.append(-1)
+                    continue
+                if other not in dims:
                     dims[other] = len(dims)
                     size *= self.sizes[other]
-        rest = tuple(dims)
-        dims[variable] = len(dims)
-        key = [len(dims)]
-        for factor in factors:
-            key += (factor.node, *[dims[other] for other in factor.variables])
-        node = tuple(key)
+                key.append(dims[other])
+        node, rest = tuple(key), tuple(dims)
         if node not in self.nodes:
+            dims[variable] = len(dims)
             terms = [Term(factor.node, tuple([dims[other] for other in factor.variables])) for factor in factors]
             self.nodes[node] = Node(tuple(terms), len(dims))
         return node, rest, size

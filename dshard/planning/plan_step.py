@@ -22,8 +22,8 @@ from dshard.planning.call_candidates import CallCandidate
 from dshard.planning.deadline import ENDLESS, Deadline, TimeIsOver
 from dshard.planning.eliminate import LIMIT, EliminationOrder, Solution, elimination_order, solve
 from dshard.planning.shifted_costs import ShiftedCosts, Spread
-from dshard.planning.step_recorder import uncollected
 from dshard.planning.step_tables import Parts, StepTables, Weights
+from dshard.planning.uncollected import uncollected
 from dshard.torch_private import no_functions
 
 EVEN = Weights()

@@ -14,8 +14,9 @@ Arrays are numpy's: most have a hundred numbers, for which torch's operators tak
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -70,26 +71,30 @@ class _Table(NamedTuple):
 
 
 class _End(NamedTuple):
-    """One of the variables of a table of two: the number of the use of the table, its name, and the variable's dim."""
+    """One of the variables of a table of two: where shifts to it and to the other are, the table, and its dim."""
 
-    use: int
+    own: int
+    other: int
     table: Hashable
     dim: int
 
 
-_Kind: TypeAlias = tuple[tuple[Hashable, ...], tuple[tuple[Hashable, int], ...]]
-"""The tables of a variable: those that have only it, and those of two with its dim."""
+class _Kind(NamedTuple):
+    """The tables of a variable: those that have only it, and those of two with its dim."""
+
+    own: tuple[Hashable, ...]
+    ends: tuple[tuple[Hashable, int], ...]
 
 
 class ShiftedCosts:
     """Tables, each of one variable or of two, from which costs are shifted to variables.
 
     `shifts` has for each use of a table of two variables what is shifted from it to
-    each of them, by its rows.
+    the first of them, by its rows, and then what is to the second. `kind_of` is the number of each variable's kind.
     """
 
     def __init__(self, variables: int, uses: Sequence[NamedTable], tables: Mapping[Hashable, Spread]) -> None:
-        self.known, self.leasts = dict[Hashable, tuple[Array, ...]](), dict[Hashable, float]()
+        self.known = dict[Hashable, tuple[Array, ...]]()
         self._take(tables)
         own, ends = defaultdict[int, list[Hashable]](list), defaultdict[int, list[_End]](list)
         self.between = [use for use in uses if len(use.variables) == 2]
@@ -98,17 +103,21 @@ class ShiftedCosts:
             if len(use.variables) == 1:
                 own[use.variables[0]].append(use.table)
         for number, (table, (source, reader)) in enumerate(self.between):
-            ends[source].append(_End(number, table, 0))
-            ends[reader].append(_End(number, table, 1))
+            at = 2 * number
+            ends[source].append(_End(at, at + 1, table, 0))
+            ends[reader].append(_End(at + 1, at, table, 1))
             first[source] = min(first[source], reader - 0.5)
         self.order = sorted(range(variables), key=first.__getitem__)
         self.ends = [ends[variable] for variable in range(variables)]
-        self.kinds = [(tuple(own[v]), tuple([end[1:] for end in self.ends[v]])) for v in range(variables)]
+        kinds = [_Kind(tuple(own[v]), tuple([end[2:] for end in self.ends[v]])) for v in range(variables)]
+        self.kinds = [*dict.fromkeys(kinds)]
+        numbers = {kind: number for number, kind in enumerate(self.kinds)}
+        self.kind_of = [numbers[kind] for kind in kinds]
+        self.near = [_getter([i for end in own for i in (end.own, end.other)]) for own in self.ends]
         self.arrays, self.grain = dict[bytes, Array](), 0.0
-        none = [self.tables[name].entries.shape for name, _ in self.between]
-        self.shifts = [[self._one(np.zeros(n)) for n in sizes] for sizes in none]
+        sizes = [self.tables[name].entries.shape for name, _ in self.between]
+        self.shifts = [self._one(np.zeros(n)) for both in sizes for n in both]
         self.grain = GRAIN * abs(self.bound)
-        self.leasts.clear()
 
     def _take(self, tables: Mapping[Hashable, Spread]) -> None:
         self.spreads = tables
@@ -116,7 +125,6 @@ class ShiftedCosts:
             name: _Table(x.entries.numpy(), tuple([rows.numpy() for rows in x.rows])) for name, x in tables.items()
         }
         self.known.clear()
-        self.leasts.clear()
 
     def _one(self, shift: Array) -> Array:
         """A shift, rounded; of equal ones always the same array."""
@@ -131,52 +139,46 @@ class ShiftedCosts:
             if name not in at:
                 ends = zip(old[name].kept, tables[name].kept, strict=True)
                 at[name] = [torch.searchsorted(before, kept).numpy() for before, kept in ends]
-        for (name, _), shifts in zip(self.between, self.shifts, strict=True):
-            for dim, shift in enumerate(shifts):
-                key = name, dim, id(shift)
-                if key not in known:
-                    known[key] = self._one(shift[at[name][dim]])
-                shifts[dim] = known[key]
+        for i, shift in enumerate(self.shifts):
+            (name, _), dim = self.between[i // 2], i % 2
+            key = name, dim, id(shift)
+            if key not in known:
+                known[key] = self._one(shift[at[name][dim]])
+            self.shifts[i] = known[key]
         self._take(tables)
 
     def _key(self, variable: int) -> tuple[Hashable, ...]:
         """What follows for a variable from its tables and their shifts follows for all of equal keys."""
-        return self.kinds[variable], *[id(x) for end in self.ends[variable] for x in self.shifts[end.use]]
+        return self.kind_of[variable], *map(id, self.near[variable](self.shifts))
 
     def _own(self, variable: int) -> Array:
         """What each value of a variable costs by itself, with what was shifted to it."""
-        (first, *others), ends = self.kinds[variable][0], self.ends[variable]
+        first, *others = self.kinds[self.kind_of[variable]].own
         own = self.tables[first].whole()
         for name in others:
             own += self.tables[name].whole()
-        for use, name, dim in ends:
-            own += self.shifts[use][dim].take(self.tables[name].rows[dim])
+        for end in self.ends[variable]:
+            own += self.shifts[end.own].take(self.tables[end.table].rows[end.dim])
         return own
 
     def _rest(self, end: _End) -> Array:
         """What is left of a table at least, for each row of a dim."""
-        use, name, dim = end
-        key = "rest", name, dim, id(self.shifts[use][0]), id(self.shifts[use][1])
+        dim, mine, other = end.dim, self.shifts[end.own], self.shifts[end.other]
+        key = "rest", end.table, dim, id(mine), id(other)
         if key not in self.known:
-            mine, other = self.shifts[use][dim], self.shifts[use][1 - dim]
-            left = self.tables[name].entries - (other if dim == 0 else other[:, None])
+            left = self.tables[end.table].entries - (other if dim == 0 else other[:, None])
             self.known[key] = (left.min(1 - dim) - mine,)
         return self.known[key][0]
 
     @property
     def bound(self) -> float:
         """The least of all variables and all tables, added."""
-        own, rests = list[tuple[Hashable, ...]](), list[tuple[Hashable, ...]]()
-        for variable in self.order:
-            own.append(key := self._key(variable))
-            if key not in self.leasts:
-                self.leasts[key] = float(self._own(variable).min())
-        for i, ((name, _), shifts) in enumerate(zip(self.between, self.shifts, strict=True)):
-            rests.append(key := (name, *map(id, shifts)))
-            if key not in self.leasts:
-                self.leasts[key] = float(self._rest(_End(i, name, 0)).min())
-        least = sum([times * self.leasts[key] for key, times in Counter(own).items()])
-        return least + sum([times * self.leasts[key] for key, times in Counter(rests).items()])
+        own, ids = [self._key(variable) for variable in self.order], [*map(id, self.shifts)]
+        rests = [*zip([name for name, _ in self.between], ids[::2], ids[1::2], strict=True)]
+        one = dict(zip(own, self.order, strict=True))
+        ends = {key: _End(2 * number, 2 * number + 1, key[0], 0) for number, key in enumerate(rests)}
+        least = sum([times * float(self._own(one[key]).min()) for key, times in Counter(own).items()])
+        return least + sum([times * float(self._rest(ends[key]).min()) for key, times in Counter(rests).items()])
 
     def improve(self, deadline: Deadline = ENDLESS) -> None:
         """Go through the variables in order and back, which shifts costs to where the bound is larger.
@@ -201,33 +203,35 @@ class ShiftedCosts:
             ahead = sum([end.dim == dim for end in ends])
             part, shifts = own / max(ahead, len(ends) - ahead, 1), list[Array]()
             for end, more in zip(ends, taken, strict=True):
-                shift = self.shifts[end.use][end.dim] + more
+                shift = self.shifts[end.own] + more
                 if end.dim == dim:
                     least = _least_of_rows(part, self.tables[end.table].rows[dim], len(shift))
                     shift -= least - least.min()
                 shifts.append(self._one(shift))
             self.known[key] = tuple(shifts)
         for end, shift in zip(ends, self.known[key], strict=True):
-            self.shifts[end.use][end.dim] = shift
+            self.shifts[end.own] = shift
 
     @property
     def uses(self) -> list[NamedTable]:
         """The tables of `shared` with their variables."""
-        return [*[NamedTable(kind, (v,)) for v, kind in enumerate(self.kinds)], *self.between]
+        return [*[NamedTable(self.kinds[kind], (v,)) for v, kind in enumerate(self.kind_of)], *self.between]
 
     def shared(self) -> dict[Hashable, Tensor]:
         """Tables of equal sums, from all uses of one the same is shifted: what is from the one in the middle."""
-        of = defaultdict[Hashable, list[list[Array]]](list)
-        for (name, _), shifts in zip(self.between, self.shifts, strict=True):
-            of[name].append(shifts)
-        middle = {name: [*map(torch.from_numpy, shifts[len(shifts) // 2])] for name, shifts in of.items()}
+        of = defaultdict[Hashable, list[int]](list)
+        for number, (name, _) in enumerate(self.between):
+            of[name].append(2 * number)
+        middle = {
+            name: [torch.from_numpy(self.shifts[at[len(at) // 2] + dim]) for dim in (0, 1)] for name, at in of.items()
+        }
         whole = dict[Hashable, Tensor]()
         for name, (first, second) in middle.items():
             spread = self.spreads[name]
             whole[name] = spread._replace(entries=spread.entries - first[:, None] - second).whole()
-        for kind in dict.fromkeys(self.kinds):
-            own = sum([self.spreads[name].whole() for name in kind[0]], torch.zeros(()))
-            whole[kind] = sum([middle[name][dim][self.spreads[name].rows[dim]] for name, dim in kind[1]], own)
+        for kind in self.kinds:
+            own = sum([self.spreads[name].whole() for name in kind.own], torch.zeros(()))
+            whole[kind] = sum([middle[name][dim][self.spreads[name].rows[dim]] for name, dim in kind.ends], own)
         return whole
 
     def excess(self, deadline: Deadline = ENDLESS) -> dict[int, Tensor]:
@@ -252,7 +256,7 @@ class ShiftedCosts:
         """A value for each variable, one after the other: that of the least costs, given those before."""
         choice, known = [-1] * len(self.order), dict[Hashable, int]()
         for variable in self.order:
-            others = [choice[self.between[end.use].variables[1 - end.dim]] for end in self.ends[variable]]
+            others = [choice[self.between[end.own // 2].variables[1 - end.dim]] for end in self.ends[variable]]
             key = self._key(variable), *others
             if key not in known:
                 costs = self._own(variable)
@@ -260,11 +264,16 @@ class ShiftedCosts:
                     (entries, rows), dim = self.tables[end.table], end.dim
                     left = self._rest(end)
                     if other >= 0:
-                        left = entries.take(rows[1 - dim][other], 1 - dim) - self.shifts[end.use][dim]
+                        left = entries.take(rows[1 - dim][other], 1 - dim) - self.shifts[end.own]
                     costs += left[rows[dim]]
                 known[key] = int(costs.argmin())
             choice[variable] = known[key]
         return tuple(choice)
+
+
+def _getter(at: Sequence[int]) -> Callable[[Sequence[Array]], tuple[Array, ...]]:
+    """The quickest way to take what is at these positions, none or several."""
+    return itemgetter(*at) if at else lambda _: ()
 
 
 def _least_of_rows(costs: Array, rows: NDArray[np.int64], count: int) -> Array:

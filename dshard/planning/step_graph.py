@@ -18,6 +18,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.trees import leaves, replace_leaves
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
+from dshard.planning.uncollected import uncollected
 from dshard.rules.attention_loops import LOOPS, AttentionLoops
 from dshard.rules.expand import Row
 from dshard.rules.rule import Rule, linear
@@ -168,6 +169,7 @@ class StepGraph:
     functions: tuple[FunctionCall, ...] = ()
     kept: frozenset[str] = frozenset()
 
+    @uncollected()
     def copies(self) -> StepGraph:
         """The graph with a call "copy" between a tensor and several calls that read it.
 

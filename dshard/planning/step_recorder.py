@@ -6,10 +6,8 @@ below it are, and of those without a rule the ones that they decompose into.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -477,25 +475,3 @@ def whole_rule(operands: Sequence[Shape], outputs: Sequence[Shape]) -> Rule:
 def _written(x: Tensor, part: Tensor) -> Tensor:
     """Stands for a tensor after a write to a view of it."""
     return x
-
-
-# -- Python's collector rests while a step is recorded or planned
-# Both make some hundred thousand small objects that stay, and next to no cycles: the collector would walk them all
-# again and again, a quarter of the time that it takes to record the step of a large model.
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Within it nothing is collected, but by whoever calls the collector.
-
-    >>> with uncollected():
-    ...     gc.isenabled()
-    False
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -35,6 +35,7 @@ from dshard.planning.packed_values import with_packed_values
 from dshard.planning.shifted_costs import Spread
 from dshard.planning.step_graph import End, GraphCall, StepGraph, Value, is_copy
 from dshard.planning.step_limits import FREE, StepLimits, StoredLimit
+from dshard.planning.uncollected import uncollected
 from dshard.topology import Topology
 from dshard.torch_private import no_functions
 
@@ -133,6 +134,7 @@ class _Use(NamedTuple):
     times: Tensor
     pairs: _Pairs
     domain: int
+    operand: int
     variable: int | None
     needs_grad: bool
     casts: Tensor
@@ -185,6 +187,7 @@ class StepTables:
         TimeIsOver: the deadline came before all tables were made.
     """
 
+    @uncollected()
     def __init__(
         self,
         graph: StepGraph,
@@ -197,16 +200,15 @@ class StepTables:
         self.kept = kept_values(self.graph)
         self.domains: list[tuple[CallCandidate, ...] | tuple[Layout, ...]] = []
         self.domain_of: list[int] = []
-        self.costs: list[tuple[list[float], list[float], list[float]]] = []
         self.uses: list[NamedTable] = []
         self.prices: dict[Hashable, MovePrices] = {}
+        self.names: dict[Hashable, int] = {}
         self.work: dict[Hashable, _Work] = {}
         self.edges: dict[Hashable, _Edge] = {}
         self.parameters: dict[Hashable, _Use] = {}
         self.buckets = _buckets(graph, mesh, topology)
         self._add_domains(deadline)
         with no_functions():  # such as those that make tensors on another device
-            self._add_calls()
             for value in graph.values:
                 deadline.check()
                 for use in value.uses if value.kind == "made" else ():
@@ -268,14 +270,15 @@ class StepTables:
                 self.domains.append(own)
                 work = [c.work + self._sums(call, c) for c in own]
                 saved = [float(c.saved + self._results(call, c)) for c in own]
-                self.costs.append(([c.exchanges for c in own], work, saved))
+                with no_functions():
+                    costs = _Work.of([c.exchanges for c in own], work=work, saved=saved)
+                self.work[self._name("work", known[key])] = costs
             self.domain_of.append(known[key])
+            self.uses.append(NamedTable(self._name("work", known[key]), (call.number,)))
 
-    def _add_calls(self) -> None:
-        for domain, (exchanges, work, saved) in enumerate(self.costs):
-            self.work["work", domain] = _Work.of(exchanges, work=work, saved=saved)
-        for call in self.graph.calls:
-            self.uses.append(NamedTable(("work", self.domain_of[call.number]), (call.number,)))
+    def _name(self, *key: Hashable) -> int:
+        """The name of the table of this key, a number: a step has thousands of uses, and keys take long to hash."""
+        return self.names.setdefault(key, len(self.names))
 
     def _sums(self, call: GraphCall, candidate: CallCandidate) -> float:
         """Seconds to add the gradients of results that several calls read."""
@@ -323,8 +326,8 @@ class StepTables:
         stays = operand == 0 and self.graph.calls[call].writes, operand == 0 and self._is_view_of_view(value, call)
         keeps = use in self.kept.uses, use in self.kept.alone
         ends = domains[0], result, domains[1], operand
-        key = ("edge", value.shape, value.dtype, value.needs_grad, *ends, stays, keeps)
-        if key not in self.edges:
+        name = self._name("edge", value.shape, value.dtype, value.needs_grad, *ends, stays, keeps)
+        if name not in self.edges:
             prices, numbers = self._prices(value), dict[tuple[Layout, Layout], int]()
             own = [(c.outputs[result], c.cotangent(result)) for c in self._candidates(domains[0])]
             of = torch.tensor([numbers.setdefault(each, len(numbers)) for each in own])
@@ -335,8 +338,8 @@ class StepTables:
                 prices.ask(pairs.gradients, wanted)
             saved, moved = self._copies(value, prices, (made, pairs.used), keeps), made[:, None] != pairs.used
             fixed = moved & (stays[0] | (stays[1] & torch.isin(made, pairs.used))[:, None])
-            self.edges[key] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, fixed, saved)
-        self.uses.append(NamedTable(key, (producer, call)))
+            self.edges[name] = _Edge(prices, made, wanted, of, pairs, domains, value.needs_grad, fixed, saved)
+        self.uses.append(NamedTable(name, (producer, call)))
 
     def _is_view_of_view(self, value: Value, call: int) -> bool:
         """Whether a call is a view of what is one, or has other readers: executors move it behind, if they can."""
@@ -355,12 +358,12 @@ class StepTables:
     def _add_end(self, value: Value, producer: End) -> None:
         """Charge what the model returns, and leaves partial, its completion."""
         domain = self.domain_of[producer.call]
-        key = ("end", value.shape, value.dtype, domain, producer.position)
-        if key not in self.work:
+        name = self._name("end", value.shape, value.dtype, domain, producer.position)
+        if name not in self.work:
             layouts = [c.outputs[producer.position] for c in self._candidates(domain)]
             ends = {each: completion(each, value.shape, value.itemsize, self.topology)[1] for each in {*layouts}}
-            self.work[key] = _Work.of([ends[layout] for layout in layouts])
-        self.uses.append(NamedTable(key, (producer.call,)))
+            self.work[name] = _Work.of([ends[layout] for layout in layouts])
+        self.uses.append(NamedTable(name, (producer.call,)))
 
     def _add_parameters(self, deadline: Deadline) -> None:
         for value in self.graph.parameters():
@@ -376,16 +379,15 @@ class StepTables:
             self.domains.append(own)
             stored, gradients = self._held(value, own)
             sums = [gradient_sum_seconds(value, layout, self.topology) for layout in own]
-            self.work["stored", value.number] = _Work.of(
-                [0.0] * len(own), work=sums, stored=stored, gradients=gradients
-            )
-            self.uses.append(NamedTable(("stored", value.number), (variable,)))
+            name = self._name("stored", value.number)
+            self.work[name] = _Work.of([0.0] * len(own), work=sums, stored=stored, gradients=gradients)
+            self.uses.append(NamedTable(name, (variable,)))
         for call, operand in value.uses:
             domain = self.domain_of[call]
             is_kept, is_first = value.name in self.graph.kept, value.uses[0] == (call, operand)
             kind = value.shape, value.dtype, value.needs_grad
-            key = ("use", *kind, domain, operand, variable, limit, is_kept, is_first)
-            if key not in self.parameters:
+            name = self._name("use", *kind, domain, operand, variable, limit, is_kept, is_first)
+            if name not in self.parameters:
                 prices, single = self._of_parameter(value)
                 pairs = self._pairs(prices, domain, operand)
                 if variable is None:
@@ -403,9 +405,9 @@ class StepTables:
                 times = torch.tensor([[self._times(value, at, to) for to in used] for at in own], dtype=torch.float64)
                 ways = [[_is_alone(at, *ends, is_first) for ends in zip(used, gradients, strict=True)] for at in own]
                 alone, kept = torch.tensor(ways).movedim(-1, 0), saved * (times == 1)
-                moved, of = (prices, single, alone, stored, held, kept, times, pairs), (domain, variable)
-                self.parameters[key] = _Use(*moved, *of, value.needs_grad, *self._casts(value, own, gradients))
-            self.uses.append(NamedTable(key, (call,) if variable is None else (variable, call)))
+                moved, of = (prices, single, alone, stored, held, kept, times, pairs), (domain, operand, variable)
+                self.parameters[name] = _Use(*moved, *of, value.needs_grad, *self._casts(value, own, gradients))
+            self.uses.append(NamedTable(name, (call,) if variable is None else (variable, call)))
 
     def _casts(self, value: Value, stored: Sequence[Layout], gradients: Sequence[Layout]) -> tuple[Tensor, float]:
         """The seconds of casts of a parameter in each layout and its gradient in each, and how much wider that is."""
@@ -527,8 +529,7 @@ class StepTables:
             if name in self.parameters:
                 use = self.parameters[name]
                 at, _ = self._price_use(use, [choice[variable] for variable in variables], weights)
-                operand = name[5]  # type: ignore[index]
-                value = self.graph.calls[variables[-1]].operands[operand]
+                value = self.graph.calls[variables[-1]].operands[use.operand]
                 layouts[value.number] = use.prices.layouts[int(use.stored[at])]
         return layouts
 
