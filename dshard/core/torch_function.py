@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dshard.comm import plain
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.torch_private import SEEN, OpOverload, is_autocasting, no_torch_function
 
@@ -68,6 +69,18 @@ def autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     dtype = torch.get_autocast_dtype(device)
     wide = (torch.float32, torch.float16, torch.bfloat16)
     return [t.to(dtype) if t.dtype in wide else t for t in tensors]
+
+
+def autocast_dtype(function: Function, x: Tensor) -> torch.dtype:
+    """The dtype of what one of torch's functions makes of `x`: of some, autocast makes single precision.
+
+    `function` is called with no rows of one element. Which functions these are depends on the type of device.
+    """
+    if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    with plain(), torch.no_grad():
+        out: Tensor = function(torch.empty(0, 1, dtype=x.dtype, device=x.device))
+    return out.dtype
 
 
 _BINDINGS = {

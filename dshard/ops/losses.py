@@ -25,7 +25,7 @@ from dshard.core.moves import reduced_together
 from dshard.core.operands import common_mesh
 from dshard.core.plain_tensors import replicated_tensor
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.torch_function import bind_arguments
+from dshard.core.torch_function import autocast_dtype, bind_arguments
 from dshard.core.trees import tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError, ShapeError
@@ -275,13 +275,14 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     ignored = -100 if ignored is None else ignored
     on_each(partial(refuse_targets, x.shape[dim], ignored), target._local_tensor)
     kept = target != ignored
-    shifted, log_sum = (reduce_statistics(x, op), None) if func is F.nll_loss else _shifted(x, dim, op)
+    shifted, log_sum = (_wide(x, op), None) if func is F.nll_loss else _shifted(x, dim, op)
     terms = _terms(shifted, log_sum, target.where(kept, 0), weight, smoothing or 0.0, op)
     loss, each = (t.masked_fill(~kept, 0) for t in terms)
+    dtype = autocast_dtype(lambda rows: func(rows, rows[:, 0].long()), x)
     if reduction == "none":
-        return loss.to(x.dtype)
+        return loss.to(dtype)
     total = loss.sum()
-    return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(x.dtype)
+    return (total if reduction == "sum" else total / reduce_statistics(each.sum(), op)).to(dtype)
 
 
 def cross_entropy_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
@@ -312,12 +313,18 @@ def log_softmax(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
     shifted, log_sum = _shifted(x if dtype is None else x.to(dtype), dim, None)
     if log_sum.requires_grad:  # its gradient is a partial sum over the classes, best completed while it is small
         log_sum.register_hook(lambda grad: reduce_statistics(grad, None))
-    return (shifted - log_sum.unsqueeze(dim)).to(x.dtype if dtype is None else dtype)
+    dtype = autocast_dtype(lambda rows: func(rows, 1), x) if dtype is None else dtype
+    return (shifted - log_sum.unsqueeze(dim)).to(dtype)
+
+
+def _wide(x: Tensor, op: str | None) -> Tensor:
+    """`x` with its partial sums reduced; half precision is widened to single."""
+    return reduce_statistics(x, op).to(sum_dtype(x.dtype))  # type: ignore[no-any-return]
 
 
 def _shifted(x: Tensor, dim: int, op: str | None) -> tuple[Tensor, Tensor]:
-    """`x` minus the largest of each row, and log(sum exp) of that; half precision is widened to single."""
-    wide = reduce_statistics(x, op).to(sum_dtype(x.dtype))
+    """`x`, widened, minus the largest of each row, and log(sum exp) of that."""
+    wide = _wide(x, op)
     shifted = wide - reduce_statistics(wide.detach().amax(dim, keepdim=True), op)
     return shifted, reduce_statistics(shifted.exp().sum(dim), op).log()
 

@@ -21,7 +21,7 @@ from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
-from dshard.core.torch_function import bind_arguments
+from dshard.core.torch_function import autocast_dtype, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout
 from dshard.ops.composite import Local, run_chosen
@@ -80,7 +80,7 @@ def rms_norm(func: Function, args: Args, kwargs: Kwargs) -> Tensor | None:
     wide = reduce_statistics(x, "rms_norm").to(sum_dtype(x.dtype))
     squares = reduce_statistics(wide.pow(2).mean(dims, keepdim=True), "rms_norm")
     out: Tensor = wide * torch.rsqrt(squares + (torch.finfo(wide.dtype).eps if eps is None else eps))
-    return (out if weight is None else out * weight).to(x.dtype)
+    return (out if weight is None else out * weight).to(autocast_dtype(lambda rows: func(rows, (1,)), x))
 
 
 def rms_norm_form(args: Args, kwargs: Kwargs) -> OperatorForm:
