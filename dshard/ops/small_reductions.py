@@ -60,7 +60,8 @@ def along_dims(
     layout: Layout, shape: Shape, dims: tuple[int, ...], reductions: Sequence[ReduceOp]
 ) -> list[tuple[Layout, Layout, Shape]]:
     """The reductions of a tensor over `dims`, completed on all ranks: the layouts before and after, and the shape."""
-    axes, small = split_axes(layout, dims), tuple(1 if dim in dims else n for dim, n in enumerate(shape))
+    axes = tuple(axis for dim in dims for axis in layout.axes_of(dim))  # a dim of size 1 has no blocks
+    small = tuple(1 if dim in dims else n for dim, n in enumerate(shape))
     return [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
 
 

@@ -58,7 +58,9 @@ def linear_rule(x: Shape, weight: Shape) -> Rule:
 
 
 def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
-    """`torch.einsum` of two operands; None if it is more than a matmul: a diagonal, or a sum over one operand's dim.
+    """`torch.einsum` of two operands; None if it is more than a matmul.
+
+    That is with a diagonal, a sum over one operand's dim, or a summed dim of size one broadcast to the other operand's.
 
     >>> print(einsum_rule("bij,bjk->bik", (2, 3, 4), (2, 4, 5)))
     b i j, b j k -> b i k
@@ -72,6 +74,9 @@ def einsum_rule(equation: str, a: Shape, b: Shape) -> Rule | None:
     if not set(once) <= set(out) or len(set(out)) < len(out) or not set(out) <= set(left):
         return None
     if len(sides[0]) != len(a) or len(sides[1]) != len(b):
+        return None
+    sizes = dict(zip(sides[0], a, strict=True))
+    if any(letter not in out and sizes[letter] != n for letter, n in zip(sides[1], b, strict=True)):
         return None
     text = f"{' '.join(sides[0])}, {' '.join(sides[1])} -> {' '.join(out)}"
     return parse_rule(text, [a, b], passes=linear(0, 1), loops=True)
