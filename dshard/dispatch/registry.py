@@ -104,7 +104,7 @@ TABLES: tuple[dict[str, Operator], ...] = (
     grouped_matmul.RULES,
     histograms.RULES,
 )
-META |= {**histograms.META, **grouped_matmul.META, **batched.META, **decompositions.META}
+META |= {**histograms.META, **grouped_matmul.META, **batched.META, **decompositions.META, **losses.META}
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.single_device import assert_same_as_single_device
 from helpers.view_cases import assert_same, rows
 from torch import Tensor
 
@@ -42,6 +43,12 @@ def test_einsum_broadcasts_dims_of_size_one(equation: str) -> None:
             assert_same(out.detach(), expected.detach())
             for actual, gradient in zip(gradients(out, leaves), expected_gradients, strict=True):
                 assert_same(actual, gradient)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 5), (3, 1)], ids=str)
+def test_linear_broadcasts_its_bias(shape: tuple[int, ...]) -> None:
+    operands = tuple(x.requires_grad_() for x in (rows(3, 4), rows(5, 4), rows(*shape)))
+    assert_same_as_single_device((F.linear, operands), Mesh((3,), ("x",)), seed=str(shape))
 
 
 ALONG_BLOCKS: dict[str, Callable[[Any], Tensor]] = {

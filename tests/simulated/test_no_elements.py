@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ CASES: dict[str, tuple[Function, Tensors]] = {
     "nearest, no batch": (lambda x: F.interpolate(x, scale_factor=2), (grown(0, 3, 4, 4),)),
     "nearest of one dim, no batch": (lambda x: F.interpolate(x, size=3), (grown(0, 3, 4),)),
     "nearest-exact, no batch": (lambda x: F.interpolate(x, size=(3, 5), mode="nearest-exact"), (grown(0, 3, 4, 4),)),
+    **{
+        f"{loss.__name__}, {reduction}, no batch": (partial(loss, reduction=reduction), (grown(0, 3), grown(0, 3)))
+        for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss)
+        for reduction in ("mean", "sum", "none")
+    },
     "embedding, no rows": (lambda w, i: F.embedding(i, w, padding_idx=0), (grown(0, 3), torch.zeros(0).long())),
 }
 

@@ -305,6 +305,11 @@ def addmm(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of)
 
 
 def linear(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
-    """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias."""
+    """`torch.nn.functional.linear`. If the result is partial, one rank adds the bias.
+
+    A bias that is broadcast is left to torch, which adds it to the product.
+    """
     x, weight, bias = bind_arguments(("input", "weight", "bias"), args, kwargs)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return NotImplemented
     return run(LINEAR, (x, weight) if bias is None else (x, weight, bias), options_of(weight))
