@@ -16,7 +16,7 @@ from dshard.autograd.crossing import ToLocal, in_layout, redistribute, redistrib
 from dshard.autograd.leaf_gradients import keep_gradient_layout, keep_hooks
 from dshard.autograd.local_tensors import AnyPlacement, Emptied, compare_gradients, from_local
 from dshard.callers import asked_by
-from dshard.comm import DeviceMesh, stored_chunks, traced
+from dshard.comm import DeviceMesh, keep_moves, stored_chunks, traced
 from dshard.compile.graph_functions import skip_frames, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
@@ -313,6 +313,8 @@ class DTensor(Wrapper):
         sizes_of = [concrete_sizes(sizes) for sizes in (size, stride, local.shape)]
         out = DTensor._wrap(local, flat.spec(sizes_of[0], sizes_of[1]))
         out._leaf = flat.leaf
+        if flat.leaf:
+            keep_moves(local)
         return out
 
     def _stable_hash_for_caching(self) -> str:

@@ -397,6 +397,7 @@ _late("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reading the
 _late("torch.distributed.checkpoint.filesystem._StorageInfo", "reading the metadata of checkpoints")
 _late("torch.serialization._get_layout", "reading the metadata of checkpoints")
 _late("torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper", "telling other ranks that a graph has failed")
+_late("torch._functorch.compile_utils.rand_ops", "keeping collectives apart that are equal on one rank")
 _late("torch.distributed._symmetric_memory", "operators of matmuls fused with collectives, which run in panels without")
 _late("torch._dynamo", "starting ranks, which need it at their first operator on meta tensors")
 _late("torch.testing._internal.distributed.fake_pg", "dshard.launch.rehearse, whose processes send nothing")

@@ -130,7 +130,14 @@ from dshard.comm.scoped import Changes, Scoped, ScopedState
 from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured
 from dshard.comm.told_waits import read_number, tell_waits
-from dshard.comm.traced_collectives import depending_on, is_any_traced, outside_graphs, traced
+from dshard.comm.traced_collectives import (
+    depending_on,
+    is_any_traced,
+    keep_moves,
+    outside_graphs,
+    traced,
+    with_results_apart,
+)
 from dshard.comm.user_code import user_frame, user_line, warn_here, warn_user
 from dshard.comm.workspace import Session
 from dshard.comm.world import Moving, Once, run_without_data

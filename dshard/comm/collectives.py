@@ -19,7 +19,7 @@ from torch import Tensor
 from dshard.comm.collective import Collective, by_slot
 from dshard.comm.peer_failure import EXCHANGE, Messages, not_begun, wait_for
 from dshard.comm.process_groups import Group, this_world
-from dshard.comm.traced_collectives import sent_in_its_pass
+from dshard.comm.traced_collectives import keep_collectives_apart, sent_in_its_pass
 from dshard.placements import ReduceOp
 
 Wait: TypeAlias = Callable[[], Tensor]
@@ -207,6 +207,7 @@ def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wai
 def functional(c: Collective, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """A collective while torch traces, with pieces in the order of the process group."""
     n, name = len(c.ranks), group.name
+    keep_collectives_apart()
     this_world().named[name] = group  # of several meshes with this process group, errors name the axes of this one
     with sent_in_its_pass():
         result = _functional(c, n, name, x)

@@ -26,7 +26,7 @@ from dshard.comm.rank_tensors import are_simulated, is_any_meta, plain, stack, u
 from dshard.comm.recorded_calls import RECORDERS, recorded_begin
 from dshard.comm.runtime import Group, Runtime, is_outside, own_coordinate, own_runtime, planned_backend
 from dshard.comm.scatter_shards import device_of
-from dshard.comm.traced_collectives import is_any_traced
+from dshard.comm.traced_collectives import is_any_traced, moved_once
 from dshard.comm.transport import primitive, report
 from dshard.comm.workspace import WORKSPACE, GraphSession, Session, Workspace
 from dshard.layout import Shape
@@ -257,6 +257,9 @@ class InGraph(OnProcesses):
     """A rank whose operators torch traces: collectives are functional, and tensors have no memory."""
 
     at_once = GraphSession()
+
+    def redistribute(self, moving: Moving, x: Any, dtype: torch.dtype) -> Any:
+        return moved_once(x, moving, partial(super().redistribute, moving, x, dtype))
 
     def begin(self, moving: Moving, x: Any, dtype: torch.dtype, owns: bool) -> Once | None:
         return None

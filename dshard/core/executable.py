@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.comm import compare_calls, comparing, is_absent, on_all_ranks, run, runner
+from dshard.comm import compare_calls, comparing, is_absent, on_all_ranks, run, runner, with_results_apart
 from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
 from dshard.core.moves import local_redistribution, operator_on, run_on_ranks
@@ -124,7 +124,7 @@ class Executable:
         operator = operator_on(self.mesh, self.local_op, [first])
         if is_absent(first, self.mesh) and not hasattr(operator, "keeps_device"):
             operator = _without_data(operator)
-        self.operators[type(first)] = operator
+        operator = self.operators[type(first)] = with_results_apart(operator, first)
         return operator
 
     def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:

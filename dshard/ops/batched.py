@@ -66,7 +66,7 @@ def _nothing(call: RankCall) -> LocalOp:
     def make(*args: object, **kwargs: object) -> Any:
         operands = [arg for arg in args if isinstance(arg, Tensor)]
         zeros = [operands[0].new_zeros(shape, dtype=out.dtype) for shape, out in zip(shapes, call.outs, strict=True)]
-        empty = depending_on(zeros, operands)
+        empty = [depending_on(x, operands) for x in zeros]
         if mask is not None:
             missing = [i for i, is_needed in enumerate(mask) if not is_needed][: len(mask) - len(empty)]
             rest = iter(empty)  # not all that is not wanted is left out

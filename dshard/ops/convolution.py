@@ -70,7 +70,7 @@ def backward_kernel(call: RankCall) -> LocalOp:
         if not grad.numel() or not x.numel() or not weight.numel():
             outputs = grad.shape[1] if call.shapes[1][1] else bias or 0
             zeros = (torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(outputs))
-            empty = depending_on(zeros, (grad, x, weight))
+            empty = [depending_on(t, (grad, x, weight)) for t in zeros]
             return tuple(t if is_needed else None for t, is_needed in zip(empty, mask, strict=True))
         gradients = call.func(grad, x, weight, sizes, *rest_, groups, mask)
         return gradients if adds or gradients[2] is None else (*gradients[:2], torch.zeros_like(gradients[2]))
