@@ -125,7 +125,7 @@ def bound(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Any]:
 
 def _refuse(func: OpOverload, dtype: torch.dtype, rest: list[object]) -> None:
     """Let torch refuse arguments that it would refuse on one device."""
-    with plain():
+    with plain(), no_torch_dispatch():  # which has no generator for tensors of a trace
         func(torch.empty(0, dtype=dtype, device="cpu"), *rest, generator=_UNUSED)
 
 
