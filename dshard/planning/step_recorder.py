@@ -219,7 +219,7 @@ class GraphRecorder:
         if op is None and tensors:
             function = DECOMPOSITIONS.get(func) or decomposition_of(func)
             if function is not None:
-                with OperatorMode(self.run):
+                with torch.no_grad(), OperatorMode(self.run):  # autograd sees the whole operator alone
                     out = function(*args, **kwargs)
                 if out is not NotImplemented:
                     return out

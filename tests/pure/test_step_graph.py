@@ -251,6 +251,22 @@ def test_gradients_are_needed_where_autograd_gives_them() -> None:
     assert frozen == {name: "base" not in name for name in frozen}
 
 
+@pytest.mark.parametrize("last", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True), nn.Softplus()], ids=str)
+def test_all_that_leads_from_a_parameter_to_the_result_needs_a_gradient(last: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), last)
+
+    graph = record_step(model, (torch.empty(8, 2, 3),), {}).graph()
+
+    leads = {x.number for x in graph.parameters()}
+    for call in graph.calls:
+        leads |= {x.number for x in call.results if not leads.isdisjoint([y.number for y in call.operands])}
+    read = {x.number for x in graph.outputs}
+    for call in reversed(graph.calls):
+        read |= {x.number for x in call.operands if not read.isdisjoint([y.number for y in call.results])}
+    needed = {x.number for x in graph.values if x.needs_grad}
+    assert needed == {n for n in leads & read if graph.values[n].dtype.is_floating_point}
+
+
 def test_what_is_written_in_place_is_a_new_value() -> None:
     _, _, graph = traced("in place")
 
