@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm.collective import Collective, by_slot
-from dshard.comm.peer_failure import EXCHANGE, Messages, not_begun, wait_for
+from dshard.comm.peer_failure import EXCHANGE, MessagesInFlight, not_begun, wait_for
 from dshard.comm.process_groups import Group, this_world
 from dshard.comm.traced_collectives import keep_collectives_apart, sent_in_its_pass
 from dshard.placements import ReduceOp
@@ -150,7 +150,7 @@ def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tenso
         works = [dist.isend(part, rank, group.process_group) for part, rank in sent]
     else:
         works = [dist.irecv(out, group.ranks[root], group.process_group)] if out.numel() else []
-    return Messages([work for work in works if work is not None], group, out)
+    return MessagesInFlight([work for work in works if work is not None], group, out)
 
 
 def exchange(
@@ -181,7 +181,7 @@ def exchange_pieces(
         works = exchange(*pieces, slots[group.index], group.process_group, tag)
     except RuntimeError as error:
         raise not_begun(error, group) from error
-    return Messages(works, group, out, kind)
+    return MessagesInFlight(works, group, out, kind)
 
 
 def multiply(factor: Factor, group: Group, x: Tensor, out: Tensor | None) -> Wait:

@@ -201,7 +201,7 @@ def wait_for(work: dist.Work, group: Group) -> None:
         raise
 
 
-class Messages:
+class MessagesInFlight:
     """Point-to-point messages of the group in flight: a call waits for them and returns the tensor that they fill.
 
     gloo reads a connection no further where the buffer of its next message is gone, so that nothing arrives behind it:

@@ -29,7 +29,12 @@ from dshard.core import plain_tensors
 from dshard.ops.matmul.options import NO_OPTIONS, current_options
 from dshard.parallel import loss_parallel
 from dshard.testing import RankPool
+from dshard.torch_dtensor import IS_TORCHS
 
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not IS_TORCHS, reason="torch.compile of DTensors needs torch 2.12"),
+]
 WORDS = 16
 
 
