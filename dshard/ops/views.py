@@ -16,10 +16,11 @@ from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
+from dshard.errors import LayoutError
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
-from dshard.torch_private import no_dispatch, no_torch_function
+from dshard.torch_private import no_dispatch, no_torch_function, view_again
 
 
 def with_local_size(name: str) -> Kernel:
@@ -188,6 +189,35 @@ def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
         func(*args, **kwargs)
     return x
 
+
+def of_recorded_view(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Give a view that autograd records other dims in place: a view of it takes its place.
+
+    To torch it would be the view that it was, and the gradient of a later write that of a write to other elements.
+    """
+    x: Any = args[0]
+    is_recorded = torch.is_grad_enabled() and x.requires_grad and x._is_view()
+    if not is_recorded or x._base.is_leaf:  # torch refuses a view of a leaf
+        return NotImplemented
+    again = view_again(x, x._base)  # a view of `x` would hold `x`
+    view = _VIEWS_OF_METHODS[func](again, *args[1:], **kwargs)
+    try:
+        torch.utils.swap_tensors(x, view)
+    except RuntimeError as error:
+        name = func.__name__
+        raise LayoutError(
+            f"{name} of a view that has views, or that a backward pass has saved: make a new one, "
+            f"x = x.{name.removesuffix('_')}(...)"
+        ) from error
+    return x
+
+
+_VIEWS_OF_METHODS: dict[Any, Function] = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
+}
+OF_RECORDED_VIEWS = tuple(_VIEWS_OF_METHODS)
+"""The functions that give a tensor other dims in place."""
 
 _ATEN = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 
-from dshard import Layout, Mesh, Partial, Replicate, Shard
+from dshard import Layout, LayoutError, Mesh, Partial, Replicate, Shard
 from dshard.comm import CommEvent, listen
 from dshard.layout import parse_layout
 from dshard.testing import distribute, simulated, whole
@@ -83,6 +83,38 @@ def test_in_place_views_change_shape_and_strides(name: str, placement: Replicate
         assert x.shape == expected.shape
         assert x.stride() == expected.stride()
         assert_same(x, expected)
+
+
+def _in_other_dims(view: Any, method: str, *dims: int) -> Any:
+    view = view.sin()[1:4] if method == "t_" else view.sin().view(1, 4, 4)
+    getattr(view, method)(*dims)
+    view[0].mul_(3)
+    return view
+
+
+@pytest.mark.parametrize("method", [("t_",), ("squeeze_", 0), ("unsqueeze_", 1), ("transpose_", 1, 2)], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_a_write_to_a_view_whose_dims_changed_in_place_has_the_gradient_of_one_device(
+    method: Any, placement: Any
+) -> None:
+    mesh, plain = Mesh((3,), ("x",)), rows(4, 4).requires_grad_()
+    expected = _in_other_dims(plain, *method)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), plain)
+    with simulated(mesh):
+        x = distribute(plain.detach(), Layout(mesh, (placement,))).requires_grad_()
+        out = _in_other_dims(x, *method)
+        assert_same(out.detach(), expected.detach())
+        assert_same(torch.autograd.grad(out.square().sum(), x)[0], gradient)
+
+
+def test_a_view_that_has_views_is_refused_other_dims_in_place() -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh):
+        view = distribute(rows(4, 4), Layout(mesh, (Shard(0),))).requires_grad_().exp()[1:]
+        row = view[0]
+        with pytest.raises(LayoutError, match=r"t_ of a view that has views, .* x = x.t\(...\)"):
+            view.t_()
+        assert row.shape == (4,)
 
 
 @pytest.mark.parametrize("layout", ["x:R", "x:S(0)", "x:P(sum)"])
