@@ -131,6 +131,7 @@ from dshard.comm.store_messages import fetch, peek, put
 from dshard.comm.streams import Stream, current_stream, follow, is_captured
 from dshard.comm.told_waits import read_number, tell_waits
 from dshard.comm.traced_collectives import (
+    begin_backward,
     depending_on,
     is_any_traced,
     keep_moves,

@@ -52,6 +52,16 @@ def sent_in_its_pass() -> Iterator[None]:
 _TAG = "partitioner_tag"
 
 
+def begin_backward(gradient: Tensor) -> None:
+    """Write a use of the incoming gradient that has effects, and does nothing, at the beginning of a backward graph.
+
+    torch drops what stands before the first use and is not used after it. On a rank without data inductor leaves out
+    the operators on the gradient, for they have no elements.
+    """
+    if type(gradient) is FunctionalTensor:
+        torch.ops.aten._assert_tensor_metadata.default(gradient)
+
+
 def depending_on(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
     """`out`, made without operands on a rank without data, with the graph dependency on them that other ranks have.
 

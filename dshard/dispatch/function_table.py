@@ -22,7 +22,15 @@ from dshard.autograd.gradients import (
     set_data,
 )
 from dshard.callers import asked_by
-from dshard.comm import COLLECTIVES_OF_TORCH, is_own, numbers_of, of_first_rank, on_all_ranks, ranks_of_group
+from dshard.comm import (
+    COLLECTIVES_OF_TORCH,
+    begin_backward,
+    is_own,
+    numbers_of,
+    of_first_rank,
+    on_all_ranks,
+    ranks_of_group,
+)
 from dshard.core.call import OperatorForm
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import redistribute_local
@@ -318,6 +326,8 @@ def backward_of_many(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.autograd.grad`."""
+    for x in tensors_in(kwargs.get("grad_outputs", args[2:3])):
+        begin_backward(x._local_tensor if isinstance(x, Wrapper) else x)
     return gradients(_grad, args, kwargs)
 
 

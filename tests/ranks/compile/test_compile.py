@@ -23,6 +23,7 @@ from helpers.transformer_blocks import BLOCKS, LAYOUTS, TOKENS, WIDTH, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -675,6 +676,31 @@ def test_exchanges_are_the_same_on_all_ranks_of_uneven_rows(ranks: RankPool, see
     found, *others = ranks.run(two_exchanges, *drawn)
     assert sum(map(len, found)) > 1
     assert all(other == found for other in others), drawn
+
+
+def scanned_by_inductor(rows: int) -> list[list[str]]:
+    """The collectives that inductor leaves in the forward and the backward graph of this rank."""
+    torch._dynamo.reset()
+    mesh, found = init_device_mesh("cpu", (4,), mesh_dim_names=("x",)), []
+
+    def keep(graph: Any, inputs: Any, **options: Any) -> Any:
+        found.append([str(node.target) for node in graph.graph.nodes if "_c10d" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    values = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    backend = partial(compile_fx, inner_compile=keep)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        out = torch.compile(lambda x: x.cumsum(0) + x.cumprod(0), backend=backend, fullgraph=True)(x)
+        gradients(out, [x])
+    return found
+
+
+def test_inductor_drops_no_collective_on_ranks_without_rows(ranks: RankPool) -> None:
+    """It leaves out operators of no elements, and with them what the backward pass does with its gradient."""
+    found, *others = ranks.run(scanned_by_inductor, 3)
+    assert min(map(len, found)) > 1
+    assert all(other == found for other in others)
 
 
 # -- errors
