@@ -105,6 +105,7 @@ TABLES: tuple[dict[str, Operator], ...] = (
     histograms.RULES,
 )
 META |= {**histograms.META, **grouped_matmul.META, **batched.META, **decompositions.META, **losses.META}
+META |= convolution.META
 _USER: dict[str | OpOverload, Operator] = {}
 _TEXTS: dict[str, str] = {}
 

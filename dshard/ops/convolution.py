@@ -14,8 +14,10 @@ from torch import Tensor
 from dshard.comm import depending_on
 from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.checks import check_convolution
+from dshard.core.signature import Function
 from dshard.ops.batched import or_nothing
 from dshard.rules.rule import Rule, linear
+from dshard.torch_private import OpOverload
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -86,6 +88,21 @@ def _groups(call: RankCall, x: int) -> int:
         return groups
     return groups * len(call.held(1, x)) // channels
 
+
+_FORWARD = torch.ops.aten.convolution.default
+
+
+def _in_memory_like(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """The meta form of convolution, with channels last in memory where torch's kernels have them."""
+    out: Tensor = _FORWARD(x, weight, *rest)
+    return out.contiguous(memory_format=torch.channels_last) if any(map(_has_channels_last, (x, weight))) else out
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+META: dict[OpOverload, Function] = {_FORWARD: _in_memory_like}
 
 RULES: dict[str, Operator] = {
     "aten::convolution": Operator(convolution, or_nothing(forward_kernel), check=check_convolution),

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 
@@ -83,6 +84,27 @@ def test_in_place_views_change_shape_and_strides(name: str, placement: Replicate
         assert x.shape == expected.shape
         assert x.stride() == expected.stride()
         assert_same(x, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("last", [(True, False), (False, True), (True, True)], ids=str)
+def test_convolutions_have_channels_last_where_one_device_has(last: tuple[bool, bool], transposed: bool) -> None:
+    """So a view that merges the batch and the positions is one, and what is written to it is in the result."""
+
+    def pixels(*operands: Any) -> Any:
+        formats = (torch.channels_last if each else torch.contiguous_format for each in last)
+        function = F.conv_transpose2d if transposed else F.conv2d
+        out = function(*(x.contiguous(memory_format=each) for x, each in zip(operands, formats, strict=True)))
+        out.permute(0, 2, 3, 1).view(-1, out.shape[1])[1:].mul_(2)
+        return out
+
+    mesh, values = Mesh((2,), ("x",)), (rows(3, 4, 5, 5), rows(4, 4, 3, 3))
+    expected = pixels(*values)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        with simulated(mesh):
+            out = pixels(*(distribute(x, Layout(mesh, (placement,))) for x in values))
+            assert out.stride() == expected.stride()
+            assert_same(out, expected)
 
 
 def _in_other_dims(view: Any, method: str, *dims: int) -> Any:
