@@ -136,7 +136,23 @@ def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverloa
     return view
 
 
-def attach_view(outputs: object, origin: CopiedView) -> None:
+def keep_views(base: Wrapper, local: Tensor) -> None:
+    """Let views of `base`, which gets the dims of `local` of the same memory, be views of the tensor that it was."""
+    root = root_of(base)
+    origins: Origins | None = getattr(root._local_tensor, "_view_syncs", None)
+    if origins is None:
+        return
+    before = wrap(base._local_tensor, base._spec)
+    attach_view(before, getattr(base, "_view_sync", None))
+    for reference in origins:
+        origin = reference()
+        if origin is not None and origin.base is base:
+            origin.base = before
+    if base is root:
+        local._view_syncs = origins  # type: ignore[attr-defined]
+
+
+def attach_view(outputs: object, origin: CopiedView | None) -> None:
     """Attach their origin to views."""
     for t in outputs if isinstance(outputs, list | tuple) else (outputs,):
         t._view_sync = origin

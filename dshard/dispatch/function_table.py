@@ -65,7 +65,7 @@ from dshard.ops.ragged import (
     pad_sequence,
     without_masks,
 )
-from dshard.ops.views import OF_RECORDED_VIEWS, of_recorded_view
+from dshard.ops.views import GIVE_OTHER_DIMS, with_other_dims
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
@@ -410,7 +410,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     torch_pad_sequence: FunctionRow(pad_sequence, "with plain", rewrites=True),
     **_rows(FunctionRow(masked_select, "with plain", rewrites=True), torch.masked_select, _T.masked_select),
     **_rows(FunctionRow(tensor_split), torch.tensor_split, _T.tensor_split),
-    **_rows(FunctionRow(of_recorded_view), *OF_RECORDED_VIEWS),
+    **_rows(FunctionRow(with_other_dims), *GIVE_OTHER_DIMS),
     **_rows(FunctionRow(getitem), _T.__getitem__, _T.__setitem__),
     **_of_names(FunctionRow(python_number), ("__float__", "__int__", "__index__", "__bool__", "__complex__"), Tensor),
     _T.tolist: FunctionRow(tolist),

@@ -16,11 +16,12 @@ from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
+from dshard.core.view_sync import keep_views
 from dshard.errors import LayoutError
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
-from dshard.torch_private import no_dispatch, no_torch_function, view_again
+from dshard.torch_private import no_dispatch, no_torch_function, tensor_references, view_again
 
 
 def with_local_size(name: str) -> Kernel:
@@ -184,31 +185,35 @@ def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Give a tensor in place the dims of the view."""
     x: Any = args[0]
     out = VIEWS_IN_PLACE[func](*args, **kwargs)
+    keep_views(x, out._local_tensor)
     x._local_tensor, x._spec = out._local_tensor, out._spec
     with no_dispatch():
         func(*args, **kwargs)
     return x
 
 
-def of_recorded_view(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Give a view that autograd records other dims in place: a view of it takes its place.
+def with_other_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Give a tensor other dims in place where autograd may make its views, or it as a view, again by their functions.
 
-    To torch it would be the view that it was, and the gradient of a later write that of a write to other elements.
+    To torch they would be views of what it was: the gradient of a later write would be that of a write to other
+    elements. A view of a recorded view takes its place; a tensor that has views cannot be replaced.
     """
     x: Any = args[0]
-    is_recorded = torch.is_grad_enabled() and x.requires_grad and x._is_view()
-    if not is_recorded or x._base.is_leaf:  # torch refuses a view of a leaf
+    is_recorded = torch.is_grad_enabled() and x.requires_grad
+    if not is_recorded or (x._base if x._is_view() else x).is_leaf:  # torch refuses leaves and their views
         return NotImplemented
-    again = view_again(x, x._base)  # a view of `x` would hold `x`
-    view = _VIEWS_OF_METHODS[func](again, *args[1:], **kwargs)
-    try:
-        torch.utils.swap_tensors(x, view)
-    except RuntimeError as error:
+    again = None
+    if x._is_view():
+        again = _VIEWS_OF_METHODS[func](view_again(x, x._base), *args[1:], **kwargs)  # a view of `x` would hold `x`
+    if tensor_references(x) > 1:
         name = func.__name__
         raise LayoutError(
-            f"{name} of a view that has views, or that a backward pass has saved: make a new one, "
+            f"{name} of a tensor that has views, or that a backward pass has saved: make a new one, "
             f"x = x.{name.removesuffix('_')}(...)"
-        ) from error
+        )
+    if again is None:
+        return NotImplemented
+    torch.utils.swap_tensors(x, again)
     return x
 
 
@@ -216,7 +221,7 @@ _VIEWS_OF_METHODS: dict[Any, Function] = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
 }
-OF_RECORDED_VIEWS = tuple(_VIEWS_OF_METHODS)
+GIVE_OTHER_DIMS = tuple(_VIEWS_OF_METHODS)
 """The functions that give a tensor other dims in place."""
 
 _ATEN = torch.ops.aten

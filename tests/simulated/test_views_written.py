@@ -129,14 +129,40 @@ def test_a_write_to_a_view_whose_dims_changed_in_place_has_the_gradient_of_one_d
         assert_same(torch.autograd.grad(out.square().sum(), x)[0], gradient)
 
 
-def test_a_view_that_has_views_is_refused_other_dims_in_place() -> None:
+@pytest.mark.parametrize("of_view", [False, True])
+def test_what_has_views_is_refused_other_dims_in_place_where_it_is_recorded(of_view: bool) -> None:
     mesh = Mesh((2,), ("x",))
     with simulated(mesh):
-        view = distribute(rows(4, 4), Layout(mesh, (Shard(0),))).requires_grad_().exp()[1:]
-        row = view[0]
-        with pytest.raises(LayoutError, match=r"t_ of a view that has views, .* x = x.t\(...\)"):
-            view.t_()
+        recorded = distribute(rows(4, 4), Layout(mesh, (Shard(0),))).requires_grad_().exp()
+        recorded = recorded[1:] if of_view else recorded
+        row = recorded[0]
+        with pytest.raises(LayoutError, match=r"t_ of a tensor that has views, .* x = x.t\(...\)"):
+            recorded.t_()
         assert row.shape == (4,)
+
+
+def _with_views(x: Any) -> list[Any]:
+    part, columns = x[1:3], x[:, 1:3]
+    row = columns[0]
+    x.t_()
+    part.mul_(2)
+    columns.t_()
+    x[1].add_(7)
+    part.unsqueeze_(0)
+    row.add_(3)
+    x.unsqueeze_(1)
+    part[0, 1].mul_(5)
+    columns[1].sub_(4)
+    return [x, part, columns, row]
+
+
+@pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Shard(1), Replicate()), repeat=2)))
+def test_views_taken_before_dims_change_in_place_show_what_is_written(placements: tuple[Any, ...]) -> None:
+    mesh, value = Mesh((2, 2), ("x", "y")), rows(4, 5)
+    with simulated(mesh):
+        found = _with_views(distribute(value, Layout(mesh, placements)))
+        for x, expected in zip(found, _with_views(value.clone()), strict=True):
+            assert_same(x, expected)
 
 
 @pytest.mark.parametrize("layout", ["x:R", "x:S(0)", "x:P(sum)"])
