@@ -137,7 +137,7 @@ def _sends_in_pairs(group: Group) -> bool:
 
 def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Wait:
     wait = begin(bytes_of(x), None if out is None else out.view(torch.uint8))
-    if dtype is torch.bool and out is None:  # inductor's code for CPUs cannot take bytes for truths
+    if dtype is torch.bool and traced(x) and out is None:  # inductor's code for CPUs cannot take bytes for truths
         return lambda: wait().to(dtype)
     return lambda: wait().view(dtype)
 
