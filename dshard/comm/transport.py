@@ -74,7 +74,8 @@ def synchronize(device: torch.device) -> None:
 def primitive(c: Collective, dtype: torch.dtype, group: Group, *, is_traced: bool) -> Begin:
     """The function that begins a collective by the fastest primitive of the group's backend."""
     if dtype not in MOVES:
-        return partial(_in_bytes, primitive(c.in_bytes(dtype.itemsize), torch.uint8, group, is_traced=is_traced), dtype)
+        begin = primitive(c.in_bytes(dtype.itemsize), torch.uint8, group, is_traced=is_traced)
+        return partial(_in_bytes, begin, dtype, is_traced)
     if is_traced:
         return _in_slot_order(c, group, lambda c: partial(collectives.functional, c, group))
     match c.kind:
@@ -135,9 +136,9 @@ def _sends_in_pairs(group: Group) -> bool:
     return group.backend.pairs_between_hosts and (group.hosts > 1 or group.slots is not None)
 
 
-def _in_bytes(begin: Begin, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Wait:
+def _in_bytes(begin: Begin, dtype: torch.dtype, is_traced: bool, x: Tensor, out: Tensor | None) -> Wait:
     wait = begin(bytes_of(x), None if out is None else out.view(torch.uint8))
-    if dtype is torch.bool and traced(x) and out is None:  # inductor's code for CPUs cannot take bytes for truths
+    if dtype is torch.bool and is_traced and out is None:  # inductor's code for CPUs cannot take bytes for truths
         return lambda: wait().to(dtype)
     return lambda: wait().view(dtype)
 
