@@ -276,10 +276,9 @@ is_view_replay_enabled: Callable[[], bool] = _needed("torch._C._is_view_replay_e
 set_view_replay_enabled: Callable[[bool], None] = _needed(
     "torch._C._set_view_replay_enabled", "in-place operators on views"
 )
-view_again: Callable[[Tensor, Tensor], Tensor] = _needed(
-    "torch.Tensor._view_func_unsafe", "in-place operators on views that were given other dims in place"
+swap_tensors: Callable[[Tensor, Tensor], None] = _needed(
+    "torch._C._swap_tensor_impl", "giving tensors that are views, or have views, other dims in place"
 )
-"""Another view of a tensor's base, made as the tensor was."""
 saved_tensor_hooks: Callable[[bool], Any] = _needed(
     "torch._C._autograd._top_saved_tensors_default_hooks", "hooks of saved tensors, which get distributed ones"
 )

@@ -16,7 +16,7 @@ from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap, wrap_inference_view
-from dshard.torch_private import OpOverload
+from dshard.torch_private import OpOverload, swap_tensors
 
 
 @dataclass(eq=False)
@@ -138,18 +138,31 @@ def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverloa
 
 def keep_views(base: Wrapper, local: Tensor) -> None:
     """Let views of `base`, which gets the dims of `local` of the same memory, be views of the tensor that it was."""
-    root = root_of(base)
-    origins: Origins | None = getattr(root._local_tensor, "_view_syncs", None)
-    if origins is None:
-        return
     before = wrap(base._local_tensor, base._spec)
-    attach_view(before, getattr(base, "_view_sync", None))
-    for reference in origins:
+    attach_view(before, base._view_sync)
+    origins = _give_views(base, before)
+    if origins is not None and base is root_of(base):
+        local._view_syncs = origins  # type: ignore[attr-defined]
+
+
+def swap_content(x: Wrapper, view: Wrapper) -> None:
+    """Let `x` be the tensor that its `view` is, and `view` the one that `x` was, of which others are views."""
+    swap_tensors(x, view)
+    for name in ("_local_tensor", "_spec", "_view_sync"):
+        of_x = getattr(x, name)
+        setattr(x, name, getattr(view, name))
+        setattr(view, name, of_x)
+    _give_views(x, view)
+
+
+def _give_views(base: Wrapper, other: Wrapper) -> Origins | None:
+    """Let views of `base` with memory of their own be views of `other`: the origins of all of the same memory."""
+    origins: Origins | None = getattr(root_of(base)._local_tensor, "_view_syncs", None)
+    for reference in origins or ():
         origin = reference()
         if origin is not None and origin.base is base:
-            origin.base = before
-    if base is root:
-        local._view_syncs = origins  # type: ignore[attr-defined]
+            origin.base = other
+    return origins
 
 
 def attach_view(outputs: object, origin: CopiedView | None) -> None:

@@ -16,12 +16,11 @@ from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
-from dshard.core.view_sync import keep_views
-from dshard.errors import LayoutError
+from dshard.core.view_sync import keep_views, swap_content
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
-from dshard.torch_private import no_dispatch, no_torch_function, tensor_references, view_again
+from dshard.torch_private import no_dispatch, no_torch_function, tensor_references
 
 
 def with_local_size(name: str) -> Kernel:
@@ -193,34 +192,28 @@ def in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def with_other_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Give a tensor other dims in place where autograd may make its views, or it as a view, again by their functions.
+    """Give a tensor other dims in place where it is a view or has views: a view of what it was takes its place.
 
-    To torch they would be views of what it was: the gradient of a later write would be that of a write to other
-    elements. A view of a recorded view takes its place; a tensor that has views cannot be replaced.
+    Autograd makes views again by their functions: of other dims, the gradient of a later write would be that of a
+    write to other elements.
     """
     x: Any = args[0]
-    is_recorded = torch.is_grad_enabled() and x.requires_grad
-    if not is_recorded or (x._base if x._is_view() else x).is_leaf:  # torch refuses leaves and their views
+    base = x._base if x._is_view() else x
+    if x.requires_grad and (base.is_leaf or not torch.is_grad_enabled()):  # torch refuses leaves and their views
         return NotImplemented
-    again = None
-    if x._is_view():
-        again = _VIEWS_OF_METHODS[func](view_again(x, x._base), *args[1:], **kwargs)  # a view of `x` would hold `x`
-    if tensor_references(x) > 1:
-        name = func.__name__
-        raise LayoutError(
-            f"{name} of a tensor that has views, or that a backward pass has saved: make a new one, "
-            f"x = x.{name.removesuffix('_')}(...)"
-        )
-    if again is None:
+    if base is x and tensor_references(x) == 1:
         return NotImplemented
-    torch.utils.swap_tensors(x, again)
+    with torch.enable_grad():  # where nothing is recorded, either, it is to be no view that may not be written
+        view = _VIEWS_OF_METHODS[func](*args, **kwargs)
+    swap_content(x, view)
     return x
 
 
 _VIEWS_OF_METHODS: dict[Any, Function] = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
-    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
+    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
 }
+_VIEWS_OF_METHODS[torch.as_strided_] = torch.as_strided
 GIVE_OTHER_DIMS = tuple(_VIEWS_OF_METHODS)
 """The functions that give a tensor other dims in place."""
 

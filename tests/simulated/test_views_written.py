@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 
-from dshard import Layout, LayoutError, Mesh, Partial, Replicate, Shard
+from dshard import Layout, Mesh, Partial, Replicate, Shard
 from dshard.comm import CommEvent, listen
 from dshard.layout import parse_layout
 from dshard.testing import distribute, simulated, whole
@@ -129,16 +130,39 @@ def test_a_write_to_a_view_whose_dims_changed_in_place_has_the_gradient_of_one_d
         assert_same(torch.autograd.grad(out.square().sum(), x)[0], gradient)
 
 
+def _written_after(method: str, dims: tuple[int, ...], of_view: bool, is_recorded: bool, *tensors: Any) -> list[Any]:
+    """What is written through a view taken before its base, or another view of it, got other dims; the gradient."""
+    x, weight = tensors
+    x = x * weight if is_recorded else x
+    base = x[1:] if of_view else x
+    base.tag = "kept"
+    view = base[:, 1:3][0]
+    getattr(base, method)(*dims)
+    view.mul_(weight.sum())
+    base[0].mul_(weight[0, 0])
+    assert base.tag == "kept"
+    (gradient,) = torch.autograd.grad(x.square().sum() + view.sum(), weight)
+    return [x.detach(), base.detach(), view.detach(), gradient]
+
+
+_OTHER_DIMS: list[Any] = [("t_",), ("unsqueeze_", 1), ("transpose_", 0, 1), ("as_strided_", (3, 2, 2), (4, 2, 1))]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("of_view", [False, True])
-def test_what_has_views_is_refused_other_dims_in_place_where_it_is_recorded(of_view: bool) -> None:
-    mesh = Mesh((2,), ("x",))
-    with simulated(mesh):
-        recorded = distribute(rows(4, 4), Layout(mesh, (Shard(0),))).requires_grad_().exp()
-        recorded = recorded[1:] if of_view else recorded
-        row = recorded[0]
-        with pytest.raises(LayoutError, match=r"t_ of a tensor that has views, .* x = x.t\(...\)"):
-            recorded.t_()
-        assert row.shape == (4,)
+@pytest.mark.parametrize("method", _OTHER_DIMS, ids=str)
+def test_a_write_to_a_view_taken_before_dims_change_in_place_has_the_gradient_of_one_device(
+    method: Any, of_view: bool, is_recorded: bool
+) -> None:
+    mesh, values = Mesh((2,), ("x",)), (rows(4, 4), rows(4, 4).cos())
+    name, *dims = method
+    written = partial(_written_after, name, tuple(dims), of_view, is_recorded)
+    of_one_device = written(values[0].clone(), values[1].clone().requires_grad_())
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        with simulated(mesh):
+            x, weight = (distribute(value, Layout(mesh, (placement,))) for value in values)
+            for found, expected in zip(written(x, weight.requires_grad_()), of_one_device, strict=True):
+                assert_same(found, expected)
 
 
 def _with_views(x: Any) -> list[Any]:
