@@ -31,7 +31,8 @@ def call_key(
     """The cache key of a call of `called`.
 
     A distributed tensor counts by its spec, which is interned. With `recording`, one that autograd records is followed
-    by whether it is a leaf. Without `values` of a number only its type counts.
+    by whether it is a leaf. Without `values` of a number only its type counts, and whether it is
+    zero or not finite: times such a number, or by it, terms of a sum do not add up.
     """
     cls = Wrapper.public
     parts: list[object] = [called]
@@ -48,7 +49,10 @@ def call_key(
                 except RuntimeError:  # one of several views, of which another was written to: it may be detached still
                     parts.append(False)
         elif kind in _NUMBERS:
-            parts.append((kind, arg) if values else kind)  # 1, 1.0 and True are equal
+            if values:
+                parts.append((kind, arg))  # 1, 1.0 and True are equal
+            else:
+                parts.append((kind, bool(arg)) if not arg or arg - arg else kind)
         elif kind in _VALUES:
             parts.append(arg)
         elif (kind is tuple or kind is list) and _INT.issuperset(map(type, arg)):

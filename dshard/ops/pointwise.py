@@ -20,7 +20,7 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
     """The pass-throughs of this call: the partial operands that leave the output partial."""
     name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
     n = len(call.specs)
-    if call.argument("rounding_mode") is not None:
+    if call.argument("rounding_mode") is not None or not _adds_up_by_numbers(call, name):
         return ()
     if name.endswith("_backward"):
         return linear(0)
@@ -29,6 +29,12 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
     if name in COPIES:
         return together(*range(n), ops=ANY) if _exact(call, n - 1) else ()
     return tuple(p for p in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in p.operands))
+
+
+def _adds_up_by_numbers(call: Call, name: str) -> bool:
+    """Whether the terms of a sum add up times the call's numbers, or by them: inf times terms of both signs is nan."""
+    numbers = [arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, int | float | complex)]
+    return all(number - number == 0 for number in numbers) and not (name == "div" and 0 in numbers)
 
 
 def _exact(call: Call, operand: int) -> bool:

@@ -253,6 +253,26 @@ def test_a_partial_operand_stays_partial_where_it_may(function: Function, reduct
         assert function(x).placements == (Partial(reduction),)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * inf,
+        lambda x: x / 0,
+        lambda x: x.clone().mul_(-inf),
+        lambda x: torch.add(x, x, alpha=inf),
+    ],
+    ids=["mul", "div", "mul_", "add"],
+)
+def test_a_partial_operand_is_completed_before_numbers_that_are_not_finite(function: Function) -> None:
+    value = rows(4, 3)
+    with simulated(LINE):
+        x = distribute(value, Layout(LINE, (Partial("sum"),)))
+
+        assert (x * 2.0).placements == (x / 3).placements == (x * 0).placements == x.placements
+        torch.testing.assert_close(whole(function(x)), function(value))
+        assert (x * 2.0).placements == x.placements
+
+
 def test_a_reduction_sends_nothing_until_it_is_needed() -> None:
     events: list[CommEvent] = []
     with simulated(SQUARE), listen(events.append):
