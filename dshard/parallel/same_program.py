@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from dshard.comm import gather_rows, has_only_shape, leave_word, own_coordinate, simulated_ranks, warn_user
+from dshard.comm import gather_rows, has_only_shape, is_captured, leave_word, own_coordinate, simulated_ranks, warn_user
 from dshard.core.comparisons import EVERY, comparisons_on
 from dshard.errors import LayoutError
 from dshard.mesh import Coordinate, Mesh
@@ -157,8 +157,9 @@ class Draws:
         self.before: dict[str, int] = {}
 
     def enter(self, module: nn.Module) -> None:
-        """Note the states before a forward pass of `module`; within torch.func's transforms none can be read."""
-        if is_transforming():
+        """Note the states before a forward pass of `module`; in transforms and captures none can be read."""
+        self.before = {}
+        if is_transforming() or is_captured(self.comparisons.mesh):
             return
         calls = self.calls[module.training] = self.calls[module.training] + 1
         is_looked_at = calls <= _FIRST_CALLS or calls % EVERY == 0

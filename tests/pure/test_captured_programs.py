@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.errors import ReplayError
+from dshard.mesh import Mesh
+from dshard.parallel.same_program import Draws
 from dshard.replay import step_program
 
 STEPS = 8
@@ -146,3 +148,23 @@ def test_numbers_of_the_host_are_refused() -> None:
     assert "takes other numbers of the host in each call" in refused(
         dshard.replay(step, cuda_graph=True), torch.ones(4)
     )
+
+
+def test_a_forward_pass_in_a_capture_reads_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Tensor:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    for module, name, answer in (
+        (torch.backends.cuda, "is_built", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: True),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "get_rng_state", refused),
+    ):
+        monkeypatch.setattr(module, name, answer)
+    draws, module = (
+        Draws({"torch's generator": "ranks [0], [1]"}, False, Mesh((2,), ("x",), device_type="cuda")),
+        nn.Identity(),
+    )
+
+    draws.enter(module)
+    draws.leave(module)
