@@ -244,6 +244,22 @@ def explained(routing: Routing, tokens: int = 4096, width: int = 64) -> Explanat
     return call
 
 
+def test_what_torch_leaves_in_rows_behind_the_last_end_counts_for_nothing() -> None:
+    def run(tensors: list[Any]) -> list[Tensor]:
+        out = dshard.experts(dshard.mlp_experts(), *tensors, loops="expert")
+        out.square().sum().backward()
+        return [whole(x) if isinstance(x, DTensor) else x for x in (out, *(t.grad for t in tensors if t.requires_grad))]
+
+    tensors = [t.float() if t.is_floating_point() else t for t in operands(f=8)]  # of which torch has a grouped product
+    expected = run([t.clone().requires_grad_(t.is_floating_point()) for t in tensors])
+    torch.use_deterministic_algorithms(True)  # which fills with NaN what is not written
+    try:
+        with simulated(MESH), static_sizes():
+            torch.testing.assert_close(run(laid_out(tensors, [SPLIT] * 5)), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_routing_prices_the_busiest_rank() -> None:
     even, skewed = explained(Routing.uniform()), explained(Routing.of([8, 8, 1, 1, 1, 1, 1, 1]))
     found = {call: {each.name: each for each in call.candidates} for call in (even, skewed)}

@@ -78,17 +78,21 @@ class LocalExperts:
         pairs = pairs_of(index.reshape(-1), self, are_own=row is not None)
         token = pairs.order // max(1, index.shape[-1]) if row is None else row.index_select(0, pairs.order)
         weights = weight.reshape(-1).index_select(0, pairs.order)
-        out = self.weighted(tokens.index_select(0, token), pairs.ends, weights, parameters)
-        if pairs.is_padded:
-            out = out.masked_fill((torch.arange(len(out), device=x.device) >= pairs.ends[-1]).unsqueeze(1), 0)
+        out = self.weighted(tokens.index_select(0, token), pairs.ends, weights, parameters, is_padded=pairs.is_padded)
         total = out.new_zeros(tokens.shape).index_add_(0, token, out)
         return total.to(x.dtype).reshape(x.shape)
 
-    def weighted(self, rows: Tensor, ends: Tensor, weight: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """The body's rows times their weights, in the dtype in which a token's rows are summed."""
+    def weighted(
+        self, rows: Tensor, ends: Tensor, weight: Tensor, parameters: Sequence[Tensor], *, is_padded: bool = False
+    ) -> Tensor:
+        """The body's rows times their weights, in the dtype in which those of a token are summed; padded ones are 0."""
         if not len(rows):  # a body need not know that there may be none; parameters get zeros as gradients
             return (rows * weight.unsqueeze(1)).to(sum_dtype(rows.dtype))
-        out = self.run(rows, ends, parameters)
+        if is_padded:  # torch's grouped product leaves what is behind its groups unwritten, and so its gradient
+            behind = (torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1)
+            out = self.run(rows.masked_fill(behind, 0), ends, parameters).masked_fill(behind, 0)
+        else:
+            out = self.run(rows, ends, parameters)
         return (out * weight.unsqueeze(1)).to(sum_dtype(out.dtype))
 
 
