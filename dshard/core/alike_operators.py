@@ -63,7 +63,7 @@ class AlikeOperators(Generic[T]):
         """
         key = self._key(func, args, kwargs)
         if key is None:
-            return None, run(*args, **kwargs)
+            return None, run(*_without_data(args), **kwargs)
         alike: AlikeCalls[T] | None = self.known.get(key)
         if alike is None:
             out = run(*args, **kwargs)
@@ -89,6 +89,14 @@ class AlikeOperators(Generic[T]):
         except TypeError:
             return None
         return key
+
+
+def _without_data(args: Args) -> Args:
+    """The arguments, all tensors without data if some are: beside those torch takes only some numbers as they are."""
+    devices = {x.device for x in args if isinstance(x, Tensor)}
+    if len(devices) < 2 or _DEVICE not in devices:
+        return args
+    return tuple([x.to(_DEVICE) if isinstance(x, Tensor) else x for x in args])
 
 
 def _is_functional(func: Function) -> bool:

@@ -54,7 +54,7 @@ from dshard.ops.fused_loss.fused_call import (
     own_linear_cross_entropy,
     torch_linear_cross_entropy,
 )
-from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss
+from dshard.ops.losses import cross_entropy, cross_entropy_form, ctc_loss, of_bytes
 from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, operator_form, rmatmul
 from dshard.ops.norms import batch_norm, rms_norm, rms_norm_form
 from dshard.ops.pointwise import nonlinear_names
@@ -397,6 +397,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     F.multi_head_attention_forward: FunctionRow(multi_head_attention, "with plain", rewrites=True),
     F.embedding: FunctionRow(embedding, form=embedding_form),
     F.embedding_bag: FunctionRow(embedding_bag, form=embedding_bag_form),
+    F.nll_loss: FunctionRow(of_bytes),
     F.cross_entropy: FunctionRow(or_reduce_partials_first(cross_entropy), form=cross_entropy_form),
     **_of_names(_or_form(torch_linear_cross_entropy, fused_form), ("linear_cross_entropy",), F),
     linear_cross_entropy: _or_form(own_linear_cross_entropy, fused_form)._replace(when="with plain"),

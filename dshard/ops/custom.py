@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard.caches import Cache, cached
-from dshard.comm import device_of_result, is_absent, of_first_rank, plain, read_number, run_number
+from dshard.comm import device_of_result, is_absent, is_any_meta, of_first_rank, plain, read_number, run_number
 from dshard.core.call import arguments_by_name
 from dshard.core.call_key import call_key
 from dshard.core.checks import accept, refusing
@@ -53,7 +53,8 @@ def wrapped(out: Any, arguments: Any) -> Any:
     had = set(map(id, leaves(arguments)))
     if not any(_is_new_plain(leaf, had) for leaf in leaves(out)):
         return out
-    layout = replicated(next(leaf._spec.layout.mesh for leaf in leaves(arguments) if isinstance(leaf, Wrapper)))
+    operands = [leaf for leaf in leaves(arguments) if isinstance(leaf, Wrapper)]
+    layout, meta = replicated(operands[0]._spec.layout.mesh), is_any_meta([x._local_tensor for x in operands])
 
     def as_replicated(leaf: Any) -> Any:
         refuse_batched(leaf, "an operator")
@@ -65,6 +66,7 @@ def wrapped(out: Any, arguments: Any) -> Any:
                 "from which gradients of any order would not come back whole: compose the result, as by torch.stack, "
                 "torch.cat or F.pad"
             )
+        leaf = leaf.to("meta") if meta else leaf
         return wrap(
             leaf, spec_of(layout, tuple(leaf.shape), leaf.stride(), leaf.dtype, device_of_result(leaf, layout.mesh))
         )

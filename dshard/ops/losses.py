@@ -259,6 +259,20 @@ def _ctc_losses(
     return losses.where(losses != inf, 0.0) if zero_infinity else losses
 
 
+def has_bytes(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a loss is of class indices that are bytes: torch's kernels take them, its forms without data do not."""
+    x, target = bind_arguments(LOSS_ARGUMENTS, args, kwargs)[:2]
+    return isinstance(target, Tensor) and target.dtype == torch.uint8 and x.dim() <= 2
+
+
+def of_bytes(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A loss of class indices that are bytes as that of integers of 64 bits."""
+    if not has_bytes(args, kwargs):
+        return NotImplemented
+    x, target, *rest = bind_arguments(LOSS_ARGUMENTS, args, kwargs)[: max(2, len(args))]
+    return func(x, target.long(), *rest, **{name: kwargs[name] for name in kwargs if name not in LOSS_ARGUMENTS[:2]})
+
+
 def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = False) -> Tensor | None:
     """`torch.nn.functional.cross_entropy` of class indices by three numbers for each row; None for any other call.
 
@@ -272,6 +286,8 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     tensors = (x, target) if weight is None else (x, target, weight)
     if not all(isinstance(t, Wrapper) for t in tensors) or target.is_floating_point() or target.dim() != x.dim() - 1:
         return None
+    if has_bytes(args, kwargs):
+        return of_bytes(func, args, kwargs)  # type: ignore[no-any-return]
     dim = min(1, x.dim() - 1)
     if average is not None or reduce is not None or not stays_sharded(x._spec, (dim,), ("max", "sum", "sum"), always):
         return None

@@ -29,6 +29,7 @@ from dshard.core.wrapper import Wrapper
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
+from dshard.ops.losses import has_bytes, of_bytes
 from dshard.ops.ragged import is_mask, repeated, without_masks
 from dshard.torch_private import disable_modes, is_functorch_wrapped
 
@@ -87,12 +88,17 @@ def _repeated(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] |
     return (lambda: repeated(func, args, kwargs)) if by_tensor else None
 
 
+def _of_bytes(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    return partial(of_bytes, func, args, kwargs) if has_bytes(args, kwargs) else None
+
+
 _OTHER_FORMS: dict[Function, Callable[[Function, Args, Kwargs], Callable[[], Any] | None]] = {
     **{func: _by_handler for func, row in FUNCTIONS.items() if row.rewrites},  # type: ignore[misc]
     Tensor.cpu: _without_copy,
     Tensor.to: _in_place,
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _by_indices),
     **dict.fromkeys(_REPEATS, _repeated),
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), _of_bytes),
 }
 """By function, what gives a call in another form, of others, among them functions of `QUESTIONS`; None for most."""
 

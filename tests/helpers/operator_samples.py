@@ -291,6 +291,7 @@ NETWORKS: dict[str, Sample] = {
     "cross_entropy": (F.cross_entropy, (x, ids(3, 5))),
     "cross_entropy sum": (F.cross_entropy, (x, ids(3, 5), {"reduction": "sum"})),
     "cross_entropy none": (F.cross_entropy, (x, ids(3, 5), {"reduction": "none"})),
+    "cross_entropy of bytes": (F.cross_entropy, (x, ids(3, 5).byte())),
     "cross_entropy ignored": (F.cross_entropy, (x, ids(3, 5), {"ignore_index": 1})),
     "cross_entropy weighted": (F.cross_entropy, (x, ids(3, 5), chances(3))),
     "cross_entropy smooth": (F.cross_entropy, (x, ids(3, 5), {"label_smoothing": 0.1})),

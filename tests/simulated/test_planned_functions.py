@@ -11,6 +11,7 @@ from helpers.default_cases import one_in
 from torch import Tensor, nn
 
 from dshard import Mesh, Topology, parallelize, use_topology
+from dshard.parallel import plan_model
 from dshard.testing import simulated, whole
 
 MESH = Mesh((2, 2), ("x", "y"))
@@ -79,8 +80,19 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "put": lambda h: h.index_put((torch.tensor([0]),), h[1]),
     "written in place": lambda h: (h * 1).unsqueeze_(0).mul_(h),
     "pad_sequence": lambda h: nn.utils.rnn.pad_sequence([h[:3], h[3:]]),
+    "bytes": lambda h: F.cross_entropy(h, torch.arange(8, dtype=torch.uint8)),
     "meshgrid": lambda h: torch.meshgrid(h[0], h[1], indexing="ij")[0],
 }
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prelu": lambda h: F.prelu(h, torch.tensor(0.2).double()),
+    "masked_fill": lambda h: h.masked_fill(h > 0, torch.tensor(1.0)),
+    "index_fill": lambda h: h.index_fill(0, torch.tensor([1]), torch.tensor(2.0)),
+    "index_select": lambda h: h.index_select(0, torch.tensor(1)),
+    "expand_as": lambda h: h * torch.tensor(2.0).expand_as(h),
+}
+"""Functions that call torch with a plain tensor without dims."""
+FUNCTIONS |= NUMBERS
 
 
 class Between(nn.Module):
@@ -100,6 +112,11 @@ class Between(nn.Module):
 def model(name: str) -> Between:
     torch.manual_seed(0)
     return Between(name).double()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_step_with_a_plain_tensor_without_dims_is_priced(name: str) -> None:
+    assert plan_model(model(name), MESH, "auto", BATCH).cost is not None
 
 
 @pytest.mark.parametrize("name", one_in(12, FUNCTIONS))
