@@ -24,9 +24,9 @@ from dshard.tables import text_table
 from dshard.tools.calibrate.rounds import Clock
 
 SETTINGS = (
-    Setting("one host", None, 16, 4),
-    Setting("2 hosts, 800mbit", "800mbit", 16, 3),
-    Setting("2 hosts, 300mbit", "300mbit", 18, 3),
+    Setting("one host", None, 16, 9),
+    Setting("2 hosts, 800mbit", "800mbit", 16, 9),
+    Setting("2 hosts, 300mbit", "300mbit", 18, 9),
 )
 
 
