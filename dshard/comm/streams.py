@@ -45,5 +45,6 @@ def follow(stream: Stream | None, tensors: Iterable[Tensor]) -> None:
 
 def is_captured(mesh: Mesh) -> bool:
     """Whether the current stream of a device of the mesh is captured in a graph, within which nothing may wait."""
-    is_cuda = mesh.device_type == "cuda" and torch.backends.cuda.is_built()  # a mesh may be one to plan for
-    return is_cuda and torch.cuda.is_current_stream_capturing()
+    # A mesh may be one to plan for, on a machine without GPUs: there torch raises where CUDA was built in.
+    is_used = mesh.device_type == "cuda" and torch.cuda.is_initialized()
+    return is_used and torch.cuda.is_current_stream_capturing()

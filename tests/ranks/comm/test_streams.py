@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dshard import DeviceMesh, init_device_mesh, parallelize
+from dshard import DeviceMesh, Mesh, init_device_mesh, parallelize
 from dshard.comm import streams
 from dshard.comm.workspace import Workspace
 from dshard.testing import nccl_contract, rank_pool
@@ -44,6 +44,16 @@ class Streams:
             patch.setitem(streams._CURRENT, "cpu", lambda device: self.current)  # type: ignore[arg-type,return-value]
             patch.setattr(Tensor, "record_stream", lambda x, stream: self.recorded.append((x, stream)))
             yield self
+
+
+def test_a_mesh_of_gpus_is_planned_for_where_cuda_has_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refused)
+
+    assert not streams.is_captured(Mesh((2,), ("x",), device_type="cuda"))
 
 
 def test_a_buffer_that_is_free_on_one_stream_is_not_lent_on_another() -> None:
