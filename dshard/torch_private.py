@@ -77,6 +77,15 @@ def _optional(path: str, use: str, fallback: object) -> Any:
     return _row(PrivateName(path, use, is_needed=False), fallback)
 
 
+def _renamed(path: str, older: str, use: str, fallback: object) -> Any:
+    """The object at `path`, which an older torch has at `older`, or `fallback`."""
+    try:
+        resolve(path)
+    except AttributeError:
+        path = older
+    return _optional(path, use, fallback)
+
+
 def _row(name: PrivateName, fallback: object) -> Any:
     NAMES[name.path] = name
     try:
@@ -341,8 +350,11 @@ _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 FrameAction: Any = _optional(f"{_EVAL_FRAME}._FrameAction", _SKIP, None)
 FrameExecStrategy: Any = _optional(f"{_EVAL_FRAME}._FrameExecStrategy", _SKIP, None)
 set_code_exec_strategy: Any = _optional(f"{_EVAL_FRAME}.set_code_exec_strategy", _SKIP, None)
-register_opaque_type: Any = _optional(
-    "torch._library.opaque_object.register_opaque_type", "reading x.placements within a compiled region", None
+register_custom_class: Any = _renamed(
+    "torch._library.opaque_object.register_custom_class",
+    "torch._library.opaque_object.register_opaque_type",
+    "reading x.placements within a compiled region",
+    None,
 )
 TracingContext: Any = _needed("torch._guards.TracingContext", "random values in compiled graphs")
 

@@ -14,7 +14,7 @@ from typing_extensions import ParamSpec
 from dshard.compile import FUNCTIONS
 from dshard.placements import Partial, Replicate, Shard
 from dshard.placements.types import TORCH_TWINS
-from dshard.torch_private import FrameAction, FrameExecStrategy, register_opaque_type, set_code_exec_strategy
+from dshard.torch_private import FrameAction, FrameExecStrategy, register_custom_class, set_code_exec_strategy
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -91,5 +91,6 @@ def _fx_repr(placement: object) -> tuple[str, dict[str, type]]:
 # graph, and asks its class for the text. It is set here, for the classes themselves know nothing of torch.
 for _kind in TORCH_TWINS:
     setattr(_kind, "__fx_repr__", _fx_repr)  # noqa: B010
-    with suppress(TypeError):  # an older torch calls the argument otherwise, and does not read placements there
-        register_opaque_type(_kind, typ="value")
+    with suppress(AttributeError, TypeError):  # torch 2.11 calls it otherwise, and reads no placements there
+        is_renamed = register_custom_class.__name__ == "register_custom_class"  # as from torch 2.15 on
+        register_custom_class(_kind, typ="constant" if is_renamed else "value")
