@@ -90,6 +90,25 @@ def test_causal_loops_are_as_near_as_one_device(loops: str, dtype: torch.dtype) 
             assert as_near(whole(mine.detach()), *others, max(x.abs().max().item() for x in right))
 
 
+def test_a_gpu_before_ampere_gets_the_kernels_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a T4: `FlashAttention only supports Ampere GPUs or newer`, and no kernel takes bfloat16."""
+
+    def chosen(dtype: torch.dtype) -> object:
+        q = torch.zeros(1, 2, 4, 8, dtype=dtype)
+        return block_kernels._kernel_of(block_kernels.Operands(q, q, q, None, 1.0, True, None, None))
+
+    with cuda_contract():
+        new = [chosen(dtype) for dtype in DTYPES]
+        monkeypatch.setattr(block_kernels, "_capability", lambda device: (7, 5))
+        old = [chosen(dtype) for dtype in DTYPES]
+
+    flash, efficient, operators = (
+        getattr(block_kernels, f"_{n}") for n in ("FLASH_ON_CUDA", "EFFICIENT_ON_CUDA", "OPERATORS")
+    )
+    assert new == [flash, flash, efficient]
+    assert old == [operators, efficient, efficient]
+
+
 def test_without_flash_half_precision_runs_by_the_efficient_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, calls = Mesh((2,), ("x",)), list[str]()
     kernel = block_kernels._EFFICIENT_ON_CUDA

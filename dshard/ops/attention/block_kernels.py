@@ -254,10 +254,22 @@ def _kernel_of(operands: Operands) -> _Kernel:
         return _FLASH_ON_CPU if torch.backends.cuda.flash_sdp_enabled() else _OPERATORS
     if device != "cuda" or mask is not None or max(q.shape[-1], v.shape[-1]) > 256:
         return _OPERATORS
-    if q.dtype in HALF and torch.backends.cuda.flash_sdp_enabled():
+    is_new = _capability(q.device) >= _AMPERE
+    if is_new and q.dtype in HALF and torch.backends.cuda.flash_sdp_enabled():
         return _FLASH_ON_CUDA
-    fits = q.dtype in HALF | {torch.float32} and torch.backends.cuda.mem_efficient_sdp_enabled()
+    dtypes = {torch.float16, torch.float32, *(HALF if is_new else ())}
+    fits = q.dtype in dtypes and torch.backends.cuda.mem_efficient_sdp_enabled()
     return _EFFICIENT_ON_CUDA if fits else _OPERATORS
+
+
+_AMPERE = (8, 0)
+"""From this compute capability on, torch's kernels include flash, and take bfloat16 (`sdp_utils.cpp`)."""
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; what stands for a GPU counts as one with all kernels."""
+    is_real = device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_real else _AMPERE
 
 
 def _of_one_size(operands: Operands, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
