@@ -182,6 +182,17 @@ def spec_of(layout: Layout, shape: Shape, stride: tuple[int, ...], dtype: torch.
     return spec
 
 
+def device_of_operands(specs: Sequence[Spec], asked: torch.device | str | None = None) -> torch.device:
+    """The device of what an operator makes of tensors of these specs: the one asked for, whose index may be left out.
+
+    Numbers of the CPU may stand beside tensors of another device.
+    """
+    if asked is None:
+        return next((spec.device for spec in specs if spec.shape or spec.device.type != "cpu"), specs[0].device)
+    device = torch.device(asked)
+    return next((spec.device for spec in specs if spec.device.type == device.type and device.index is None), device)
+
+
 def specs_of(layouts: Iterable[Layout], tensors: Iterable[torch.Tensor], device: torch.device) -> list[Spec]:
     """For each layout the spec of a tensor on `device` with the shape, strides and dtype of its tensor."""
     pairs = zip(layouts, tensors, strict=True)

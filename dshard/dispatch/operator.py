@@ -45,7 +45,7 @@ from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
-from dshard.core.spec import Spec, spec_of, specs_of
+from dshard.core.spec import Spec, device_of_operands, spec_of, specs_of
 from dshard.core.subclasses import refuse_own_rules
 from dshard.core.torch_wrappers import refuse_collective, refuse_shared_ranks
 from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
@@ -211,8 +211,7 @@ def operator_executable(
     decision = replace(decision, choice=replace(choice, strategy=strategy, alternatives=tuple(alternatives)))
     if strategy in alternatives:
         return AlternativeExecutable(decision, call.specs, strategy, alternatives[strategy])
-    device = call.kwargs.get("device")
-    specs = specs_of(strategy.outputs, call.outs, call.specs[0].device if device is None else torch.device(device))
+    specs = specs_of(strategy.outputs, call.outs, device_of_operands(call.specs, call.kwargs.get("device")))
     is_moved = bool(decision.plans[0].steps)
     return Executable(
         decision,

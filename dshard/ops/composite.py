@@ -23,7 +23,7 @@ from dshard.core.moves import counting_as, run_on_ranks
 from dshard.core.observe import OBSERVERS, observed
 from dshard.core.operands import common_mesh, spec_like
 from dshard.core.signature import Context, Function
-from dshard.core.spec import Spec, for_shapes, meta_tensors, specs_of
+from dshard.core.spec import Spec, device_of_operands, for_shapes, meta_tensors, specs_of
 from dshard.core.wrapper import Wrapper, each_apart, is_recorded, wrap
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
@@ -92,7 +92,7 @@ def _choose_composite(
         out = local(*meta_tensors(specs))
     decision, choice = decide(name, rule(), specs, [out])
     strategy = choice.strategy
-    results = specs_of(strategy.outputs, [out], specs[0].device)
+    results = specs_of(strategy.outputs, [out], device_of_operands(specs))
     positions = [i for i, t in enumerate(tensors) if isinstance(t, Wrapper)]
     local_op: Callable[[Coordinate], Local] = (lambda at: local) if kernel is None else partial(kernel, strategy)
     return Executable(decision, local_op, results, positions, wrap_as(results[0]), gradients=strategy.gradients)

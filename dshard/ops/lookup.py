@@ -116,7 +116,7 @@ def indexing(call: RankCall) -> LocalOp:
         return call.func
 
     def read(x: Tensor, indices: Sequence[Tensor | None], *args: object, **kwargs: object) -> Tensor:
-        mapped, is_held = _mapped(call, indices, held_indices)
+        mapped, is_held = _mapped(call, indices, held_indices, x.device)
         if any(not held for held in held_indices.values()):
             is_held = torch.zeros_like(is_held)
             x = x.new_zeros([max(n, 1) if d in held_indices else n for d, n in enumerate(x.shape)])
@@ -155,7 +155,7 @@ def putting(call: RankCall) -> LocalOp:
     in_place = writes_first(call.func)
 
     def write(x: Tensor, indices: Sequence[Tensor | None], *args: object, **kwargs: object) -> Tensor:
-        mapped, is_held = _mapped(call, indices, held_indices)
+        mapped, is_held = _mapped(call, indices, held_indices, x.device)
         mapped = [
             torch.where(is_held, index, len(held_indices[d])) if d in held_indices and index is not None else index
             for d, index in enumerate(mapped)
@@ -188,15 +188,17 @@ def _split(call: RankCall) -> dict[int, range]:
 
 
 def _mapped(
-    call: Call, indices: Sequence[Tensor | None], held_indices: dict[int, range]
+    call: Call, indices: Sequence[Tensor | None], held_indices: dict[int, range], device: torch.device
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast."""
-    first = next(index for index in indices if index is not None)
-    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=first.device)
+    """The indices as positions in the local tensor, and whether all of them are held by this rank, broadcast.
+
+    Both are on the `device` of the tensor; indices may be on the CPU, as in torch.
+    """
+    mapped, is_held = list(indices), torch.ones((), dtype=torch.bool, device=device)
     for dim, held in held_indices.items():
         index = indices[dim]
         assert index is not None
-        mapped[dim], one = local_index(index, held, call.shapes[0][dim], dim)
+        mapped[dim], one = (x.to(device) for x in local_index(index, held, call.shapes[0][dim], dim))
         is_held = is_held & one
     shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
     return mapped, is_held.expand(shape)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.fake_cuda_world import fake_cuda_world
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +22,7 @@ from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mes
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, graph_collectives, listen, wait_in_graphs_as_in_eager
 from dshard.compile.graph_runs import _publishing
+from dshard.ops import lookup
 from dshard.testing import RankPool
 
 
@@ -123,3 +126,20 @@ def test_graphs_call_torchs_collectives_in_a_process_group_that_sends_nothing(mo
     dist.destroy_process_group()
 
     assert len(registered) == 1
+
+
+def test_what_numbers_of_the_cpu_make_with_tensors_of_a_gpu_is_on_the_gpu() -> None:
+    with fake_cuda_world(rank=1):
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("x",))
+        x = distribute_tensor(torch.ones(8, 8, device="cuda"), mesh, [Shard(0)], src_data_rank=None)
+        two = torch.tensor(2.0)
+        made = [two * x, torch.pow(two, x), torch.lerp(two, x, x), two * x.sum(), torch.zeros_like(x, device="cuda")]
+        assert [(y.device, y.to_local().device) for y in made] == [(x.device, x.device)] * 5
+
+
+def test_indices_of_the_cpu_come_to_the_device_of_the_tensor() -> None:
+    call: Any = SimpleNamespace(shapes=[(8, 3)])
+    for i in (0, 1):
+        held = {i: range(1)}
+        mapped, is_held = lookup._mapped(call, [torch.tensor([0, 2])] * 2, held, torch.device("meta"))
+        assert (mapped[i].device, is_held.device) == (torch.device("meta"),) * 2  # type: ignore[union-attr]
