@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from dshard.autograd.crossing import as_distributed
 from dshard.comm import is_absent, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.executable import ComposedExecutable, decision_of
@@ -239,6 +240,12 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
     if is_absent(args[0][0]._local_tensor, mesh):  # not each of these operators runs without data
         return
     shapes = [t._spec.shape for t in args[0]]
+    args = tuple(  # a plain gradient or state counts as replicated
+        [as_distributed(t, layouts[i]) if t.dim() and t.shape == shapes[i] else t for i, t in enumerate(arg)]
+        if isinstance(arg, list | tuple)
+        else arg
+        for arg in args
+    )
 
     def redistributed(i: int, t: Wrapper, explicit: bool) -> Tensor:
         layout = layouts[i] if t._spec.shape == shapes[i] else replicated(mesh)

@@ -9,7 +9,8 @@ takes the same step, by torch's own code: each parameter is asked once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import chain
@@ -27,7 +28,7 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import kernel_device
 from dshard.core.observe import OBSERVERS
 from dshard.core.operands import plain_value
-from dshard.core.plain_tensors import from_torch, is_torchs
+from dshard.core.plain_tensors import alike_tensor, from_torch, is_torchs
 from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
@@ -82,10 +83,12 @@ def _by_local_tensors(step: Step) -> Callable[..., object]:
         local = None if OBSERVERS or n_dispatch_modes() or n_function_modes() else _local_step(self, groups)
         if local is not None:
             local.run(step)
-        elif groups is self.param_groups:
-            step(self)
-        else:
-            _step_of_copy(step, self, groups, self.state)
+            return loss
+        with _distributed_gradients(step, groups):
+            if groups is self.param_groups:
+                step(self)
+            else:
+                _step_of_copy(step, self, groups, self.state)
         return loss
 
     return stepped
@@ -95,6 +98,26 @@ def _has_parameters(optimizer: Optimizer) -> bool:
     """Whether a parameter is distributed."""
     cls = Wrapper.public
     return any(cls in map(type, group["params"]) for group in optimizer.param_groups)
+
+
+@contextmanager
+def _distributed_gradients(step: Step, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Give distributed parameters whose gradient is plain a distributed one, so that states made of it are, too.
+
+    Momenta made of plain gradients would be plain, and torch's fused steps make them without values, other ones on each
+    rank.
+    """
+    with no_torch_function():
+        all_given = [(p, p.grad) for group in groups for p in group["params"] if isinstance(p, Wrapper)]
+    given = [(p, g) for p, g in all_given if g is not None and not isinstance(g, DISTRIBUTED) and not g.requires_grad]
+    for p, grad in given:
+        alike = alike_tensor(step, grad, p._spec.layout.mesh)  # which the ranks compare
+        p.grad = _like(p, grad if alike is None else alike)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for p, grad in given:
+            p.grad = grad
 
 
 def _step_of_copy(step: Step, optimizer: Optimizer, groups: list[dict[str, Any]], states: Any) -> None:

@@ -17,7 +17,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
-from dshard import DTensor, Layout, LayoutError, Mesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard import (
+    DTensor,
+    Layout,
+    LayoutError,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+)
 from dshard.comm import CommEvent, listen
 from dshard.core import wrapper
 from dshard.ops import foreach
@@ -204,6 +215,39 @@ def test_gradients_and_states_that_lie_elsewhere() -> None:
 
     assert_equal(laid, plain)
     assert [x.layout for x in laid] == [here, there, there, here]
+
+
+@pytest.mark.parametrize(("name", "way"), [("momentum", "default"), ("adamw", "default"), ("adam", "single")])
+def test_plain_gradients_count_as_replicated(name: str, way: str) -> None:
+    """A program may assign them; what a step makes of them is distributed, and the gradients stay as they are."""
+
+    def stepped(params: list[Any]) -> list[Any]:
+        run = OPTIMISERS[name](params, **WAYS[way])
+        for given in range(3):
+            loss(params).backward()
+            params[given].grad = plain = rows(*SHAPES[given]).cos()
+            run.step()
+            assert params[given].grad is plain
+            run.zero_grad()
+        return [*params, *(x for p in params for x in run.state[p].values() if x.dim())]
+
+    with simulated(LINE):
+        assert_equal(stepped(parameters(LAYOUTS["rows"])), stepped(parameters()))
+
+
+def test_a_fused_step_takes_plain_gradients_and_states() -> None:
+    plain = [rows(5, 3), rows(5, 3).cos(), rows(5, 3).exp()]
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.0}
+    options |= {"nesterov": False, "maximize": False, "is_first_step": False}
+    given = [x.clone() for x in plain]
+    with simulated(LINE):
+        given[0] = distribute(given[0], LAYOUTS["rows"])
+        with implicit_replication():
+            torch._fused_sgd_(*([x] for x in given), **options)
+    torch._fused_sgd_(*([x] for x in plain), **options)
+
+    assert_equal(given[:1], plain[:1])
+    torch.testing.assert_close(given[1:], plain[1:])
 
 
 def test_a_partial_parameter_cannot_be_updated_by_a_fused_step() -> None:
