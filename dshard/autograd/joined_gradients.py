@@ -324,13 +324,15 @@ def all_reduced_together(leaves: Mapping[int, GradientLeaf]) -> tuple[tuple[int,
     return tuple(tuple(each) for each in orders if 1 < len(each) == sizes[bucket_of(leaves[each[0]])])
 
 
-def add_later(total: Wrapper, grad: Wrapper) -> bool:
+def add_later(total: Tensor, grad: Wrapper) -> bool:
     """Add a gradient that is reduced with others to `total` once it is there; False if it is to be added now.
 
     torch accumulates a gradient in place as soon as it arises, which would wait for its collective.
     """
     pending, number = grad.__dict__.get("_lazy_local"), graph_task_id()
-    if not isinstance(pending, GradientInFlight) or number < 0 or total._spec.layout is not grad._spec.layout:
+    if not isinstance(pending, GradientInFlight) or number < 0 or not isinstance(total, Wrapper):
+        return False
+    if total._spec.layout is not grad._spec.layout:
         return False
     if total._spec.dtype != grad._spec.dtype or total._view_sync is not None:
         return False

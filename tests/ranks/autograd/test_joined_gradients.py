@@ -376,6 +376,14 @@ def accumulated() -> None:
     norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, reference))
     torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
     compare(model, reference)
+    for each in (model, reference):
+        for p in [*each.parameters()][::2]:
+            p.grad = torch.ones(p.shape, dtype=torch.float64)
+        each(batches[0]).square().sum().backward()
+    for p, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert right.grad is not None
+        torch.testing.assert_close(whole(p.grad) if isinstance(p.grad, DTensor) else p.grad, right.grad)
 
 
 HOSTS = Topology("hosts", (Layer("host", 2, 1e8), Layer("rank", 2, 1e10)))
