@@ -112,10 +112,10 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     axes = _axes_of_rows(spec)
     if traced(x._local_tensor):
         return NotImplemented
+    # torch counts no writes to the statistics, which it saves before, also for evaluation
+    running_mean, running_var = (x if x is None else data(_DATA, (x,), {}) for x in (running_mean, running_var))
     if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape:
-        # Plain statistics, wrapped, count their writes, and autograd saves them before torch writes to them
-        own = [x if x is None else data(_DATA, (x,), {}) for x in (running_mean, running_var)]
-        return func(x, *own, weight, bias, training, momentum, eps)
+        return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
     ranks, n = prod(spec.layout.mesh.shape[axis] for axis in axes), prod(spec.shape) // spec.shape[1]
     everywhere = _of_channels(spec, (ranks, 3, spec.shape[1]), sum_dtype(spec.dtype))
 

@@ -117,6 +117,22 @@ def test_one_message_forward_and_one_backward(ranks: RankPool) -> None:
     assert ranks.run(messages) == [[["all_gather"], ["reduce_scatter"]]] * 4
 
 
+def test_a_step_after_an_evaluation_leaves_its_graph_as_it_is() -> None:
+    """A consistency loss of both passes: torch counts no writes to the statistics that the evaluation has saved."""
+    layout, x = Layout(Mesh((4,), ("x",)), [Shard(0)]), torch.randn(6, 3)
+    found = []
+    with simulated(layout.mesh):
+        for given in (x.clone(), distribute(x, layout)):
+            norm = nn.BatchNorm1d(3, affine=False)
+            if isinstance(given, dshard.DTensor):
+                for name, t in list(norm.named_buffers()):
+                    setattr(norm, name, distribute(t, Layout(layout.mesh, [Replicate()])))
+            evaluated = norm.eval()(given.requires_grad_())
+            (norm.train()(given) - evaluated).square().sum().backward()
+            found.append(given.grad)
+    torch.testing.assert_close(whole(found[1]), found[0])
+
+
 def with_plain_statistics() -> None:
     """Statistics that a program sets are plain, and written to in each step."""
     mesh, x = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(8, 3, dtype=torch.float64)
