@@ -48,8 +48,8 @@ def distribute_tensor(
 
     The mesh's rank number `src_data_rank` sends each rank its local tensor. With None each rank cuts it out of its own
     copy, in the same memory order, and nothing is sent. On an axis with a Partial placement the tensor is the term of
-    the first rank. On a `Mesh` without processes the result has no data, with a warning if `tensor` has some. Without a
-    mesh, the mesh of the `with mesh:` block around the call is used.
+    the first rank. The result is on the mesh's type of device. On a `Mesh` without processes it has no data, with a
+    warning if `tensor` has some. Without a mesh, the mesh of the `with mesh:` block around the call is used.
 
     Raises:
         LayoutError: a dim out of range, or not one placement for each mesh axis; blocks that do not divide a dim; a
@@ -127,7 +127,8 @@ def cut(tensor: Tensor, layout: Layout) -> DTensor:
         return out
     runtime.runners.hits += 1
     region, spec = known
-    return as_dtensor(wrap(comm.local_shard(tensor, region, torch.preserve_format), spec))
+    local = comm.on_device_of(layout.mesh, comm.local_shard(tensor, region, torch.preserve_format))
+    return as_dtensor(wrap(local, spec))
 
 
 def replace_parameter(name: str, old: torch.nn.Parameter, new: DTensor) -> None:

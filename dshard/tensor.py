@@ -139,6 +139,7 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The DTensor made of each rank's local tensor; without placements each rank passes the global tensor.
 
+        A local tensor of another type of device than the mesh's is copied to that.
         Nothing is sent: without `shape`, the global shape, all local tensors are assumed to have one shape, so uneven
         ones need it. Ranks compare a new local shape or dtype just before their next collective, and under
         DSHARD_DEBUG=1 at once, with replicated local tensors. `stride` is the global stride, by default contiguous or,

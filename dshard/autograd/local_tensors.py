@@ -80,6 +80,7 @@ def from_local(
     check_strided(local, "from_local", "this rank's local tensor")
     local = as_plain(local)
     refuse_wrapped(local, "from_local")
+    local = comm.on_device_of(mesh, local)
     dual: Wrapper | None = with_tangent(
         local, lambda x: from_local(x, mesh, placements, run_check, shape, stride, grad_placements)
     )

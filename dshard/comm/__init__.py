@@ -123,6 +123,7 @@ from dshard.comm.scatter_shards import (
     local_of,
     local_part,
     local_shard,
+    on_device_of,
     scatter_shards,
     scatters,
 )

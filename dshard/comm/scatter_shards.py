@@ -58,7 +58,7 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         if device.type == "meta":
             return x.new_empty(layout.local_shape(x.shape, at), device=device)
         if not is_simulated:
-            return local_part(x, layout, at, memory_format)
+            return on_device_of(mesh, local_part(x, layout, at, memory_format))
         tensor = of_rank(mesh.rank(at) if source is None else mesh.ranks[source], x)
         return local_part(tensor, layout, at, memory_format)
 
@@ -70,7 +70,7 @@ def scatter_shards(x: Tensor, layout: Layout, source: int | None) -> Tensor:
         if not traced(x):
             take_as_even(tuple(x.shape), x.dtype, layout, "distribute_tensor")
             if x.numel():
-                return _scatter(x, layout, source)
+                return _scatter(on_device_of(mesh, x), layout, source)
             run_pending()  # with nothing to send, too, a rank compares what all give
             return local_of(layout, shard)
         if TracingContext.try_get() is None:  # in FakeTensorMode: any rank's part looks like this
@@ -124,6 +124,12 @@ def local_of(layout: Layout, make: Callable[[Coordinate, torch.device], Tensor])
 def device_of_result(local: Tensor, mesh: Mesh) -> torch.device:
     """The device of a tensor with the computed local tensor `local`: the mesh's device if `local` has no data."""
     return device_of(mesh) if is_absent(local, mesh) else local.device
+
+
+def on_device_of(mesh: Mesh, x: Tensor) -> Tensor:
+    """A tensor on the type of device of the mesh, as torch has it: `x`, or a copy; one without data stays as it is."""
+    is_there = x.device.type in (mesh.device_type, "meta") or taking_part(mesh) is None
+    return x if is_there else x.to(device_of(mesh))
 
 
 def device_of(mesh: Mesh) -> torch.device:

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dshard
-from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard import DTensor, Layout, Replicate, Shard, distribute_tensor, init_device_mesh
 from dshard.caches import clear_caches
-from dshard.comm import DeviceMesh, graph_collectives, listen, wait_in_graphs_as_in_eager
+from dshard.comm import DeviceMesh, as_mesh, graph_collectives, listen, wait_in_graphs_as_in_eager
 from dshard.compile.graph_runs import _publishing
+from dshard.distribute import cut
 from dshard.ops import lookup
 from dshard.testing import RankPool
 
@@ -143,3 +144,12 @@ def test_indices_of_the_cpu_come_to_the_device_of_the_tensor() -> None:
         held = {i: range(1)}
         mapped, is_held = lookup._mapped(call, [torch.tensor([0, 2])] * 2, held, torch.device("meta"))
         assert (mapped[i].device, is_held.device) == (torch.device("meta"),) * 2  # type: ignore[union-attr]
+
+
+def test_tensors_of_the_cpu_come_to_the_device_of_the_mesh() -> None:
+    with fake_cuda_world(rank=1):
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("x",))
+        x, layout = torch.ones(8, 8), Layout(as_mesh(mesh), (Shard(0),))
+        made = [distribute_tensor(x, mesh, [Shard(0)]), DTensor.from_local(x[:2], mesh, [Shard(0)])]
+        made += [cut(x, layout) for _ in range(2)]
+        assert {str(device) for y in made for device in (y.device, y.to_local().device)} == {"cuda:0"}
