@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import Store
+from torch.distributed import Store, _meta_registrations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -84,6 +85,8 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
         stack.enter_context(patch.object(traced_collectives, "_TRACED", frozenset()))
         # which takes from a tensor what it keeps in its attributes
         stack.enter_context(patch.object(replaced_parameters, "traced", lambda old: True))
+        # torch numbers works by Python's random numbers, which a program is then said to draw
+        stack.enter_context(patch.object(_meta_registrations, "generate_unique_id", count().__next__))
         stack.enter_context(patch.dict(streams._CURRENT, clear=True))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))
