@@ -21,6 +21,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import for_shapes
 from dshard.core.torch_function import binding_of
 from dshard.core.trees import replace_leaves, replace_tensors
+from dshard.errors import LayoutError
 from dshard.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -102,8 +103,18 @@ def refusing() -> OperatorMode:
     return OperatorMode(run)
 
 
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""The dtypes whose tensors have a quantizer, of which torch knows nothing without data."""
+
+
 def _refuse_more(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     first, name = args[0] if args else None, func._schema.name.removesuffix("_")
+    quantized = next((arg for arg in (*args, *kwargs.values()) if type(arg) is torch.dtype and arg in QUANTIZED), None)
+    if quantized is not None:
+        raise LayoutError(
+            f"{func} gives a tensor of {quantized}: a distributed tensor is of no quantized dtype; call it on "
+            "x.full_tensor(), or on the local parts; to train for it, use torch.fake_quantize_per_tensor_affine"
+        )
     if isinstance(first, Tensor) and _writes_each(func):
         _require(has_internal_overlap(first) != 1, _OVERLAPS)
     check = CHECKS.get(name)

@@ -215,6 +215,8 @@ TENSORS: list[Row] = [
         LayoutError,
         "that is quantized: a DTensor is strided",
     ),
+    (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), LayoutError, "torch.qint8: .* no quantized dtype"),
+    (lambda: X.to(torch.quint8), LayoutError, r"torch.quint8: .* call it on x.full_tensor\(\)"),
     (lambda: DTensor.from_local([1.0], MESH), ArgumentError, "takes this rank's local tensor"),
     (lambda: DTensor.from_local(np.zeros(3), MESH), ArgumentError, "a ndarray|an ndarray"),
     (lambda: DTensor.from_local(torch.ones(4), LINE, Shard(0)), LayoutError, "is one placement"),
