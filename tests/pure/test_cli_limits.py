@@ -86,6 +86,18 @@ def test_tables_fit_the_columns(model: str, capsys: Any, monkeypatch: Any, colum
     assert not any("…" in line for line in lines)
 
 
+def test_tables_break_no_placement_and_no_number(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tensors = ["--tensor", "x: 4096x8192 S(0) R", "--tensor", "w: 8192x8192 R S(1)"]
+
+    main(["explain", "F.gelu(x @ w)", "--mesh", "dp=2,tp=4", *tensors])
+
+    told = capsys.readouterr().out
+    assert "1374394.5" in told
+    assert "dp:P(sum)" in told
+    assert all(line.count("(") == line.count(")") for line in told.splitlines()), told
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_help_fits_the_columns(columns: int, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -11,9 +11,10 @@ from threading import Timer
 from typing import TypeAlias
 
 from rich import box
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.spinner import Spinner
@@ -84,7 +85,9 @@ def table(
 
     `styles` are those of the rows, `total` is a row apart at the end. With `no_wrap` no cell takes several lines.
     """
-    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(heads))
+    drawn = (Table if no_wrap else _Narrowing)(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(heads)
+    )
     for head in heads:
         justify: JustifyMethod = "right" if head.startswith(">") else "left"
         drawn.add_column(head.removeprefix(">"), justify=justify, no_wrap=no_wrap, overflow="fold")
@@ -94,6 +97,41 @@ def table(
         drawn.add_section()
         drawn.add_row(*map(_cell, total))
     return drawn
+
+
+class _Narrowing(Table):
+    """A table that breaks lines between words, and no numbers, where it is too wide, as long as that is enough.
+
+    rich takes from the widest columns first, whatever stands in them.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words, numbers, lines = list[int](), list[int](), list[int]()
+        for column in self.columns:
+            head, *cells = (Measurement.get(console, options, cell) for cell in (column.header, *column.cells))
+            longest = max((cell.maximum for cell in cells), default=0)
+            words.append(max(each.minimum for each in (head, *cells)))
+            numbers.append(max(words[-1], longest) if column.justify == "right" else words[-1])
+            lines.append(max(head.maximum, longest))
+        room = options.max_width - 2 * len(words) + 1  # beside the gaps of two
+        for column, width in zip(self.columns, narrowed([words, numbers, lines], room), strict=True):
+            column.width = width
+        return super().__rich_console__(console, options)
+
+
+def narrowed(wanted: Sequence[Sequence[int]], room: int) -> list[int]:
+    """The widths of columns: at least the last ones in `wanted` that fit in the room, and some of the next ones.
+
+    >>> narrowed([[7, 9, 3], [20, 9, 3]], 40), narrowed([[7, 9, 3], [20, 9, 3]], 25), narrowed([[7, 9, 3]], 12)
+    ([20, 9, 3], [13, 9, 3], [4, 5, 3])
+    """
+    known = [[1] * len(wanted[0]), *wanted]
+    fitting = max(i for i, widths in enumerate(known) if not i or sum(widths) <= room)
+    widths, most = [*known[fitting]], known[min(fitting + 1, len(wanted))]
+    for left, i in enumerate(sorted(range(len(widths)), key=lambda i: most[i] - widths[i])):
+        spare = max(room - sum(widths), 0) // (len(widths) - left)
+        widths[i] += min(most[i] - widths[i], spare)
+    return widths
 
 
 def _cell(cell: str | Text) -> str | Text:
