@@ -228,7 +228,7 @@ class StepTables:
         free = self.mesh.ndim - sum([len(group) - 1 for group in self.limits.alike])
         sizes = [len(own) for own in self.domains[: self.of_calls[0]]]
         grown: float = sum([size ** (self.mesh.ndim / free) for size in sizes])
-        return grown / sum(sizes)
+        return grown / max(1, sum(sizes))  # there are none where no operator runs
 
     def pinned(self, stored: Mapping[str, Layout | StoredLimit]) -> StepTables:
         """The tables of plans that store parameters, by name, in these layouts; prices are known to both."""

@@ -544,3 +544,14 @@ def test_sparse_gradients_of_tables_are_refused_in_words(strategy: str) -> None:
         model = nn.Sequential(nn.Embedding(30, 12, sparse=True), nn.Linear(12, 4))
         with pytest.raises(LayoutError, match=r"leave out sparse=True, and give the table to Adam"):
             parallelize(model, MESHES[0], strategy, tokens)(tokens)
+
+
+def test_a_step_without_operators_has_a_plan() -> None:
+    """Such as that of a forward pass that is a generator, or that returns its input while it trains."""
+
+    class Passed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    plan = plan_model(Passed(8, 4), Mesh((2, 2), ("x", "y")), "auto", torch.empty(6, 8))
+    assert plan.cost.nbytes == 0
