@@ -20,6 +20,7 @@ from dshard.core.observe import ASKED
 from dshard.core.operands import number_on, plain_value
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec, spec_of
+from dshard.core.view_sync import propagate_write
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
@@ -275,6 +276,8 @@ def _fused(func: OpOverload, layouts: Sequence[Layout], args: Args, kwargs: Kwar
     for parameter, argument, local in zip(func._schema.arguments, args, local_args, strict=False):
         if argument and parameter.alias_info is not None and parameter.alias_info.is_write:
             _write_back(func, argument, local, layouts)
+            if argument is not args[0]:  # whose views follow each in-place operator
+                propagate_write(argument, func)
 
 
 def _without_partial(func: OpOverload, layout: Layout) -> Layout:

@@ -33,6 +33,7 @@ from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.trees import replace_leaves
+from dshard.core.view_sync import propagate_write
 from dshard.core.wrapper import DISTRIBUTED, Wrapper, wrap
 from dshard.layout import replicated
 from dshard.torch_private import (
@@ -230,6 +231,7 @@ class _LocalStep:
             # torch counts no writes by its fused operators
             pairs = zip(self.gradients, versions, map(_version_of, gradients), strict=True)
             increment_version([*self.written, *locals, *[gradient for gradient, before, now in pairs if now != before]])
+            propagate_write([t for t in self.written if hasattr(t._local_tensor, "_view_syncs")], step)
             values = _values(self.states)
             if len(values) != len(given) or not all(map(is_, values, given)):
                 self._keep_new_states()

@@ -235,6 +235,21 @@ def test_plain_gradients_count_as_replicated(name: str, way: str) -> None:
         assert_equal(stepped(parameters(LAYOUTS["rows"])), stepped(parameters()))
 
 
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_views_of_parameters_and_states_follow_steps(name: str) -> None:
+    with simulated(LINE):
+        p = parameters(LAYOUTS["rows"])[0]
+        run = OPTIMISERS[name]([p])
+        for _ in range(2):
+            loss([p]).backward()
+            run.step()
+            state = next(x for x in run.state[p].values() if x.dim())
+            row, of_state = p[1:4], state[0]  # of sharded rows: with memory of their own
+            loss([p]).backward()
+            run.step()
+            assert_equal([row, of_state], [whole(p.detach())[1:4], whole(state)[0]])
+
+
 def test_a_fused_step_takes_plain_gradients_and_states() -> None:
     plain = [rows(5, 3), rows(5, 3).cos(), rows(5, 3).exp()]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.0}
@@ -351,6 +366,8 @@ def _largest_error() -> float:
     mesh = init_device_mesh("cpu", (4,))
     expected = trained(parameters(), OPTIMISERS["adamw"], {"foreach": True})
     params = [Parameter(distribute_tensor(rows(*shape), mesh, [Shard(0)])) for shape in SHAPES]
+    row = params[0][1]
     found = trained(params, OPTIMISERS["adamw"], {"foreach": True})
-    errors = [(mine.full_tensor() - theirs).abs().max() for mine, theirs in zip(found, expected, strict=True)]
+    pairs = zip([*found, row], [*expected, expected[0][1]], strict=True)
+    errors = [(mine.full_tensor() - theirs).abs().max() for mine, theirs in pairs]
     return round(float(max(errors)), 12)
