@@ -26,6 +26,7 @@ from dshard.comm import (
     COLLECTIVES_OF_TORCH,
     begin_backward,
     is_own,
+    kernel_device,
     numbers_of,
     of_first_rank,
     on_all_ranks,
@@ -69,6 +70,7 @@ from dshard.ops.views import GIVE_OTHER_DIMS, with_other_dims
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
+    decomposition_table,
     has_compatible_shallow_copy_type,
     is_key_excluded,
     is_transforming,
@@ -183,12 +185,15 @@ def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`torch.lstm` and the like; batch sizes of packed sequences stay plain, as torch reads them from memory.
 
     Torch's fused LSTM of oneDNN is switched off: it cannot be sharded, and exists only on CPUs in single and half
-    precision, so a plan, made on meta tensors, would be of other operators than the call.
+    precision, so a plan, made on meta tensors, would be of other operators than the call. So would it be by cuDNN, or
+    by the fused cells of GPUs: there torch's decomposition runs the operators of the plan.
     """
     sizes = args[1]
     is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
     numbers = ((of_first_rank(sizes._local_tensor) if isinstance(sizes, Wrapper) else sizes),) if is_packed else ()
     rest, kwargs = wrap_or_refuse_plain(func, (args[0], *args[1 + len(numbers) :]), kwargs)
+    if kernel_device(rest[0].device) not in ("cpu", "meta"):
+        func = decomposition_table[getattr(getattr(torch.ops.aten, func.__name__), "data" if is_packed else "input")]
     enabled, *_ = mkldnn.set_flags(False, _fp32_precision=None)
     try:
         return call_torch(func, (rest[0], *numbers, *rest[1:]), kwargs)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import DTensor, Layout, Mesh, Replicate, Shard, distribute_module, distribute_tensor
+from dshard.dispatch import function_table
 from dshard.layout import Shape
-from dshard.testing import distribute, layouts, meshes, shapes, simulated, whole, whole_numbers
+from dshard.testing import cuda_contract, distribute, layouts, meshes, shapes, simulated, whole, whole_numbers
+from dshard.torch_private import decomposition_table
 
 GRID = Mesh((2, 2), ("dp", "tp"))
 X = torch.arange(15.0).view(5, 3)
@@ -155,3 +157,34 @@ def test_an_lstm_is_split_in_single_precision_as_in_double() -> None:
 
     assert sent(torch.float32) == sent(torch.float64)
     assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_taken_apart_on_gpus(kind: Any, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would run cuDNN there, or a fused cell: one operator, which cannot be split."""
+    torch.manual_seed(0)
+    module, x = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True).double(), torch.randn(5, 6, 3).double()
+    apart: list[str] = []
+
+    class Decompositions(dict[Any, Any]):
+        def __getitem__(self, overload: Any) -> Any:
+            apart.append(str(overload).split(".")[1])
+            return super().__getitem__(overload)
+
+    monkeypatch.setattr(function_table, "decomposition_table", Decompositions(decomposition_table))
+
+    def run(module: nn.Module, x: Any) -> list[Any]:
+        lengths = torch.tensor([6, 4, 3, 3, 1])
+        out = module(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True) if is_packed else x)[0]
+        out = (out.data if is_packed else out).sin()
+        out.sum().backward()
+        return [out, *(p.grad for p in module.parameters())]
+
+    expected, laid = run(copy.deepcopy(module), x), copy.deepcopy(module)
+    with simulated(GRID), dshard.implicit_replication(), cuda_contract():
+        distribute_module(laid, GRID)
+        found = run(laid, placed(x, Shard(0), Replicate()))
+        torch.testing.assert_close([whole(y) for y in found], expected)
+
+    assert apart == [{nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}[kind]]
