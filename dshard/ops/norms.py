@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.gradients import data
@@ -102,20 +103,20 @@ _OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "tra
 
 
 def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Batch norm of batches with sharded rows, in training; any other call is left to torch's decomposition."""
+    """Batch norm of batches with sharded rows, in training; any other call is taken apart by torch, as on CPUs."""
     x, running_mean, running_var, weight, bias, training, momentum, eps = bind_arguments(_OF_BATCH_NORM, args, kwargs)
     momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
     tensors = [t for t in (weight, bias) if t is not None]
-    if not training or not all(isinstance(t, Wrapper) for t in (x, *tensors)):
+    if not isinstance(x, Wrapper) or traced(x._local_tensor):
         return NotImplemented
+    if not training or not all(isinstance(t, Wrapper) for t in tensors):
+        return _without_cudnn(func, *args, **kwargs)
     spec: Spec = x._spec
     axes = _axes_of_rows(spec)
-    if traced(x._local_tensor):
-        return NotImplemented
     # torch counts no writes to the statistics, which it saves before, also for evaluation
     running_mean, running_var = (x if x is None else data(_DATA, (x,), {}) for x in (running_mean, running_var))
     if not axes or spec.has_partial or spec.layout.order or 0 in spec.shape:
-        return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return _without_cudnn(func, x, running_mean, running_var, weight, bias, training, momentum, eps)
     ranks, n = prod(spec.layout.mesh.shape[axis] for axis in axes), prod(spec.shape) // spec.shape[1]
     everywhere = _of_channels(spec, (ranks, 3, spec.shape[1]), sum_dtype(spec.dtype))
 
@@ -144,6 +145,15 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return _executable("batch_norm", operands, [spec.layout, *layouts], gradients, spec, local)
 
     return run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
+
+
+def _without_cudnn(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that on GPUs would run one operator of cuDNN, which cannot be split, as on other devices."""
+    enabled, *_ = cudnn.set_flags(False, _fp32_precision=None)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        cudnn.set_flags(enabled, _fp32_precision=None)
 
 
 def _axes_of_rows(spec: Spec) -> tuple[int, ...]:

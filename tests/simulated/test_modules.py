@@ -188,3 +188,19 @@ def test_recurrent_modules_are_taken_apart_on_gpus(kind: Any, is_packed: bool, m
         torch.testing.assert_close([whole(y) for y in found], expected)
 
     assert apart == [{nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}[kind]]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_is_taken_apart_on_gpus(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would run cuDNN's there, which cannot be split."""
+    function, enabled = torch.batch_norm, list[bool]()
+    monkeypatch.setattr(torch, "batch_norm", lambda *args: (enabled.append(args[-1]), function(*args))[1])
+    x, mean, var = X, torch.zeros(3), torch.ones(3)
+    expected = F.batch_norm(x, mean.clone(), var.clone(), training=training)
+    with simulated(GRID):
+        whole_rows = Replicate() if training else Shard(0)
+        laid = [placed(x, whole_rows, Shard(1)), *(placed(t.clone(), Replicate(), Replicate()) for t in (mean, var))]
+        torch.testing.assert_close(whole(F.batch_norm(*laid, training=training)), expected)
+
+    assert enabled == [torch.backends.cudnn.enabled, False]
+    assert torch.backends.cudnn.enabled
