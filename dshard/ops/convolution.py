@@ -17,7 +17,7 @@ from dshard.core.checks import check_convolution
 from dshard.core.signature import Function
 from dshard.ops.batched import or_nothing
 from dshard.rules.rule import Rule, linear
-from dshard.torch_private import OpOverload
+from dshard.torch_private import FakeTensorMode, OpOverload
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -95,12 +95,19 @@ _FORWARD = torch.ops.aten.convolution.default
 def _in_memory_like(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """The meta form of convolution, with channels last in memory where torch's kernels have them."""
     out: Tensor = _FORWARD(x, weight, *rest)
-    return out.contiguous(memory_format=torch.channels_last) if any(map(_has_channels_last, (x, weight))) else out
+    last = _LAST.get(x.dim())
+    if last is None or not any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
+        return out
+    if x.dim() == 4 or torch.cuda.is_available():  # those of cuDNN, too
+        return out.contiguous(memory_format=last)
+    with FakeTensorMode():  # it chooses the kernel by sizes and dtype, as the processor does
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (x, weight)]
+        strides = _FORWARD(*fakes, None, *rest[1:]).stride()
+    return out.new_empty_strided(out.shape, strides)
 
 
-def _has_channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By dims, the memory format in which channels are last."""
 
 META: dict[OpOverload, Function] = {_FORWARD: _in_memory_like}
 

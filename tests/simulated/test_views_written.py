@@ -108,6 +108,26 @@ def test_convolutions_have_channels_last_where_one_device_has(last: tuple[bool, 
             assert_same(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 5, 5, 5), (1, 4, 5, 5, 5)], ids=str)
+def test_convolutions_of_volumes_have_the_strides_of_one_device(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """torch's kernels of processors differ by batch and dtype."""
+
+    def pixels(x: Any, weight: Any) -> Any:
+        out = F.conv3d(x.contiguous(memory_format=torch.channels_last_3d), weight)
+        if out.permute(0, 2, 3, 4, 1).is_contiguous():
+            out.permute(0, 2, 3, 4, 1).view(-1, out.shape[1])[1:].mul_(2)
+        return out
+
+    mesh, values = Mesh((2,), ("x",)), (rows(*shape).to(dtype), rows(4, 4, 3, 3, 3).to(dtype))
+    expected = pixels(*values)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        with simulated(mesh):
+            out = pixels(*(distribute(x, Layout(mesh, (placement,))) for x in values))
+            assert out.stride() == expected.stride()
+            torch.testing.assert_close(whole(out), expected)
+
+
 def _in_other_dims(view: Any, method: str, *dims: int) -> Any:
     view = view.sin()[1:4] if method == "t_" else view.sin().view(1, 4, 4)
     getattr(view, method)(*dims)
