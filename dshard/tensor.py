@@ -38,6 +38,7 @@ from dshard.layout import Layout, Shape, layout_of, replicated
 from dshard.mesh import Mesh
 from dshard.notebook import Drawn
 from dshard.ops.foreach import support
+from dshard.ops.norms import support_synchronised_batch_norms
 from dshard.ops.optimiser_steps import support_local_steps, support_states
 from dshard.placements import Placement
 from dshard.rehearsal.session import ENTERED, HERE, OWN_CALLS
@@ -400,6 +401,7 @@ OWN_CALLS[DTensor.redistribute] = DTensor.redistribute  # which asks the session
 support()
 support_states()
 support_local_steps()
+support_synchronised_batch_norms()
 skip_frames(DTensor)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.backends import cudnn
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.gradients import data
-from dshard.comm import sum_dtype, traced
+from dshard.comm import has_only_shape, sum_dtype, traced
 from dshard.core.call import Call, Operator, OperatorForm
 from dshard.core.checks import check_dim
 from dshard.core.context import planning_context
@@ -145,6 +145,22 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return _executable("batch_norm", operands, [spec.layout, *layouts], gradients, spec, local)
 
     return run_chosen(("batch_norm", n, eps, *affine), choose, [x, stats, *tensors])
+
+
+def support_synchronised_batch_norms() -> None:
+    """Let `nn.SyncBatchNorm` of distributed tensors, and of those without data, be the batch norm of all their rows.
+
+    torch's own asks for plain tensors on GPUs, whose statistics it gathers.
+    """
+    module: Any = torch.nn.SyncBatchNorm
+    forward = module.forward
+
+    @wraps(forward)
+    def batch_norm_of_all(self: Any, input: Tensor) -> Any:  # the name that torch gives it
+        is_plain = not isinstance(input, Wrapper) and not has_only_shape(input)
+        return forward(self, input) if is_plain else torch.nn.BatchNorm1d.forward(self, input)
+
+    module.forward = batch_norm_of_all
 
 
 def _without_cudnn(func: Function, *args: Any, **kwargs: Any) -> Any:

@@ -204,3 +204,14 @@ def test_batch_norm_is_taken_apart_on_gpus(training: bool, monkeypatch: pytest.M
 
     assert enabled == [torch.backends.cudnn.enabled, False]
     assert torch.backends.cudnn.enabled
+
+
+def test_a_synchronised_batch_norm_is_that_of_all_rows() -> None:
+    """torch's own asks for plain tensors on GPUs, also while a plan is made."""
+    module = nn.SyncBatchNorm(3)
+    expected, model = nn.BatchNorm1d(3)(X), nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    with simulated(GRID), dshard.implicit_replication():
+        distribute_module(module, GRID)
+        torch.testing.assert_close(whole(module(placed(X, Shard(0), Replicate()))), expected)
+
+    assert dshard.plan_model(model, GRID, "data", torch.empty(8, 4, device="meta")).parameters
