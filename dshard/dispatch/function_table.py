@@ -66,7 +66,7 @@ from dshard.ops.ragged import (
     pad_sequence,
     without_masks,
 )
-from dshard.ops.views import GIVE_OTHER_DIMS, with_other_dims
+from dshard.ops.views import GIVE_OTHER_DIMS, as_strided, with_other_dims
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
     DispatchKey,
@@ -417,6 +417,7 @@ FUNCTIONS: dict[object, FunctionRow] = {
     **_rows(FunctionRow(masked_select, "with plain", rewrites=True), torch.masked_select, _T.masked_select),
     **_rows(FunctionRow(tensor_split), torch.tensor_split, _T.tensor_split),
     **_rows(FunctionRow(with_other_dims), *GIVE_OTHER_DIMS),
+    **_rows(FunctionRow(as_strided), torch.as_strided, _T.as_strided),
     **_rows(FunctionRow(getitem), _T.__getitem__, _T.__setitem__),
     **_of_names(FunctionRow(python_number), ("__float__", "__int__", "__index__", "__bool__", "__complex__"), Tensor),
     _T.tolist: FunctionRow(tolist),

@@ -16,6 +16,7 @@ from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall
 from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
+from dshard.core.torch_function import bind_arguments
 from dshard.core.view_sync import keep_views, swap_content
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
@@ -154,6 +155,18 @@ def strided_of_base(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return func(x._base, size, stride, x.storage_offset() if start is None else start)
 
 
+def as_strided(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`as_strided`; where nothing is recorded, of a view as of its base, which autograd then makes it of again.
+
+    The gradient of a later write would else be without the elements that the view has not. Of a recorded view torch's
+    own has none of these.
+    """
+    x, size, stride, start = bind_arguments(("input", "size", "stride", "storage_offset"), args, kwargs)
+    if not x._is_view() or (x.requires_grad and torch.is_grad_enabled()):
+        return NotImplemented
+    return strided_of_base(func, (x, size, stride, start), {})
+
+
 # -- complex numbers
 
 
@@ -209,11 +222,16 @@ def with_other_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return x
 
 
+def _strided_once(*args: Any, **kwargs: Any) -> Any:
+    view = as_strided(torch.as_strided, args, kwargs)
+    return torch.as_strided(*args, **kwargs) if view is NotImplemented else view
+
+
 _VIEWS_OF_METHODS: dict[Any, Function] = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
-    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
+    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
 }
-_VIEWS_OF_METHODS[torch.as_strided_] = torch.as_strided
+_VIEWS_OF_METHODS |= dict.fromkeys((torch.as_strided_, Tensor.as_strided_), _strided_once)
 GIVE_OTHER_DIMS = tuple(_VIEWS_OF_METHODS)
 """The functions that give a tensor other dims in place."""
 

@@ -220,6 +220,23 @@ def test_strides_over_the_whole_tensor(layout: str) -> None:
         assert_same(x.t().as_strided((3, 4), (1, 3)), value.t())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_write_through_strides_beyond_a_view_has_the_gradient_of_one_device(in_place: bool) -> None:
+    def written(x: Any, weight: Any) -> list[Any]:
+        strided = x[:, 1:3]
+        strided = (strided.as_strided_ if in_place else strided.as_strided)((2, 2), (2, 1), 1)
+        strided.mul_(weight.sum())
+        return [x.detach(), *torch.autograd.grad(x.square().sum() + strided.sum(), weight)]
+
+    mesh, values = Mesh((2,), ("x",)), (rows(4, 4), rows(3))
+    of_one_device = written(values[0].clone(), values[1].clone().requires_grad_())
+    for placement in (Replicate(), Shard(0)):
+        with simulated(mesh):
+            x, weight = (distribute(value, Layout(mesh, (placement,))) for value in values)
+            for found, expected in zip(written(x, weight.requires_grad_()), of_one_device, strict=True):
+                assert_same(found, expected)
+
+
 def test_complex_views_equal_one_device() -> None:
     mesh = Mesh((3,), ("x",))
     value = torch.complex(rows(4, 3), rows(3, 4).t())
