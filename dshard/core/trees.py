@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +76,19 @@ def map_tensors(tree: Any, change: Callable[[Tensor], object]) -> Any:
         else:
             object.__setattr__(changed, name, item)  # of a frozen dataclass, too
     return changed
+
+
+def map_given(tree: Any, change: Callable[[Tensor], object]) -> Any:
+    """`map_tensors` of what a call is given: its caller sees what the call adds to lists and dicts without tensors."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) not in (tuple, list, dict):
+        return map_tensors(tree, change)
+    items = tree.values() if isinstance(tree, dict) else tree
+    changed = [map_given(item, change) for item in items]
+    if all(map(is_, changed, items)):
+        return tree
+    return dict(zip(tree, changed, strict=True)) if isinstance(tree, dict) else type(tree)(changed)
 
 
 def named_tensors(tree: object, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Tensor]]:

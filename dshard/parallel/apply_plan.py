@@ -26,7 +26,7 @@ from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.spec import Spec
 from dshard.core.torch_placements import torch_placements
 from dshard.core.transforms import unwrapped
-from dshard.core.trees import map_tensors
+from dshard.core.trees import map_given
 from dshard.core.wrapper import is_leaf
 from dshard.dispatch.planned_calls import PLANNED, PlannedCall, PlannedCalls, is_checkpoint
 from dshard.distribute import cut, distribute_tensor
@@ -339,7 +339,7 @@ def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts) -> Any:
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, torch_placements(layout), src_data_rank=None)
 
-    return map_tensors(inputs, distributed)
+    return map_given(inputs, distributed)
 
 
 def _on_other_mesh(x: DTensor, plan: ModelPlan) -> bool:

@@ -379,6 +379,24 @@ def test_inputs_in_containers_of_any_class(ranks: RankPool, inputs: str) -> None
     ranks.run(given_containers, inputs)
 
 
+class AddsFeatures(Net):
+    def forward(self, x: Tensor, features: list[Tensor], names: dict[str, Any]) -> Any:  # type: ignore[override]
+        features.append(x * 2)
+        names["last"] = len(features)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", ["data", "auto"])
+def test_what_a_model_adds_to_a_list_is_in_the_list_of_the_caller(plan: str) -> None:
+    mesh, x = Mesh((2,), ("a",)), data(4, torch.float64)[0]
+    features, names = list[Any](), dict[str, Any]()
+    model = parallelize(AddsFeatures().double(), mesh, plan, x, features, names)
+    assert (features, names) == ([], {}), "planning adds nothing"
+    model(x.to("meta"), features, names)
+    assert (len(features), names) == (1, {"last": 1})
+    assert isinstance(features[0], dshard.DTensor)
+
+
 def test_a_model_is_copied_and_its_pickle_refused() -> None:
     x = data(4, torch.float64)[0]
     model = parallelize(Net().double(), Mesh((2,), ("a",)), "megatron", x)
