@@ -49,10 +49,7 @@ def call_key(
                 except RuntimeError:  # one of several views, of which another was written to: it may be detached still
                     parts.append(False)
         elif kind in _NUMBERS:
-            if values:
-                parts.append((kind, arg))  # 1, 1.0 and True are equal
-            else:
-                parts.append((kind, bool(arg)) if not arg or arg - arg else kind)
+            parts.append((kind, arg) if values else _kind_of_number(arg))  # 1, 1.0 and True are equal
         elif kind in _VALUES:
             parts.append(arg)
         elif (kind is tuple or kind is list) and _INT.issuperset(map(type, arg)):
@@ -64,11 +61,15 @@ def call_key(
     return tuple(parts)
 
 
+def _kind_of_number(number: complex) -> object:
+    return (type(number), bool(number)) if not number or number - number else type(number)
+
+
 def _nested_key(arg: Any, values: bool) -> object:
     """The entry of an argument that may hold tensors."""
     kind = type(arg)
     if kind in _NUMBERS:
-        return (kind, arg) if values else kind
+        return (kind, arg) if values else _kind_of_number(arg)
     if kind is list or kind is tuple:
         cls = Wrapper.public
         return tuple([item._spec if type(item) is cls else _nested_key(item, values) for item in arg])

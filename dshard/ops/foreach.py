@@ -26,7 +26,7 @@ from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
-from dshard.ops.pointwise import adds_up
+from dshard.ops.pointwise import adds_up, adds_up_by_numbers
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.rules.strategy import completed_layout
 from dshard.torch_private import (
@@ -118,7 +118,10 @@ def _by_mesh(func: OpOverload, positions: dict[Mesh | None, list[int]], args: Ar
 
 def elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """One local call on the lists of local tensors, where that is correct."""
-    specs = _specs_alike(_rows(args), _is_linear(func))
+    name = func._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
+    n_lists = sum(str(argument.type) == "List[Tensor]" for argument in func._schema.arguments)
+    is_linear = adds_up(name, n_lists) and adds_up_by_numbers(name, args, kwargs)
+    specs = _specs_alike(_rows(args), is_linear)
     if specs is None:
         return one_by_one(func, args, kwargs)
     return ComposedExecutable(decision_of(func, args, kwargs), partial(_elementwise, func, specs))
@@ -352,12 +355,6 @@ def _adds_up(spec: Spec, row: Sequence[object]) -> bool:
     partials = {spec.layout.placements[axis] for axis in spec.layout.partial_axes()}
     alike = all(isinstance(t, Wrapper) and t.dtype == spec.dtype for t in row)
     return alike and spec.dtype.is_floating_point and partials <= {Partial("sum"), Partial("avg")}
-
-
-def _is_linear(func: OpOverload) -> bool:
-    """Whether partial sums in all lists leave the results partial, by the rule for one entry."""
-    lists = sum(str(argument.type) == "List[Tensor]" for argument in func._schema.arguments)
-    return adds_up(func._schema.name.removeprefix("aten::_foreach_").removesuffix("_"), lists)
 
 
 def _local(func: OpOverload, arg: object, mesh: Mesh) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from dshard.core.call import Call, Operator
+from dshard.core.signature import Args, Kwargs
+from dshard.core.trees import leaves
 from dshard.rules.rule import ANY, PassThrough, Rule, linear, together
 from dshard.torch_private import OpOverload, OpOverloadPacket
 
@@ -20,7 +22,7 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
     """The pass-throughs of this call: the partial operands that leave the output partial."""
     name = call.func._schema.name.removeprefix("aten::").removesuffix("_")
     n = len(call.specs)
-    if call.argument("rounding_mode") is not None or not _adds_up_by_numbers(call, name):
+    if call.argument("rounding_mode") is not None or not adds_up_by_numbers(name, call.args, call.kwargs):
         return ()
     if name.endswith("_backward"):
         return linear(0)
@@ -31,9 +33,9 @@ def passing(call: Call) -> tuple[PassThrough, ...]:
     return tuple(p for p in PASSING.get((name, n), ()) if all(_exact(call, operand) for operand in p.operands))
 
 
-def _adds_up_by_numbers(call: Call, name: str) -> bool:
+def adds_up_by_numbers(name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether the terms of a sum add up times the call's numbers, or by them: inf times terms of both signs is nan."""
-    numbers = [arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, int | float | complex)]
+    numbers = [arg for arg in leaves((args, kwargs)) if isinstance(arg, int | float | complex)]
     return all(number - number == 0 for number in numbers) and not (name == "div" and 0 in numbers)
 
 

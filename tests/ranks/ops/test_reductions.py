@@ -260,8 +260,10 @@ def test_a_partial_operand_stays_partial_where_it_may(function: Function, reduct
         lambda x: x / 0,
         lambda x: x.clone().mul_(-inf),
         lambda x: torch.add(x, x, alpha=inf),
+        lambda x: torch._foreach_mul([x], inf)[0],
+        lambda x: torch._foreach_div([x], [0.0])[0],
     ],
-    ids=["mul", "div", "mul_", "add"],
+    ids=["mul", "div", "mul_", "add", "list", "lists"],
 )
 def test_a_partial_operand_is_completed_before_numbers_that_are_not_finite(function: Function) -> None:
     value = rows(4, 3)
@@ -269,6 +271,9 @@ def test_a_partial_operand_is_completed_before_numbers_that_are_not_finite(funct
         x = distribute(value, Layout(LINE, (Partial("sum"),)))
 
         assert (x * 2.0).placements == (x / 3).placements == (x * 0).placements == x.placements
+        assert (
+            torch._foreach_div([x], [2.0])[0].placements == torch._foreach_mul([x], 0.5)[0].placements == x.placements
+        )
         torch.testing.assert_close(whole(function(x)), function(value))
         assert (x * 2.0).placements == x.placements
 
