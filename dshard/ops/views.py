@@ -18,6 +18,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.core.torch_function import bind_arguments
 from dshard.core.view_sync import keep_views, swap_content
+from dshard.errors import LayoutError
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
 from dshard.rules.rule import MOVES, Rule, linear
@@ -218,7 +219,14 @@ def with_other_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     with torch.enable_grad():  # where nothing is recorded, either, it is to be no view that may not be written
         view = _VIEWS_OF_METHODS[func](*args, **kwargs)
-    swap_content(x, view)
+    try:
+        swap_content(x, view)
+    except RuntimeError as error:
+        name = func.__name__
+        raise LayoutError(
+            f"{name} of a tensor that is a view or has views, and that retains its gradient: make a new one, "
+            f"x = x.{name.removesuffix('_')}(...), and call x.retain_grad() on that"
+        ) from error
     return x
 
 

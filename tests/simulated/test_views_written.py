@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.default_cases import one_way_each
 from helpers.view_cases import Function, assert_same, rows
 
-from dshard import Layout, Mesh, Partial, Replicate, Shard
+from dshard import Layout, LayoutError, Mesh, Partial, Replicate, Shard
 from dshard.comm import CommEvent, listen
 from dshard.layout import parse_layout
 from dshard.testing import distribute, simulated, whole
@@ -183,6 +183,17 @@ def test_a_write_to_a_view_taken_before_dims_change_in_place_has_the_gradient_of
             x, weight = (distribute(value, Layout(mesh, (placement,))) for value in values)
             for found, expected in zip(written(x, weight.requires_grad_()), of_one_device, strict=True):
                 assert_same(found, expected)
+
+
+def test_what_has_views_and_retains_its_gradient_is_refused_other_dims_in_place() -> None:
+    mesh = Mesh((2,), ("x",))
+    with simulated(mesh):
+        x = distribute(rows(4, 4), Layout(mesh, (Shard(0),))).requires_grad_().exp()
+        x.retain_grad()
+        row = x[0]
+        with pytest.raises(LayoutError, match=r"t_ of a tensor .* that retains its gradient: .* x = x.t\(...\)"):
+            x.t_()
+        assert row.shape == (4,)
 
 
 def _with_views(x: Any) -> list[Any]:
