@@ -57,7 +57,7 @@ SENT = {
     "c10d.alltoall_",
     "c10d.alltoall_base_",
 }
-PACKED = {"cat", "_chunk_cat", "new_empty", "_foreach_copy_", "copy_"}
+PACKED = {"cat", "_chunk_cat", "split_with_sizes_copy.out", "new_empty", "_foreach_copy_", "copy_"}
 LOOKED_UP = {
     *("lt.Scalar", "ge.Scalar", "bitwise_or.Tensor", "bitwise_and.Tensor", "bitwise_not", "any", "_assert_async.msg"),
     *("sub.Tensor", "where.self", "scalar_tensor", "masked_fill_.Scalar", "masked_fill.Scalar"),
