@@ -214,6 +214,11 @@ def is_pinned(x: Any, device: object = None) -> bool:
     return bool(x.to_local().is_pinned())
 
 
+def record_stream(x: Any, stream: torch.Stream) -> None:
+    """Tell the allocator that a stream uses the memory of this rank's local tensor."""
+    x.to_local().record_stream(stream)
+
+
 # -- helpers
 
 
@@ -272,6 +277,7 @@ QUESTIONS: dict[OpOverload, Function] = {
     aten.allclose.default: allclose,
     aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
+    aten.record_stream.default: record_stream,
     aten._has_same_storage_numel.default: lambda x, other: (
         True
     ),  # asked of tangents: what memory is behind does not show

@@ -22,6 +22,7 @@ from dshard import DTensor, Layout, Replicate, Shard, distribute_tensor, init_de
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, as_mesh, graph_collectives, listen, wait_in_graphs_as_in_eager
 from dshard.compile.graph_runs import _publishing
+from dshard.core.observe import OperatorMode
 from dshard.distribute import cut
 from dshard.ops import lookup
 from dshard.testing import RankPool
@@ -153,3 +154,17 @@ def test_tensors_of_the_cpu_come_to_the_device_of_the_mesh() -> None:
         made = [distribute_tensor(x, mesh, [Shard(0)]), DTensor.from_local(x[:2], mesh, [Shard(0)])]
         made += [cut(x, layout) for _ in range(2)]
         assert {str(device) for y in made for device in (y.device, y.to_local().device)} == {"cuda:0"}
+
+
+def test_a_stream_is_recorded_for_the_local_tensor() -> None:
+    recorded: list[tuple[int, ...]] = []
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        return recorded.append(args[0].shape) if "record_stream" in str(func) else func(*args, **kwargs)
+
+    with fake_world(1):
+        x = DTensor.from_local(sines(2, 4), init_device_mesh("cpu", (4,)), [Shard(0)]).requires_grad_()
+        with OperatorMode(run):
+            x.record_stream(torch.Stream(stream_id=0, device_index=0, device_type=1))
+
+    assert recorded == [(2, 4)]
