@@ -74,14 +74,15 @@ def support_local_steps() -> None:
 def _by_local_tensors(step: Step) -> Callable[..., object]:
     @wraps(step)
     def stepped(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
-        if type(self) not in ELEMENTWISE or is_compiling() or is_transforming() or not _has_parameters(self):
+        if is_compiling() or is_transforming() or not _has_parameters(self):
             return step(self) if closure is None else step(self, closure)  # type: ignore[call-arg]
         loss = None
         if closure is not None:  # before the gradients are read
             with torch.enable_grad():
                 loss = closure()
         groups = _with_fused_by_default(self)
-        local = None if OBSERVERS or n_dispatch_modes() or n_function_modes() else _local_step(self, groups)
+        is_watched = OBSERVERS or n_dispatch_modes() or n_function_modes()
+        local = None if is_watched or type(self) not in ELEMENTWISE else _local_step(self, groups)
         if local is not None:
             local.run(step)
             return loss

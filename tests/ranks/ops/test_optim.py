@@ -217,12 +217,19 @@ def test_gradients_and_states_that_lie_elsewhere() -> None:
     assert [x.layout for x in laid] == [here, there, there, here]
 
 
-@pytest.mark.parametrize(("name", "way"), [("momentum", "default"), ("adamw", "default"), ("adam", "single")])
+class OwnSGD(SGD):
+    """A program's own optimiser, whose steps are torch's."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("momentum", "default"), ("adamw", "default"), ("adam", "single"), ("own", "fused")]
+)
 def test_plain_gradients_count_as_replicated(name: str, way: str) -> None:
     """A program may assign them; what a step makes of them is distributed, and the gradients stay as they are."""
 
     def stepped(params: list[Any]) -> list[Any]:
-        run = OPTIMISERS[name](params, **WAYS[way])
+        make = OPTIMISERS.get(name, lambda p, **how: OwnSGD(p, lr=0.1, momentum=0.9, **how))
+        run = make(params, **WAYS[way])
         for given in range(3):
             loss(params).backward()
             params[given].grad = plain = rows(*SHAPES[given]).cos()
