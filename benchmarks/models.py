@@ -222,7 +222,7 @@ def on_hosts(netlab: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             "--rank",
             str(result),
         ]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": "0"})  # alike on all ranks
         found: list[dict[str, Any]] = json.loads(result.read_text())
         return found
 
