@@ -604,7 +604,7 @@ DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] =
 }
 
 
-def derivatives_within(plan: str) -> list[str]:
+def derivatives_within(plan: str | dshard.parallel.Auto) -> list[str]:
     wrong = []
     for name, derivative in DERIVATIVES.items():
         made, found = [Energy(derivative) for _ in "ab"], []
@@ -621,6 +621,6 @@ def derivatives_within(plan: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan", ["data x megatron", "auto"])
-def test_models_take_derivatives_in_their_forward_pass(ranks: RankPool, plan: str) -> None:
+@pytest.mark.parametrize("plan", ["data x megatron", dshard.parallel.Auto(seconds=0.3)], ids=["named", "auto"])
+def test_models_take_derivatives_in_their_forward_pass(ranks: RankPool, plan: str | dshard.parallel.Auto) -> None:
     assert ranks.run(derivatives_within, plan, timeout=120) == [[]] * 4
