@@ -156,7 +156,7 @@ class _Passes:
         generator = None if seed is None else torch.Generator(device_of(self.pure)).manual_seed(seed)
         observed = ObservedPass(generator)
         model, batch = self._copied()
-        batch = self.precision.inputs(batch)
+        batch = self.precision.inputs(batch, [])
         for p in model.parameters():
             p.data = observed.rounded(p.data.to(self.precision.used(p.dtype)))
         model.register_forward_hook(lambda module, args, out: self.precision.outputs(out))

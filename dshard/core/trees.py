@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,29 +66,77 @@ def map_tensors(tree: Any, change: Callable[[Tensor], object]) -> Any:
         return {name: map_tensors(item, change) for name, item in tree.items()}
     if not nested_tensors(tree):
         return tree
-    items = {name: map_tensors(item, change) for name, item in _items(tree)}
+    return _with_items(tree, {name: map_tensors(item, change) for name, item in _items(tree)})
+
+
+def _with_items(tree: Any, items: dict[Any, Any]) -> Any:
+    """A container of the class of `tree` with these items, as `_items` names them."""
     if isinstance(tree, tuple | list):
         return tree._make(items.values()) if hasattr(tree, "_make") else type(tree)(items.values())
     changed = copy(tree)
-    for name, item in items.items():
-        if isinstance(tree, MutableMapping):
-            changed[name] = item
-        else:
-            object.__setattr__(changed, name, item)  # of a frozen dataclass, too
+    _set_items(changed, items)
     return changed
 
 
-def map_given(tree: Any, change: Callable[[Tensor], object]) -> Any:
-    """`map_tensors` of what a call is given: its caller sees what the call adds to lists and dicts without tensors."""
+def _set_items(tree: Any, items: dict[Any, Any]) -> None:
+    for name, item in items.items():
+        if isinstance(tree, MutableMapping):
+            tree[name] = item
+        else:
+            object.__setattr__(tree, name, item)  # of a frozen dataclass, too
+
+
+class GivenCopy(NamedTuple):
+    """The copy that a call is given of its caller's container, with the items that both had by then."""
+
+    own: Any
+    copy: Any
+    own_items: dict[Any, Any]
+    items: dict[Any, Any]
+
+
+def map_given(tree: Any, change: Callable[[Tensor], object], copies: list[GivenCopy]) -> Any:
+    """`map_tensors` of what a call is given: containers without tensors that change are those of its caller.
+
+    The copies of others are added to `copies`.
+    """
     if isinstance(tree, Tensor):
         return change(tree)
-    if type(tree) not in (tuple, list, dict):
-        return map_tensors(tree, change)
-    items = tree.values() if isinstance(tree, dict) else tree
-    changed = [map_given(item, change) for item in items]
-    if all(map(is_, changed, items)):
+    own = dict(_items(tree))
+    items = {name: map_given(item, change, copies) for name, item in own.items()}
+    if all(map(is_, items.values(), own.values())):
         return tree
-    return dict(zip(tree, changed, strict=True)) if isinstance(tree, dict) else type(tree)(changed)
+    for each in copies:
+        if each.own is tree:
+            return each.copy
+    copy = _with_items(tree, items)
+    if not isinstance(tree, tuple):
+        copies.append(GivenCopy(tree, copy, own, items))
+    return copy
+
+
+def give_back(copies: list[GivenCopy], change: Callable[[Tensor], object]) -> None:
+    """Do to the containers of a caller what a call did to their `copies`, with `change` applied to new tensors."""
+    own = dict[int, Any]()
+    for each in copies:
+        own |= {id(x): each.own_items[name] for name, x in each.items.items() if x is not each.own_items[name]}
+
+    def of_caller(x: Any) -> Any:
+        if id(x) in own:
+            return own[id(x)]
+        return change(x) if isinstance(x, Tensor) else map_tensors(x, of_caller)
+
+    for each in reversed(copies):  # some are copies of copies
+        items = dict(_items(each.copy))
+        new = {name: of_caller(x) for name, x in items.items() if x is not each.items.get(name, items)}
+        if isinstance(each.own, list):
+            if new or len(items) != len(each.items):
+                each.own[:] = [new.get(name, each.own_items.get(name)) for name in items]
+            continue
+        if isinstance(each.own, MutableMapping):
+            for name in each.items.keys() - items.keys():
+                del each.own[name]
+        _set_items(each.own, new)
 
 
 def named_tensors(tree: object, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Tensor]]:

@@ -26,7 +26,7 @@ from dshard.core.plain_tensors import count_as_replicated
 from dshard.core.spec import Spec
 from dshard.core.torch_placements import torch_placements
 from dshard.core.transforms import unwrapped
-from dshard.core.trees import map_given
+from dshard.core.trees import GivenCopy, map_given
 from dshard.core.wrapper import is_leaf
 from dshard.dispatch.planned_calls import PLANNED, PlannedCall, PlannedCalls, is_checkpoint
 from dshard.distribute import cut, distribute_tensor
@@ -34,6 +34,7 @@ from dshard.ops.matmul.options import MatmulOptions, current_options, enter_opti
 from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
+from dshard.parallel.given_containers import GivenContainers
 from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before, without_earlier_hooks
 from dshard.parallel.plan_values import ModelPlan
@@ -48,10 +49,13 @@ from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, no_torch_function, saved_tensor_hooks
 
 
-def apply_plan(model: nn.Module, plan: ModelPlan) -> list[Any]:
-    """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them."""
+def apply_plan(model: nn.Module, plan: ModelPlan, given: GivenContainers | None = None) -> list[Any]:
+    """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them.
+
+    The copies of containers that a call is given are put into `given`.
+    """
     groups = gather_groups(model, plan)
-    hooks = take_inputs(model, plan, groups)
+    hooks = take_inputs(model, plan, groups, given)
     rehearsal = Rehearsal(model)
     if not groups:
         hooks.append(before(model, rehearsal.enter, with_kwargs=True))
@@ -69,10 +73,16 @@ def apply_plan(model: nn.Module, plan: ModelPlan) -> list[Any]:
     return hooks
 
 
-def take_inputs(model: nn.Module, plan: ModelPlan, groups: Mapping[str, GatherGroup] | None = None) -> list[Any]:
+def take_inputs(
+    model: nn.Module,
+    plan: ModelPlan,
+    groups: Mapping[str, GatherGroup] | None = None,
+    given: GivenContainers | None = None,
+) -> list[Any]:
     """Register hooks that lay out the inputs of `model`, and count plain tensors within as replicated; return them.
 
     Within the forward pass attention has the loops of the plan. `groups` are the weights that are gathered together.
+    The copies of containers that a call is given are put into `given`.
     """
     blocks = [_around(_replicating, plain_replicated(plan.mesh))]
     if plan.attention is not None or plan.routing is not None:
@@ -88,8 +98,13 @@ def take_inputs(model: nn.Module, plan: ModelPlan, groups: Mapping[str, GatherGr
         for enter_block, _ in blocks:
             enter_block()
         inputs: Any = args, kwargs
-        inputs = in_graph(inputs) if is_dynamo_compiling() else lay_out(inputs, plan, layouts)
-        return inputs if plan.precision is None else plan.precision.inputs(inputs)
+        copies: list[GivenCopy] = []
+        inputs = in_graph(inputs, copies) if is_dynamo_compiling() else lay_out(inputs, plan, layouts, copies)
+        if plan.precision is not None:
+            inputs = plan.precision.inputs(inputs, copies)
+        if given is not None:
+            given.put(None if is_dynamo_compiling() else sys._getframe(1), copies)
+        return inputs
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> Any:
@@ -316,10 +331,10 @@ def _output_hook(plan: ModelPlan, name: str) -> Any:
 
 def distribute_inputs(inputs: object, plan: ModelPlan) -> Any:
     """The inputs of a model as distributed tensors, laid out by the plan."""
-    return lay_out(inputs, plan, InputLayouts(plan))
+    return lay_out(inputs, plan, InputLayouts(plan), [])
 
 
-def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts) -> Any:
+def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts, copies: list[GivenCopy]) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 
     Those that the plan names have their own layouts. Plain tensors must be equal on all ranks; nothing is sent.
@@ -339,7 +354,7 @@ def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts) -> Any:
         compare_calls(f"a parallelized module with a plain input {tuple(leaf.shape)}", plan.mesh, contents=leaf)
         return distribute_tensor(leaf, plan.mesh, torch_placements(layout), src_data_rank=None)
 
-    return map_given(inputs, distributed)
+    return map_given(inputs, distributed, copies)
 
 
 def _on_other_mesh(x: DTensor, plan: ModelPlan) -> bool:

@@ -22,12 +22,13 @@ from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_tensors import declare_model
 from dshard.core.transforms import is_written_down
-from dshard.core.trees import map_tensors, nested_tensors
+from dshard.core.trees import GivenCopy, map_tensors, nested_tensors
 from dshard.errors import ArgumentError, CompileError, LayoutError, PeerError
 from dshard.layout import Layout, layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
+from dshard.parallel.given_containers import GivenContainers
 from dshard.parallel.inputs import STATES, Input, InputModes, Inputs, have_values, row_of
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
@@ -120,8 +121,14 @@ class Boundary:
         differ = compare_programs(plan, modes.per_data_rank, seed_alike, sample)
         draws = Draws(differ, modes.per_data_rank, plan.mesh)
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
+        self.given = GivenContainers()
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
         declare_model(self, Layout(plan.mesh, rows_alone(plan.inputs[""])), modes.per_data_rank)
+
+    def new(self, x: Tensor) -> Any:
+        """A tensor that the model has put into a container of its caller, as its outputs are."""
+        precision = self.plan.precision
+        return self.outputs(x if precision is None else precision.output(x), self.inputs.rows)
 
     def check_graph(self, inputs: object) -> None:
         """Refuse to be written down in a graph without redistributions, if the model has any."""
@@ -169,7 +176,9 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             boundary.check_graph((args, kwargs))
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
-        laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module))
+        copies = list[GivenCopy]()
+        laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module), copies)
+        boundary.given.put(sys._getframe(1), copies)
         boundary.sent = boundary.comparisons.sent()
         if boundary.inputs.draws.differ or boundary.comparisons.are_due:
             boundary.inputs.draws.enter(module)
@@ -188,6 +197,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
         converted = boundary.outputs(out, boundary.inputs.rows)
+        boundary.given.give_back(None if is_dynamo_compiling() else sys._getframe(1), boundary.new)
         if not is_dynamo_compiling():
             has_sent = boundary.comparisons.sent() != boundary.sent
             if (has_sent or converted is not out) and is_grad_enabled():

@@ -18,12 +18,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
-from dshard.compile.graph_functions import skip_frames
+from dshard.compile.graph_functions import skip_frame, skip_frames
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, joined_redistribution
 from dshard.core.spec import outside_checkpoint
 from dshard.core.transforms import has_tangent
+from dshard.core.trees import GivenCopy
 from dshard.core.wrapper import Wrapper
+from dshard.parallel.given_containers import GivenContainers
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.precision import Precision
@@ -297,7 +299,8 @@ def gather_for(model: nn.Module, groups: dict[str, GatherGroup]) -> tuple[list[R
             hooks.append(before(model, group.order.restart))
         hooks.append(before(module, group.enter))
         if precision is not None and path:
-            hooks.append(before(module, partial(_cast_inputs, precision), with_kwargs=True))
+            enter, leave = _casting(precision)
+            hooks += [before(module, enter, with_kwargs=True), after(module, leave)]
         if not any(other != path and _is_within(other, path) for other in groups):
             rehearsals.append(Rehearsal(module, group.weights))
             hooks.append(before(module, rehearsals[-1].enter, with_kwargs=True))
@@ -317,8 +320,22 @@ def _changes(name: str, parameter: Tensor, plan: ModelPlan) -> bool:
     return is_gathered or (plan.precision is not None and plan.precision.used(parameter.dtype) is not parameter.dtype)
 
 
-def _cast_inputs(precision: Precision, module: nn.Module, args: object, kwargs: object) -> Any:
-    return precision.inputs((args, kwargs))
+def _casting(precision: Precision) -> tuple[Any, Any]:
+    """Hooks around a module whose inputs are cast."""
+    given = GivenContainers()
+
+    @skip_frame
+    def enter(module: nn.Module, args: object, kwargs: object) -> Any:
+        copies: list[GivenCopy] = []
+        inputs = precision.inputs((args, kwargs), copies)
+        given.put(None if is_dynamo_compiling() else sys._getframe(1), copies)
+        return inputs
+
+    @skip_frame
+    def leave(module: nn.Module, args: object, out: object) -> None:
+        given.give_back(None if is_dynamo_compiling() else sys._getframe(1), lambda x: x)
+
+    return enter, leave
 
 
 skip_frames(GatherGroup)

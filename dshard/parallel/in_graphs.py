@@ -28,7 +28,7 @@ from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.plain_tensors import implicit_replication
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_placements import torch_placements
-from dshard.core.trees import leaves, map_tensors, replace_leaves
+from dshard.core.trees import GivenCopy, leaves, map_given, replace_leaves
 from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import LayoutError
@@ -127,8 +127,8 @@ class InputsInGraph:
         self.distribute = {key: as_graph_function(_distributed, layout) for key, layout in layouts.layouts.items()}
         self.differentiable = as_graph_function(_as_replicated, mesh)
 
-    def __call__(self, inputs: object) -> Any:
-        """`inputs` with distributed tensors for plain ones. Traced."""
+    def __call__(self, inputs: object, copies: list[GivenCopy]) -> Any:
+        """`inputs` with distributed tensors for plain ones; the copies of containers are added to `copies`. Traced."""
         keys = self.keys(inputs)
 
         def distributed(leaf: Tensor) -> Any:
@@ -139,7 +139,7 @@ class InputsInGraph:
                 return call_in_graph(self.differentiable, leaf)
             return call_in_graph(self.distribute[key], leaf)
 
-        return map_tensors(inputs, distributed)
+        return map_given(inputs, distributed, copies)
 
 
 def _as_replicated(mesh: Mesh, x: Tensor) -> DTensor:

@@ -16,7 +16,7 @@ from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ra
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
 from dshard.core.signature import Args, Kwargs
 from dshard.core.transforms import has_tangent, is_differentiating_forward, unfollowed, unwrapped
-from dshard.core.trees import map_given, named_tensors, nested_tensors
+from dshard.core.trees import GivenCopy, map_given, named_tensors, nested_tensors
 from dshard.core.wrapper import DISTRIBUTED, is_recorded
 from dshard.errors import CompileError, LayoutError
 from dshard.parallel.batch_rows import Rows, argument_path, argument_tensors
@@ -107,13 +107,20 @@ class Inputs:
         self.calls = 0
         self.rows: Rows | None = None
 
-    def __call__(self, inputs: object, names: Callable[[], Sequence[str]] | None = None) -> Any:
+    def __call__(
+        self,
+        inputs: object,
+        names: Callable[[], Sequence[str]] | None = None,
+        copies: list[GivenCopy] | None = None,
+    ) -> Any:
         """Lay out the plain tensors of nested `inputs` where needed.
 
-        `names` returns the names of a module's positional arguments, if `inputs` are its args and kwargs.
+        `names` returns the names of a module's positional arguments, if `inputs` are its args and kwargs. The copies of
+        their containers are added to `copies`.
         """
+        copies = [] if copies is None else copies
         if is_transforming():
-            inputs = map_given(inputs, unfollowed)
+            inputs = map_given(inputs, unfollowed, copies)
         plain = [x for x in nested_tensors(inputs) if _is_plain(x)]
         if not plain:
             return inputs
@@ -131,12 +138,12 @@ class Inputs:
             self.compared |= compares
             if self.per_data_rank:
                 self.rows = rows
-                return map_given(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x)
+                return map_given(inputs, lambda x: self._laid_out(x, id(x) in of_rows) if _is_plain(x) else x, copies)
         elif self.comparisons.are_due and not comparing() and have_values(plain):
             for each in self.named(inputs, names):
                 self.comparisons.put_down(each.x, each.path, partial("the input {}".format, each.name))
         if is_recorded(plain) or is_differentiating_forward():
-            return map_given(inputs, self._differentiable)
+            return map_given(inputs, self._differentiable, copies)
         return inputs
 
     def _laid_out(self, x: Tensor, is_rows: bool) -> DTensor:

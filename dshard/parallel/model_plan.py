@@ -157,7 +157,7 @@ def _lay_out(model: nn.Module, boundary: Boundary) -> None:
     with within_earlier_hooks(model):
         set_boundary(model, boundary)
         run_as_operators(model)
-        apply_plan(model, chosen)
+        apply_plan(model, chosen, boundary.given)
         end_boundary(model, boundary)
     for adopt in AFTER_PARALLELIZE:
         adopt(model, boundary)
@@ -326,7 +326,7 @@ def step_graph(
         return step.graph().copies()
     used = {id(x): stand_in_for(x, precision.without_data) for x in model.parameters()}
     with reached.replaced(used):
-        args, kwargs = precision.inputs((tuple(args), kwargs))
+        args, kwargs = precision.inputs((tuple(args), kwargs), [])
         graph = record_step(model, args, kwargs).graph().copies()
     return replace(graph, dtypes=Dtypes(stored, precision.reduced))
 

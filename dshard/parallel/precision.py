@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard.comm import check_reduced
+from dshard.core.trees import GivenCopy, map_given
 from dshard.core.wrapper import Wrapper
 from dshard.errors import ArgumentError
 from dshard.torch_private import pytree
@@ -54,13 +56,19 @@ class Precision:
         """A tensor without data of the form in which the parameter `x` is used."""
         return torch.empty_strided(tuple(x.shape), x.stride(), dtype=self.used(x.dtype), device="meta")
 
-    def inputs(self, inputs: object) -> Any:
-        """The inputs of a module, cast to `param_dtype` if `cast_forward_inputs`."""
-        return _cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs
+    def inputs(self, inputs: object, copies: list[GivenCopy]) -> Any:
+        """The inputs of a module, cast to `param_dtype` if `cast_forward_inputs`; see `map_given`."""
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return inputs
+        return map_given(inputs, partial(_cast, self.param_dtype), copies)
 
     def outputs(self, out: object) -> Any:
         """The outputs of the model, cast to `output_dtype`."""
-        return _cast(out, self.output_dtype)
+        return pytree.tree_map_only(Tensor, self.output, out)
+
+    def output(self, x: Tensor) -> Tensor:
+        """A tensor that the model returns, cast to `output_dtype`."""
+        return _cast(self.output_dtype, x)
 
     def reduce(self, parameters: Iterable[object]) -> None:
         """Set the dtype in which the gradients of these parameters are reduced."""
@@ -82,7 +90,5 @@ def as_precision(value: object) -> Precision | None:
     return Precision(*(getattr(value, name) for name in names))
 
 
-def _cast(tree: object, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return tree
-    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+def _cast(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    return x if dtype is None or not x.is_floating_point() else x.to(dtype)

@@ -284,7 +284,7 @@ def _adopt_one(model: Any, library: Any, boundary: Boundary) -> None:
     before(model, shard_static_caches, with_kwargs=True)
     if "_dshard_boundary" not in model.__dict__:  # it is called by itself, too, as by `generate` of peft
         set_boundary(model, boundary)
-        take_inputs(model, replace(boundary.plan, calls=()))  # the outer module has their names
+        take_inputs(model, replace(boundary.plan, calls=()), None, boundary.given)  # the outer module has their names
         end_boundary(model, boundary)
     shared, plan = _ranks_per_batch(boundary), boundary.plan
     if runtime_of(plan.mesh) is not None:

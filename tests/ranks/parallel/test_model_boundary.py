@@ -397,6 +397,40 @@ def test_what_a_model_adds_to_a_list_is_in_the_list_of_the_caller(plan: str) -> 
     assert isinstance(features[0], dshard.DTensor)
 
 
+class ChangesContainers(Net):
+    def forward(self, batch: dict[str, Any], features: list[Any], again: int = 0) -> Any:  # type: ignore[override]
+        if again:
+            self(batch, features, again - 1)
+        batch["rows"], batch["kept"] = batch["x"] * 2, batch.pop("gone")
+        features[1:1] = [batch["rows"].sum(), batch["x"]]
+        return super().forward(batch["x"])
+
+
+@pytest.mark.parametrize("options", [{}, {"outputs": "plain"}, {"precision": dshard.parallel.Precision(torch.float32)}])
+@pytest.mark.parametrize("plan", ["data", "fsdp"])
+def test_what_a_model_does_to_containers_with_tensors_is_done_to_those_of_the_caller(plan: str, options: Any) -> None:
+    x, mesh = data(4, torch.float64)[0], Mesh((2,), ("a",))
+    y = x + 1
+    with simulated(mesh):
+        model = parallelize(ChangesContainers().double(), mesh, plan, {"x": x, "gone": y}, [x], **options)
+        for _ in range(2):
+            batch: dict[str, Any] = {"x": x, "gone": y}
+            features = [x, y, 3]
+            model(batch, features)
+            assert list(batch) == ["x", "rows", "kept"]
+            total = features.pop(1)
+            assert [*map(id, (*features, batch["x"], batch["kept"]))] == [*map(id, (x, x, y, 3, x, y))]
+            for found, expected in ((batch["rows"], x * 2), (total, (x * 2).sum())):
+                assert isinstance(found, dshard.DTensor) is (options.get("outputs") != "plain")
+                whole = found.full_tensor() if isinstance(found, dshard.DTensor) else found
+                torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=1e-6)
+        batch, features = {"x": x, "gone": y}, [x]
+        with pytest.raises(KeyError):  # of the second call within; that which fails gives nothing back
+            model(batch, features, 1)
+        assert ([*batch], len(features)) == (["x", "gone"], 1)
+        model(batch, features)
+
+
 def test_a_model_is_copied_and_its_pickle_refused() -> None:
     x = data(4, torch.float64)[0]
     model = parallelize(Net().double(), Mesh((2,), ("a",)), "megatron", x)
