@@ -16,6 +16,7 @@ from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap, wrap_inference_view
+from dshard.errors import LayoutError
 from dshard.torch_private import OpOverload, swap_tensors
 
 
@@ -56,6 +57,23 @@ class PartialView(CopiedView):
         """Compute the view again from the base, which `op` wrote."""
         view = self.func(self.base, *self.rest)
         write_local(self.local, redistribute_local(view._local_tensor, view._spec, self.spec.layout, op))
+
+
+@dataclass(eq=False)
+class StridesBeyond(CopiedView):
+    """The origin of strides that reach beyond the recorded view on which they were asked for.
+
+    No recorded write may follow: torch's gradient has the elements beyond only then, and autograd, which makes the view
+    again by its function, has them never.
+    """
+
+    def refresh(self, op: object) -> None:
+        """Refuse a recorded write by `op`."""
+        if torch.is_grad_enabled() and self.base.requires_grad:
+            raise LayoutError(
+                f"{op} writes, recorded, to memory of which as_strided gave elements beyond the view it was called on: "
+                "call as_strided on the tensor itself, x.as_strided(...) where its view was x[1:].as_strided(...)"
+            )
 
 
 def register_if_copy(view: Wrapper | None, local: Tensor, base: Wrapper) -> None:
@@ -125,6 +143,12 @@ def shown_of(local: Any) -> Origins:
     if not hasattr(local, "_view_syncs"):
         local._view_syncs = Origins()
     return local._view_syncs  # type: ignore[no-any-return]
+
+
+def refuse_recorded_writes(view: Wrapper) -> None:
+    """Refuse later recorded writes to memory of which strides beyond `view` are a view."""
+    origin = StridesBeyond(view, view._local_tensor, view._spec)
+    shown_of(root_of(view)._local_tensor).append(lambda: origin)
 
 
 def part_of(base: Wrapper, part: Tensor, spec: Spec, start: int, func: OpOverload, rest: tuple[object, ...]) -> Wrapper:

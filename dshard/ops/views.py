@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from dshard.core.moves import expanded_as
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.core.torch_function import bind_arguments
-from dshard.core.view_sync import keep_views, swap_content
+from dshard.core.view_sync import keep_views, refuse_recorded_writes, swap_content
 from dshard.errors import LayoutError
 from dshard.ops.gradient_blocks import MERGED
 from dshard.rules.reshape import reshape_rule
@@ -160,12 +160,37 @@ def as_strided(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`as_strided`; where nothing is recorded, of a view as of its base, which autograd then makes it of again.
 
     The gradient of a later write would else be without the elements that the view has not. Of a recorded view torch's
-    own has none of these.
+    own has none of these before a write, but has them after it, which is refused.
     """
     x, size, stride, start = bind_arguments(("input", "size", "stride", "storage_offset"), args, kwargs)
-    if not x._is_view() or (x.requires_grad and torch.is_grad_enabled()):
+    if not x._is_view():
         return NotImplemented
-    return strided_of_base(func, (x, size, stride, start), {})
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return strided_of_base(func, (x, size, stride, start), {})
+    if not torch.compiler.is_compiling() and _reaches_beyond(
+        x, size, stride, x.storage_offset() if start is None else start
+    ):
+        refuse_recorded_writes(x)
+    return NotImplemented
+
+
+def _reaches_beyond(x: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> bool:
+    """Whether these strides give elements in memory that `x` does not have."""
+    if 0 in size:
+        return False
+    first, end = x.storage_offset(), _end(x.shape, x.stride(), x.storage_offset())
+    if x.numel() == 0 or start < first or _end(size, stride, start) > end:
+        return True
+    if x.numel() == end - first:
+        return False
+    with no_dispatch():
+        has = torch.zeros(end - first, dtype=torch.bool)
+        has.as_strided(x.shape, x.stride()).fill_(True)
+        return not has.as_strided(size, stride, start - first).all()
+
+
+def _end(size: Sequence[int], stride: Sequence[int], start: Any) -> int:
+    return 1 + int(start) + sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
 
 
 # -- complex numbers

@@ -248,6 +248,25 @@ def test_a_write_through_strides_beyond_a_view_has_the_gradient_of_one_device(in
                 assert_same(found, expected)
 
 
+def test_a_recorded_write_after_strides_beyond_a_recorded_view_is_refused() -> None:
+    mesh, values = Mesh((2,), ("x",)), rows(4, 4)
+    for strides, is_beyond in (((2, 2), (4, 1), 4), False), (((2, 2), (4, 1), 3), True), (((1, 3), (1, 1), 5), True):
+        for writes in (lambda x, view: view.mul_(2), lambda x, view: x[0].mul_(2)):
+            with simulated(mesh):
+                leaf = distribute(values, Layout(mesh, (Shard(0),))).requires_grad_()
+                x = leaf * 1
+                view = x[1:, :2].as_strided(*strides)
+                (gradient,) = torch.autograd.grad(view.sum(), leaf)
+                y = values.clone().requires_grad_()
+                (expected,) = torch.autograd.grad((y * 1)[1:, :2].as_strided(*strides).sum(), y)
+                assert_same(gradient, expected)
+                if is_beyond:
+                    with pytest.raises(LayoutError, match="as_strided gave elements beyond the view"):
+                        writes(x, view)
+                else:
+                    writes(x, view)
+
+
 def test_complex_views_equal_one_device() -> None:
     mesh = Mesh((3,), ("x",))
     value = torch.complex(rows(4, 3), rows(3, 4).t())
