@@ -84,6 +84,18 @@ def declare_model(model: object, rows: Layout, per_data_rank: bool) -> None:
     comparisons_on(rows.mesh).restart()
 
 
+_MEANS: dict[Mesh, tuple[Layout, float]] = {}
+"""The partial layout of the mean over the rows of all data ranks, and this rank's share of the rows."""
+
+
+def declare_shares(terms: Layout, share: float) -> None:
+    """Declare that recorded numbers of the program may be means over the rows of a data rank, with this share of all.
+
+    `terms` is the layout of what the data ranks add to the mean over all rows.
+    """
+    _MEANS[terms.mesh] = terms, share
+
+
 def plain_mode(mesh: Mesh) -> PlainMode | None:
     """Plain tensors in programs on this mesh: whole, rows, "both" if models differ; None without a model."""
     kinds = [kind for kind in (False, True) if (mesh, kind) in _MODELS]
@@ -258,7 +270,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
-            return replicated_tensor(leaf, meshes[0], meta)
+            return replicated_tensor(leaf if meta else _mean_of_rows(leaf, meshes[0]), meshes[0], meta)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper):
             return leaf
         if leaf.numel() == 1:  # without data, torch takes those without dims alone from another device
@@ -395,6 +407,32 @@ def replicated_tensor(x: Tensor, mesh: Mesh, meta: bool = False) -> Any:
     is_local = (simulated_ranks() is None or are_simulated([x])) and not meta
     local = x if is_local else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
     return from_local(local, mesh, layout.placements, shape=shape)
+
+
+def _mean_of_rows(x: Tensor, mesh: Mesh) -> Tensor:
+    """`x`, with the mean over all rows as its value, if a model gives the program the plain rows of each data rank.
+
+    Its gradient is that of this rank's own number, which is weighted where the rows left the model.
+    """
+    if mesh not in _MEANS or x.is_leaf or _COUNTED_AS_REPLICATED.depth:
+        return x
+    terms, share = _MEANS[mesh]
+    term = x.detach() * share if share else torch.zeros_like(x)  # the mean of no rows is nan
+    from_local: Any = Wrapper.public.from_local
+    mean = from_local(term, mesh, terms.placements, shape=term.shape).full_tensor()
+    return _WithValue.apply(x, mean)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithValue(torch.autograd.Function):
+    """Tensor -> another value of it; the gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Lifted(torch.autograd.Function):

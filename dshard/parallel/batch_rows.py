@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.comm import own_coordinate
-from dshard.core.plain_tensors import implicit_replication
+from dshard.core.plain_tensors import declare_shares, implicit_replication
 from dshard.core.signature import Context
 from dshard.core.trees import named_tensors, nested_tensors
 from dshard.layout import Layout, Shape, replicated
@@ -177,10 +177,17 @@ class Rows:
 
     def whole(self, x: DTensor) -> Tensor:
         """The global `x`, plain, which has no rows; gradients are weighted by the data ranks' shares of the rows."""
-        mesh, batch = self.plan.mesh, rows_alone(self.plan.inputs[""])
-        terms = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
-        local = x.redistribute(placements=replicated(mesh).placements).to_local(grad_placements=terms)
-        return self._with_weighed_gradient(local)
+        whole = x.redistribute(placements=replicated(self.plan.mesh).placements)
+        return self._with_weighed_gradient(whole.to_local(grad_placements=self._terms.placements))
+
+    def declare_shares(self) -> None:
+        """Declare that numbers which the program computes of plain rows are means over those of this rank."""
+        declare_shares(self._terms, self._weight)
+
+    @property
+    def _terms(self) -> Layout:
+        batch = rows_alone(self.plan.inputs[""])
+        return Layout(self.plan.mesh, tuple([Partial() if isinstance(p, Shard) else Replicate() for p in batch]))
 
     @property
     def _weight(self) -> float:

@@ -70,6 +70,8 @@ class Outputs:
         if self.form is None:
             return _for_caller(out, rows)
         if self.form == "plain":
+            if rows is not None:
+                rows.declare_shares()
             return map_tensors(out, lambda x: plain(x, rows))
         return map_tensors(out, self._placed)
 

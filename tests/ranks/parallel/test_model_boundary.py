@@ -110,6 +110,15 @@ def rows_of_data_ranks(strategy: str, shape: tuple[int, ...], dtype: torch.dtype
             written_in_place(net(rows), net(rows, targets), targets).backward()
         assert_gradients_equal(local, alone, tolerance)
 
+        totals = []
+        for net, rows, targets in ((local, x_rows.detach(), y_rows), (alone, x.detach(), y)):
+            net.zero_grad()
+            weight = net.first.bias.sum()  # of a number that is not alike on all ranks, its gradient would not be
+            totals.append(F.cross_entropy(net(rows), targets) * weight.exp() + weight)
+            totals[-1].backward()
+        torch.testing.assert_close(totals[0].full_tensor(), totals[1], rtol=tolerance, atol=tolerance)
+        assert_gradients_equal(local, alone, tolerance)
+
         outside = F.cross_entropy(model(x_rows.detach()), dshard.distribute_batch(model, y_rows))
         torch.testing.assert_close(outside.full_tensor(), expected, rtol=tolerance, atol=tolerance)
 
