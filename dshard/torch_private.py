@@ -338,6 +338,9 @@ stop_recomputation: type[Exception] | tuple[()] = _optional(
 # -- optimisers and torch.compile
 
 _FOREACH = "optimisers on lists of tensors; without it those with foreach=None update parameter by parameter"
+infinite_gradients: Callable[..., dict[torch.device, Tensor]] = _needed(
+    "torch.amp.GradScaler._found_inf_per_device", "gradient scaling of the stages of a pipeline"
+)
 optimizer_list_types: list[type] = _optional("torch.optim.optimizer._foreach_supported_types", _FOREACH, [])
 list_types: list[type] = _optional("torch.utils._foreach_utils._foreach_supported_types", _FOREACH, [])
 state_like_parameter: Callable[..., Any] | None = _optional(

@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec, spec_of
 from dshard.core.view_sync import propagate_write
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.errors import LayoutError
+from dshard.errors import LayoutError, ScheduleError
 from dshard.layout import Layout, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.decompositions import power_sum, real_dtype, root, widened
@@ -298,6 +299,10 @@ def _write_back(func: OpOverload, originals: Sequence[object], local: Sequence[A
             write_local(t._local_tensor, redistribute_local(written, t._spec.with_layout(layout), t._spec.layout, func))
 
 
+STAGES: WeakValueDictionary[Mesh, Any] = WeakValueDictionary()
+"""The pipeline of which each mesh is a stage; its attribute `unscales` says whether all stages unscale now."""
+
+
 def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
     """Unscale the gradients of a scaled loss, in place; all ranks learn whether any of them is infinite."""
     return ComposedExecutable(decision_of(func, args, kwargs, why=ASKED), partial(_unscale, func))
@@ -306,6 +311,12 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> ComposedExecutable:
 def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     grads, found_inf, scale = args
     mesh = next(t for t in grads if isinstance(t, Wrapper))._spec.layout.mesh
+    pipeline = STAGES.get(mesh)
+    if pipeline is not None and not pipeline.unscales:
+        raise ScheduleError(
+            "a GradScaler of the gradients of one stage: others would step where these are infinite, or not; call "
+            "pipeline.unscale_(scaler, optimizer) on all ranks before scaler.step(optimizer)"
+        )
     flag, local = _local(func, found_inf, mesh), _local(func, grads, mesh)
     run_on_ranks(mesh, lambda coordinate: func, (local, flag, _local(func, scale, mesh)), {})
     layout, shape = Layout(mesh, (Partial("max"),) * mesh.ndim), tuple(found_inf.shape)

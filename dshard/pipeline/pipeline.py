@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
-from dshard.comm import group_of, runtime_of
+from dshard.comm import device_of, group_of, runtime_of
 from dshard.core.signature import Function
 from dshard.errors import MeshError, ScheduleError
+from dshard.ops.foreach import STAGES
 from dshard.pipeline.costs import Costs
 from dshard.pipeline.program import Compute, Program, edges_of, names_of
 from dshard.pipeline.runner import TARGET, Reduction, Runner, cut_batch
@@ -19,6 +23,7 @@ from dshard.pipeline.simulator import DELAYS, choose
 from dshard.pipeline.stage import Stage
 from dshard.pipeline.tied import tied_of
 from dshard.tensor import DTensor
+from dshard.torch_private import infinite_gradients
 from dshard.validate import as_number, as_tuple, check_callable, check_one_of, check_type
 
 AUTO = "auto"
@@ -92,6 +97,9 @@ class Pipeline:
         name = f"dshard.pipeline/{','.join(map(str, ranks))}/{_PIPELINES_OF[ranks]}"
         self._runner = Runner(self.stages, self.number, name, self.edges, loss, timeout)
         self._group = self._join(ranks)
+        self.unscales = False
+        if len(self.stages) > 1:
+            STAGES[self.stages[self.number].layout_mesh] = self
         self._runner.tied = tied_of(tied, self.stages, self.number, self._group.process_group)
 
     @property
@@ -157,6 +165,30 @@ class Pipeline:
         total = get_total_norm(norms, norm_type)
         clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Unscale the gradients of this rank's stage, as `scaler.unscale_` does; all stages learn of infinite ones.
+
+        All ranks call it, each with its scaler and optimizer, before `scaler.step`: then all stages step, or none.
+        `loss` scales what it returns: `lambda out, target: scaler.scale(F.mse_loss(out, target))`.
+        """
+        if not scaler.is_enabled():
+            return
+        device = device_of(self.stages[self.number].layout_mesh)
+        scaler.scale(torch.zeros((), device=device))  # which makes the scale of stages that have no loss
+        self.unscales = True
+        try:
+            scaler.unscale_(optimizer)
+        finally:
+            self.unscales = False
+        found = infinite_gradients(scaler, optimizer)
+        here = sum(found.values(), torch.zeros((), device=device)).to(device)
+        flags = [
+            self._runner.shared(here if i == self.number else None, stage, self._group, "whether gradients are finite")
+            for i, stage in enumerate(self.stages)
+        ]
+        for flag in found.values() or [found.setdefault(device, here)]:
+            flag.copy_(sum(flags))  # type: ignore[arg-type]
 
     def _join(self, ranks: tuple[int, ...]) -> Any:
         """Create the process groups of the edges, in the same order on all ranks, and the group of all ranks."""

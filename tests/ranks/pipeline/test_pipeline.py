@@ -118,6 +118,48 @@ def test_stages_that_are_rehearsed_learn_what_one_device_does(ranks, strategy, d
     assert max(ranks.run(parallelized, strategy, delay)) < 1e-12
 
 
+def scaled(fused):
+    """The largest error of weights and scales, where gradients of one stage are infinite in the second step."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, WIDTH), Residual()]
+    one_device, meshes = nn.Sequential(*map(deepcopy, parts)), [mesh_of((0, 1), (2,)), mesh_of((2, 3), (2,))]
+    for part, mesh in zip(parts, meshes, strict=True):
+        if mesh.get_coordinate() is not None:
+            parallelize(part, mesh, "fsdp", torch.randn(4, WIDTH))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2)]
+    stages = [Stage(part, mesh, placements={"x": [Shard(0)]}) for part, mesh in zip(parts, meshes, strict=True)]
+    pipeline = Pipeline(stages, n_microbatches=2, loss=lambda out, y: scalers[0].scale(F.mse_loss(out, y)))
+    trained = [pipeline.parameters(), [*one_device.parameters()]]
+    optimizers = [torch.optim.AdamW(each, lr=0.1, fused=fused) for each in trained]
+    for step in range(4):
+        x, target = torch.randn(2, 6, WIDTH)
+        scalers[1].scale(F.mse_loss(one_device(x), target)).backward()
+        pipeline.step(x, target)
+        if step == 0:
+            with pytest.raises((ScheduleError, AssertionError), match=r"pipeline\.unscale_|_scale is None"):
+                scalers[0].unscale_(optimizers[0])
+        if step == 1:
+            one_device[1].up.bias.grad *= inf
+            if pipeline.number == 1:
+                pipeline.module.up.bias.grad.mul_(inf)
+        pipeline.unscale_(scalers[0], optimizers[0])
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    state = pipeline.module.state_dict()
+    errors = [
+        (state[name].full_tensor() - x).abs().max() for name, x in one_device[pipeline.number].state_dict().items()
+    ]
+    return max([*map(float, errors), abs(scalers[0].get_scale() - scalers[1].get_scale())])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_stages_skip_a_step_in_which_gradients_of_one_are_infinite(ranks, fused):
+    assert max(ranks.run(scaled, fused)) < 1e-5
+
+
 def frozen_between_steps():
     """The errors of a step after the first stage was frozen, and the loss of a pipeline that is made anew."""
     modules, meshes = [nn.Linear(3, 3), nn.Linear(3, 3)], [mesh_of((0, 1), (2,)), mesh_of((2, 3), (2,))]
