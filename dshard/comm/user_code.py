@@ -22,6 +22,7 @@ _OTHERS = (
     str(Path(torch.__file__).parent) + sep,
     "<frozen",
     "<eval_with_key>",
+    "<rehearsed",
     "<replay",
 )
 _PYTHON = str(Path(contextlib.__file__).parent) + sep

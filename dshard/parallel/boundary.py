@@ -17,7 +17,16 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from dshard.callers import asked_by
-from dshard.comm import begin_rows, comparing, device_of, gather_objects, group_of_hosts, own_coordinate, with_waits
+from dshard.comm import (
+    begin_rows,
+    comparing,
+    device_of,
+    gather_objects,
+    group_of_hosts,
+    own_coordinate,
+    publish_failure,
+    with_waits,
+)
 from dshard.compile.graph_functions import skip_frame
 from dshard.core.comparisons import comparisons_on
 from dshard.core.plain_tensors import declare_model
@@ -192,10 +201,16 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
 
 
 def end_boundary(model: nn.Module, boundary: Boundary) -> None:
-    """Register the hook that converts the model's outputs to the requested form; after the hooks of its plan."""
+    """Register the hook that converts the model's outputs to the requested form; after the hooks of its plan.
+
+    An error that ends the forward pass on this rank is published: the others wait for what follows the pass.
+    """
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> Any:
+        error = None if is_dynamo_compiling() else sys.exc_info()[1]
+        if isinstance(error, Exception) and getattr(error.__traceback__, "tb_frame", None) is sys._getframe(1):
+            return publish_failure(error, boundary.plan.mesh.ranks)  # torch calls this hook where it handles the error
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
         converted = boundary.outputs(out, boundary.inputs.rows)
@@ -206,7 +221,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
                 boundary.comparisons.watch(nested_tensors(converted), has_sent)
         return converted
 
-    after(model, leave)
+    after(model, leave, always=True)
 
 
 def own_boundary(model: nn.Module) -> Boundary | None:

@@ -147,6 +147,22 @@ def hook_of_a_local_tensor() -> Any:
     return w.grad.full_tensor()
 
 
+def forward_pass_of_a_model() -> Any:
+    """A rank whose own line of a forward pass fails once the model is rehearsed: the others wait in its record."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)), torch.ones(8, 4)
+    model = dshard.parallelize(model, mesh(), "megatron", x)
+    for step in range(5):
+        if step == 4 and dist.get_rank() == BAD:
+            model[1].register_forward_hook(raise_my_own)
+        model(x).sum().backward()
+    return model[0].weight.grad.full_tensor()
+
+
+def raise_my_own(*_: object) -> None:
+    raise IndexError("my hook")
+
+
 def collective_of_graphs() -> Any:
     """A rank that fails while the others wait in an operator that compiled graphs call."""
     comm.wait_in_graphs_as_in_eager()
@@ -161,6 +177,7 @@ ONE_RANK: dict[Callable[[], Any], tuple[str, str]] = {
     nan_under_anomaly_of_a_plain_loss: ("RuntimeError", "returned nan values|its backward pass has failed"),
     index_in_a_shard: ("IndexError", "index out of range|out of bounds"),
     hook: ("IndexError", "my hook"),
+    forward_pass_of_a_model: ("IndexError", "my hook"),
     collective_of_graphs: ("IndexError", "index out of range|out of bounds"),
     hook_of_a_local_tensor: ("IndexError|RuntimeError", "my hook|its backward pass has failed"),
 }
@@ -373,7 +390,11 @@ def next_step() -> None:
 
 @pytest.mark.ranks
 def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
-    calls = list(ONE_RANK) if THOROUGH else [nan_under_anomaly, index_in_a_shard, collective_of_graphs]
+    calls = (
+        list(ONE_RANK)
+        if THOROUGH
+        else [nan_under_anomaly, index_in_a_shard, forward_pass_of_a_model, collective_of_graphs]
+    )
     with RankPool(4, timeout=150) as pool:
         ranks = pool.run(outcomes, calls)
 
@@ -387,6 +408,7 @@ def test_an_error_on_one_rank_is_raised_on_all_soon_and_none_is_ended() -> None:
             is_told = rank != BAD and not call.__name__.startswith("nan_under_anomaly")
             assert ("which this rank waited for)" in text) == is_told, (call, rank, text)
             assert ("along x of ranks 0, 1, 2, 3: " in text) == is_told, (call, rank, text)
+            assert not is_told or f" at {__file__}:" in text or call is collective_of_graphs, (call, rank, text)
             assert after in ("none", "PeerError", raised), (call, rank, found[i])
             assert max(seconds, seconds_after) < SECONDS, (call, rank, found[i])
 
