@@ -126,10 +126,15 @@ class Boundary:
     """The conversion of one model's inputs and outputs; an attribute of the model, shared with its copies."""
 
     def __init__(
-        self, plan: ModelPlan, modes: InputModes, outputs: object, seed_alike: bool = False, sample: int = 0
+        self,
+        plan: ModelPlan,
+        modes: InputModes,
+        outputs: object,
+        seed_alike: bool = False,
+        digests: tuple[int, int] = (0, 0),
     ) -> None:
         self.outputs = Outputs(plan, checked_outputs(plan, outputs))
-        differ = compare_programs(plan, modes.per_data_rank, seed_alike, sample)
+        differ = compare_programs(plan, modes.per_data_rank, seed_alike, digests)
         draws = Draws(differ, modes.per_data_rank, plan.mesh)
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
         self.given = GivenContainers()

@@ -39,7 +39,7 @@ from dshard.parallel.plan_values import ModelPlan, PlanOptions, plan_options
 from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
-from dshard.parallel.same_program import sample_of
+from dshard.parallel.same_program import digests_of
 from dshard.parallel.step_price import StepPrices, price
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.parallel.trace_step import RecordedStep, record_step, stand_in_for
@@ -143,8 +143,8 @@ def parallelize(
     if isinstance(outputs, Tensor):
         outputs, kwargs = None, {**kwargs, "outputs": outputs}
     chosen = chosen_plan(model, mesh, plan, plan_options(model, precision, group), args, kwargs)
-    modes, sample = input_modes(inputs, model, args, kwargs), sample_of(model.parameters())
-    _lay_out(model, Boundary(chosen, modes, outputs, seed_alike, sample))
+    modes, digests = input_modes(inputs, model, args, kwargs), digests_of(model)
+    _lay_out(model, Boundary(chosen, modes, outputs, seed_alike, digests))
     return model
 
 

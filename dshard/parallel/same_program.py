@@ -89,7 +89,15 @@ _SAMPLE = 64
 """The values of a parameter that are compared; all would take several passes over the memory of a model."""
 
 
-def sample_of(parameters: Iterable[Tensor]) -> int:
+def digests_of(model: nn.Module) -> tuple[int, int]:
+    """Digests of a model before it is laid out: of its modules and tensors, in their order, and of first values."""
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    forms = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+    return crc32(str((modules, forms)).encode()), _sample_of(model.parameters())
+
+
+def _sample_of(parameters: Iterable[Tensor]) -> int:
     """A digest of the first values of plain parameters: models that were seeded apart have others."""
     rows = dict[torch.device, list[Tensor]]()
     for x in parameters:
@@ -100,20 +108,28 @@ def sample_of(parameters: Iterable[Tensor]) -> int:
     return crc32(bytes([byte for own in samples for byte in own.tolist()]))  # one copy from a device
 
 
-def compare_programs(plan: ModelPlan, per_data_rank: bool, seed_alike: bool, sample: int) -> dict[str, str]:
+def compare_programs(
+    plan: ModelPlan, per_data_rank: bool, seed_alike: bool, digests: tuple[int, int]
+) -> dict[str, str]:
     """Compare the programs of the ranks, by one message, and return the generators that differ, each with its ranks.
 
-    `sample` is that of the model's parameters. With `seed_alike` Python's generator and numpy's are seeded by the state
+    `digests` are those of the model. With `seed_alike` Python's generator and numpy's are seeded by the state
     of the first rank's.
     """
     tensors = (*plan.inputs.items(), *plan.parameters.items(), *plan.outputs.items())
     texts = (plan.strategy, plan.mesh, *sorted(map(str, tensors)))
     versions = f"torch {torch.__version__}, dshard {__version__}, Python {sys.version.partition(' ')[0]}"
-    own = [crc32(str(texts).encode()), crc32(versions.encode()), hash("dshard"), sample, *states()]
+    own = [crc32(str(texts).encode()), crc32(versions.encode()), hash("dshard"), *digests, *states()]
     of_rank = gather_rows(own, plan.mesh, is_check=True)
     if len({row[0] for row in of_rank.values()}) > 1:
         raise LayoutError(
             f"the examples of the ranks lead to different plans, here {plan.strategy!r}: give the same one on all ranks"
+        )
+    if len({row[3] for row in of_rank.values()}) > 1:
+        raise LayoutError(
+            f"{ranks_by_value(of_rank, [3], plan.mesh)} give parallelize models whose modules, parameters or buffers "
+            "differ, in their order, names, classes, shapes, dtypes or requires_grad, so what they send would be "
+            "mispaired: make the same model on all ranks"
         )
     if len({row[1] for row in of_rank.values()}) > 1:
         ranks = ranks_by_value(of_rank, [1], plan.mesh)
@@ -124,16 +140,16 @@ def compare_programs(plan: ModelPlan, per_data_rank: bool, seed_alike: bool, sam
             "they send may be mispaired: start them with PYTHONHASHSEED=0 in the environment",
             plan.mesh,
         )
-    if len({row[3] for row in of_rank.values()}) > 1:
+    if len({row[4] for row in of_rank.values()}) > 1:
         warn_user(
-            f"{ranks_by_value(of_rank, [3], plan.mesh)} give parallelize other parameters, and each keeps its own: "
+            f"{ranks_by_value(of_rank, [4], plan.mesh)} give parallelize other parameters, and each keeps its own: "
             "call torch.manual_seed with one seed on all ranks before the model is made, or load one state into it",
             plan.mesh,
         )
-    differ = differing(of_rank, 4, plan, per_data_rank)
+    differ = differing(of_rank, 5, plan, per_data_rank)
     if seed_alike and simulated_ranks() is None:
         own_group = [g for g in ranks_alike(of_rank, plan, per_data_rank) if own_coordinate(plan.mesh) in g]
-        seed = next(iter(own_group[0].values()))[5]
+        seed = next(iter(own_group[0].values()))[6]
         random.seed(seed)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(seed)

@@ -175,6 +175,42 @@ def test_ranks_that_made_other_parameters_are_told(ranks: RankPool) -> None:
     assert ranks.run(models_seeded_apart, False) == [[]] * 4
 
 
+def refused_models() -> list[str]:
+    """What is said of models that rank 1 makes otherwise: in another order, dtype or class, or partly frozen."""
+    texts = []
+    for change in ("nothing", "order", "dtype", "class", "frozen"):
+        torch.manual_seed(0)
+        parts = {"a": nn.Linear(8, 8), "b": nn.Tanh(), "c": nn.Linear(8, 8)}
+        if torch.distributed.get_rank() == 1:
+            match change:
+                case "order":  # that of the registration, not that of the calls
+                    parts = {name: parts[name] for name in "cba"}
+                case "dtype":
+                    parts["a"].half()
+                case "class":
+                    parts["b"] = nn.Sigmoid()
+                case "frozen":
+                    parts["c"].requires_grad_(False)
+        model = nn.ModuleDict(parts)
+        model.forward = lambda x, of=parts: of["c"](of["b"](of["a"](x.to(of["a"].weight.dtype)).float()))
+        try:
+            parallelize(model, mesh_of((4,)), "data", batch().float())
+            texts.append("taken")
+        except LayoutError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.ranks
+def test_ranks_that_made_other_models_are_refused(ranks: RankPool) -> None:
+    taken, *refused = ranks.run(refused_models)[1]
+
+    assert taken == "taken"
+    for text in refused:
+        assert text.startswith("ranks [0, 2, 3] and ranks [1] give parallelize models whose modules"), text
+        assert "make the same model on all ranks" in text
+
+
 @pytest.mark.ranks
 def test_each_data_rank_may_draw_its_own(ranks: RankPool) -> None:
     assert ranks.run(draw_by_data_rank) == [[]] * 4
