@@ -88,6 +88,7 @@ class GatherGroup:
         self.plan, self.order, self.keeps = plan, order, keeps
         self.ahead: GatheredWeights | None = None
         self.running: list[Running] = []
+        self.given: list[tuple[list[object], list[ReferenceType[Wrapper]]]] = []  # weights of forward passes
 
     def stored(self) -> list[Wrapper]:
         """The current stored parameters: without those that their modules no longer have, and untied ones apart."""
@@ -165,10 +166,29 @@ class GatherGroup:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         use, weights = self._use(stored, stack, is_saved, is_first=not is_recomputed)
         self.running.append(Running(frame, use, stored, stack))
+        if torch.is_grad_enabled():
+            weights = self._as_given(weights, stored, is_recomputed)
         self._put(weights)
         if not is_recomputed:
             self.order.prefetch(self)
             self.order.follows(self)
+
+    def _as_given(self, weights: list[Wrapper], stored: list[Wrapper], is_recomputed: bool) -> list[Wrapper]:
+        """The weights; recomputed, those that the forward pass gave in place of them and that somebody still has.
+
+        A backward pass of the program's own, as of a reversible network, differentiates by these.
+        """
+        self.given = [each for each in self.given if any(one() is not None for one in each[1])]
+        versions: list[object] = [*versions_of(stored)]
+        if not is_recomputed:
+            self.given.append((versions, [*map(ref, weights)]))
+            return weights
+        out = [*weights]
+        for then, given in self.given:  # the last are the first to be recomputed
+            for i, one in enumerate(given):
+                x = one() if then[i] == versions[i] else None
+                out[i] = out[i] if x is None else x
+        return out
 
     def _use(
         self, stored: list[Wrapper], stack: ExitStack, is_saved: bool, is_first: bool

@@ -206,3 +206,47 @@ def test_a_model_that_is_recomputed_goes_on_with_its_plan_behind_a_block() -> No
         assert laid[0] == laid[1] != (Shard(1),)
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad)
+
+
+class Reversible(torch.autograd.Function):
+    """A residual whose backward pass runs its module again, and differentiates by the weights that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *weights: Tensor) -> Tensor:
+        ctx.module, ctx.weights = module, weights
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            out = ctx.module(x)
+            gradient, *of_weights = torch.autograd.grad(out, [x, *ctx.weights], grads[0])
+        return grads[0] + gradient, None, *of_weights
+
+
+class ReversibleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(x, self.inner, *self.inner.parameters())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_backward_pass_differentiates_by_the_gathered_weights_that_its_forward_pass_was_given() -> None:
+    def net() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), ReversibleBlock(), ReversibleBlock(), nn.Linear(8, 4))
+
+    x, alone = torch.randn(4, 8), net()
+    alone(x).square().sum().backward()
+    with simulated(Mesh((2,), ("dp",))):
+        model = parallelize(net(), Mesh((2,), ("dp",)), "fsdp", x)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(whole(found.grad), expected.grad)
