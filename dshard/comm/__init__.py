@@ -100,6 +100,7 @@ from dshard.comm.runtime import (
     as_mesh,
     bind,
     break_off,
+    check_world,
     current_mesh,
     device_mesh_of,
     group_of,

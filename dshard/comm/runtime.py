@@ -254,6 +254,15 @@ def _with_processes(mesh: Mesh) -> Runtime | None:
     return None if runtime is None or runtime.world is not distributed_c10d._world.default_pg else runtime
 
 
+def check_world(mesh: Mesh) -> None:
+    """Refuse a mesh that has had processes, if their world has been destroyed and no mesh of the next one equals it."""
+    if mesh in _RUNTIMES and _with_processes(mesh) is None:
+        raise MeshError(
+            f"the process groups of the mesh ({mesh}) have been destroyed, so nothing can be sent: after "
+            "init_process_group make the mesh again, by init_device_mesh with the same arguments"
+        )
+
+
 def planned_backend(mesh: Mesh) -> Backend:
     """The backend for which plans on the mesh are made: that of its processes, or else of its type of device.
 

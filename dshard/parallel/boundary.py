@@ -19,12 +19,14 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from dshard.callers import asked_by
 from dshard.comm import (
     begin_rows,
+    check_world,
     comparing,
     device_of,
     gather_objects,
     group_of_hosts,
     own_coordinate,
     publish_failure,
+    taking_part,
     with_waits,
 )
 from dshard.compile.graph_functions import skip_frame
@@ -139,6 +141,7 @@ class Boundary:
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
         self.given = GivenContainers()
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
+        self.has_processes = taking_part(plan.mesh) is not None
         declare_model(self, Layout(plan.mesh, rows_alone(plan.inputs[""])), modes.per_data_rank)
 
     def new(self, x: Tensor) -> Any:
@@ -192,6 +195,8 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             boundary.check_graph((args, kwargs))
         if is_dynamo_compiling() and not boundary.inputs.per_data_rank:
             return None
+        if boundary.has_processes:
+            check_world(boundary.plan.mesh)
         copies = list[GivenCopy]()
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module), copies)
         boundary.given.put(sys._getframe(1), copies)

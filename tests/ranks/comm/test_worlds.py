@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from dshard import Replicate, Shard, distribute_tensor, init_device_mesh
+from dshard import MeshError, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize
 from dshard.comm import DeviceMesh, bind, group_of, planned_backend, process_groups, runtime_of
 from dshard.comm.graph_collectives import wait_in_graphs_as_in_eager
 from dshard.comm.peer_failure import _has_others
@@ -90,6 +91,27 @@ def test_a_world_without_a_named_backend_has_that_of_its_devices(tmp_path: Path)
         found = pool.run(in_a_world_without_a_named_backend, str(tmp_path / "world"), timeout=WAIT)
 
     assert found == [["gloo"] * 5 + ["heard"]] * 4
+
+
+def model_in_the_next_world(file: str) -> tuple[str, bool]:
+    """What is said of a model whose world has been destroyed, and whether it goes on once its mesh is made again."""
+    x, rank = torch.ones(4, 8), dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ended",))
+    model: Any = parallelize(torch.nn.Linear(8, 4), mesh, "fsdp", x)
+    before = model(x).full_tensor()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=4)
+    with pytest.raises(MeshError) as error:
+        model(x)
+    bind(init_device_mesh("cpu", (4,), mesh_dim_names=("ended",)))
+    return str(error.value), torch.equal(model(x).full_tensor(), before)
+
+
+def test_a_model_of_a_world_that_has_ended_is_refused_until_its_mesh_is_made_again(tmp_path: Path) -> None:
+    with RankPool(4) as pool:
+        for text, goes_on in pool.run(model_in_the_next_world, str(tmp_path / "world"), timeout=WAIT):
+            assert text.startswith("the process groups of the mesh (ended=4) have been destroyed"), text
+            assert goes_on
 
 
 def steps_of_a_thread_in_a_wait() -> int:
