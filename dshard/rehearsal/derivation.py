@@ -399,10 +399,27 @@ class Derivation(LocalRecorder):
                 waiting += reads(self.record.contents.makers[slot])
         self.values = [x if i in needed else None for i, x in enumerate(self.values)]
 
-    def operands_of(self, instructions: Iterable[Instruction]) -> set[int]:
-        """The numbers of the tensors that instructions read, themselves or to make again what was not kept."""
+    def read_by(self, instructions: Iterable[Instruction], given: Iterable[Slot]) -> set[Slot]:
+        """The slots that instructions read, and those `given` to others.
+
+        Views read nothing, and who reads a view reads that of which it is one.
+        """
+        viewed = {slot: each for each in self.instructions if each.is_view for slot in each.outs}
+        found, waiting = (
+            set[Slot](),
+            [*given, *(slot for each in instructions if not each.is_view for slot in reads(each))],
+        )
+        while waiting:
+            slot = waiting.pop()
+            if slot not in found:
+                found.add(slot)
+                waiting += reads(viewed[slot]) if slot in viewed else ()
+        return found
+
+    def operands_of(self, read: Iterable[Slot]) -> set[int]:
+        """The numbers of the tensors that have these slots, or are read to make again what was not kept."""
         contents, life, numbers, seen = self.record.contents, self.record.lifetimes, set[int](), set[Slot]()
-        waiting = [slot for each in instructions for slot in reads(each)]
+        waiting = [*read]
         while waiting:
             slot = waiting.pop()
             if slot in seen:

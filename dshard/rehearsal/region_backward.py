@@ -29,7 +29,6 @@ from dshard.core.signature import Context
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.rehearsal.backward_program import BackwardProgram, Given, NoProgram, PassStage, program_of
 from dshard.rehearsal.calls import local_of
-from dshard.rehearsal.code import reads
 from dshard.rehearsal.derivation import Derivation, inner_tensors, run_again
 from dshard.rehearsal.gradient_order import Parts
 from dshard.rehearsal.local_recorder import Slot
@@ -282,24 +281,27 @@ class _DerivedPass:
                     staged.end()
                 there = {n: x for n, x in found.items() if x is not None}
                 there |= {n: as_distributed(x, self._layouts[n]) for n, x in there.items() if n in self._layouts}
-                self._check_versions()
-                self._results |= {n: Given(derivation.slot_of(local_of(x)), _wrapping(x)) for n, x in there.items()}
+                given = {n: Given(derivation.slot_of(local_of(x)), _wrapping(x)) for n, x in there.items()}
+                self._results |= given
+                self._check_versions([each.slot for each in given.values()])
             if there:
                 self._stages.append(PassStage(len(derivation.instructions), [*there]))
             if is_last:
                 self._end()
             yield {**found, **there}
 
-    def _check_versions(self) -> None:
-        """Check what the stage has read; later the program may write to leaves whose gradients it has."""
+    def _check_versions(self, given: Iterable[Slot]) -> None:
+        """Check what the stage has read or given; later the program may write to leaves whose gradients it has."""
         new = self._derivation.instructions[self._n_checked :]
         self._n_checked += len(new)
-        _check_versions(self._run, self._derivation.operands_of(new) - self._run.record.contents.counted)
+        read = self._derivation.operands_of(self._derivation.read_by(new, given))
+        _check_versions(self._run, read - self._run.record.contents.counted)
 
     def _end(self) -> None:
         run, record, derivation = self._run, self._run.record, self._derivation
         if run.overwritten:
-            read = {slot for each in derivation.instructions for slot in reads(each) if slot.number < self._n_values}
+            given = [each.slot for each in self._results.values()]
+            read = [slot for slot in derivation.read_by(derivation.instructions, given) if slot.number < self._n_values]
             _check_overwritten(run, map(record.lifetimes.at, read))
         record.why_not = derivation.why_not or record.why_not
         if self._pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:

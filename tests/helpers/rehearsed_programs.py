@@ -410,6 +410,19 @@ def writes_to_activations() -> tuple[Make, Step]:
 
 
 @program
+def writes_to_a_plain_sum_in_turn() -> tuple[Make, Step]:
+    """What was added is written to again: no gradient reads it."""
+
+    def change(model: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(x.shape, dtype=x.dtype)
+        total[:] = total + x
+        total[:] = total + model.n(x)
+        return total
+
+    return of_hidden(change)
+
+
+@program
 def writes_to_a_view() -> tuple[Make, Step]:
     class Writing(Model):
         def forward(self, x: Tensor) -> Tensor:
