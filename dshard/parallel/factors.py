@@ -266,7 +266,12 @@ class FactorClasses:
             return
         split = [dim for dim, size in enumerate(self.shapes[x]) if size == n * shape[dim] and size]
         if len(split) == 1 and len(self.nodes(x)[split[0]]) == 1:
-            self.classes.packed.setdefault(self.nodes(x)[split[0]][0], n)
+            (node,), size = self.nodes(x)[split[0]], self.shapes[x][split[0]]
+            if self.classes.size[node] != size:  # of one of the values that `cat` joined, each of which is one piece
+                whole = self.classes.new(size)
+                self.classes.join((whole,), (node,))
+                node = whole
+            self.classes.packed.setdefault(node, n)
 
     def _read(
         self, factors: Sequence[str], nodes: Nodes, sizes: Mapping[str, int], by_factor: dict[str, Nodes]

@@ -177,6 +177,33 @@ def test_a_layer_is_packed_whatever_its_bias_is_joined_of() -> None:
     assert "all_to_all" not in counts  # the biases alone are gathered
 
 
+class JoinedProjections(Attention):
+    """Attention that joins separate projections for one scale, as for a convolution, and splits them again."""
+
+    def __init__(self) -> None:
+        super().__init__(sizes=(1, 1, 1))
+        self.scale = nn.Parameter(torch.rand(3 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([layer(self.norm(x)) for layer in self.packed], -1) * self.scale
+        mixed = F.scaled_dot_product_attention(*[heads(part) for part in joined.split(WIDTH, -1)])
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_is_joined_and_split_again_is_packed_but_not_what_it_is_joined_of(n: int) -> None:
+    """3 blocks of 16 features would not be of one size."""
+    torch.manual_seed(0)
+    model, x = JoinedProjections().double(), torch.randn(4, 6, WIDTH, dtype=torch.float64)
+    plan = plan_model(model, Mesh((n,), ("tp",)), "megatron", x)
+    assert plan.parameters["scale"] == (Shard(0, blocks=3),)
+    assert {plan.parameters[f"packed.{i}.weight"] for i in range(3)} == {(Shard(0),)}
+
+    results, _ = sent("megatron", Mesh((n,), ("tp",)), model, x)
+
+    torch.testing.assert_close(results, trained(model, x), rtol=1e-8, atol=1e-10)
+
+
 class HeadByHead(Attention):
     """Attention that takes heads apart, not projections, and joins their results."""
 
