@@ -80,12 +80,23 @@ def _in_place(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] |
 
 
 def _by_indices(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
-    return (lambda: func(args[0], without_masks(*args[:2]), *args[2:])) if _has_mask(args) else None
+    if _has_mask(args):
+        return lambda: func(args[0], without_masks(*args[:2]), *args[2:])
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    ends = [(x.start, x.stop, x.step) if isinstance(x, slice) else None for x in parts]
+    if not any(map(_is_number, tensors_in(ends))):
+        return None
+    numbers = (slice(*replace_tensors(own, Tensor.item)) if own else x for x, own in zip(parts, ends, strict=True))
+    return lambda: func(args[0], tuple(numbers), *args[2:])
 
 
 def _repeated(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
     by_tensor = any(isinstance(x, Tensor) for x in (*args[1:2], kwargs.get("repeats")))
     return (lambda: repeated(func, args, kwargs)) if by_tensor else None
+
+
+def _formatted(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    return (lambda: format(args[0].item(), *args[1:])) if _is_number(args[0]) else None
 
 
 def _of_bytes(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
@@ -96,6 +107,7 @@ _OTHER_FORMS: dict[Function, Callable[[Function, Args, Kwargs], Callable[[], Any
     **{func: _by_handler for func, row in FUNCTIONS.items() if row.rewrites},  # type: ignore[misc]
     Tensor.cpu: _without_copy,
     Tensor.to: _in_place,
+    Tensor.__format__: _formatted,
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _by_indices),
     **dict.fromkeys(_REPEATS, _repeated),
     **dict.fromkeys((F.cross_entropy, F.nll_loss), _of_bytes),
@@ -165,6 +177,10 @@ class _Rewriting(TorchFunctionMode):
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a function that has no other form."""
 
+    def _number(self, x: Tensor) -> Any:
+        """The value of a tensor without dims and without data; any other tensor as it is."""
+        return self._call(Tensor.item, (x,), {}) if _is_number(x) else x
+
 
 class ForwardValues(_Rewriting):
     """Within the block, functions of tensors without data that return values on the host compute them from data.
@@ -202,11 +218,13 @@ class ForwardValues(_Rewriting):
             tensors = tensors_in((args, kwargs))
         try:
             out = self.call(func, args, kwargs)
-        except RuntimeError:
-            if writes or not are_mixed(tensors):
+        except RuntimeError as error:
+            if not writes and are_mixed(tensors):  # torch refuses operands on two devices
+                args, kwargs = replace_tensors((args, kwargs), lambda x: x if has_only_shape(x) else self._stand_in(x))
+            elif not writes and _reads_numbers(error, tensors):
+                args, kwargs = replace_tensors((args, kwargs), self._number)
+            else:
                 raise
-            # torch refuses operands on two devices
-            args, kwargs = replace_tensors((args, kwargs), lambda x: x if has_only_shape(x) else self._stand_in(x))
             out = self.call(func, args, kwargs)
             tensors = tensors_in((args, kwargs))
         origin = self._origin(func, args, kwargs, tensors)
@@ -335,7 +353,13 @@ class HostReads(_Rewriting):
     def _call(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         is_counting = _is_counting(func, args, kwargs)
         if not (is_counting or func in QUESTIONS):  # most
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if _writes(func, kwargs) or not _reads_numbers(error, tensors_in((args, kwargs))):
+                    raise
+                args, kwargs = replace_tensors((args, kwargs), self._number)
+                return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if not any(map(_has_no_data, tensors)):
             return func(*args, **kwargs)
@@ -354,3 +378,12 @@ def _without_data(x: Tensor) -> Tensor:
 
 def _has_no_data(x: Tensor) -> bool:
     return has_only_shape(x._local_tensor if isinstance(x, Wrapper) else x)
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.dim() == 0 and _has_no_data(x)
+
+
+def _reads_numbers(error: RuntimeError, tensors: Iterable[Tensor]) -> bool:
+    """Whether a function failed as it reads tensors without data as numbers, as `torch.arange(lengths.max())` does."""
+    return "meta tensor" in str(error).lower() and any(map(_is_number, tensors))

@@ -23,7 +23,7 @@ from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import StepPlan, plan_step
 from dshard.planning.step_graph import StepGraph
 from dshard.planning.step_tables import StepTables, Weights
-from dshard.testing import simulated, whole
+from dshard.testing import distribute, simulated, whole
 
 MESHES = [Mesh((4,), ("x",)), Mesh((2, 2), ("x", "y"))]
 
@@ -113,3 +113,39 @@ def test_auto_is_at_most_as_dear_as_data(preset: str) -> None:
         auto, data = (plan_model(model, MESHES[0], name, *args) for name in ("auto", "data"))
 
     assert auto.cost.seconds <= data.cost.seconds * (1 + 1e-9)
+
+
+class Ragged(nn.Module):
+    """Rows of several lengths, of which the longest says how much of a batch is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.position = nn.Linear(16, 16), nn.Embedding(32, 16)
+
+    def forward(self, x: Tensor, lengths: Tensor, keep: Tensor) -> Tensor:
+        longest = lengths.max()
+        at = torch.arange(longest, device=x.device)
+        self.read = f"{longest} of {lengths.float().mean():.2f}"
+        if lengths.sum() < 0:
+            raise ValueError("lengths")
+        rows = (self.up(x)[:, :longest] + self.position(at)) * (at < lengths[:, None])[..., None]
+        return (rows * keep.bool()[:, None, None]).square().mean()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_numbers_may_be_read_from_tensors_by_any_function(placement: Shard | Replicate) -> None:
+    """What `arange` and slices take is asked for once more where the step is priced, and so is a number in a text."""
+    torch.manual_seed(0)
+    model, mesh = Ragged().double(), MESHES[0]
+    batch = torch.randn(4, 8, 16).double(), torch.tensor([1, 2, 6, 3]), torch.tensor([1, 0, 1, 1])
+    expected, read = model(*batch), model.read
+
+    with simulated(mesh), use_topology(Topology.preset("cpu")):
+        plan = plan_model(model, mesh, "auto", *batch)
+        assert plan.cost is not None
+        assert model.read == read  # nothing stays of planning
+        parallelize(model, mesh, plan)
+        loss = model(*[distribute(x, layout_of(mesh, (placement,), x.dim())) for x in batch])
+
+    torch.testing.assert_close(whole(loss), expected)
+    assert model.read == read == "6 of 3.00"
