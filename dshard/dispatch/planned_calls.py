@@ -162,14 +162,17 @@ def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _is_view(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a function gives a tensor with memory of its operands, on one device."""
+    """Whether a function gives a tensor with memory of its operands, on one device, or may, as `x.to(device)` does."""
 
     def without_data(x: Tensor) -> Tensor:
         return next(iter(meta_tensors([x._spec]))) if isinstance(x, Wrapper) else x.to("meta")
 
     args, kwargs = replace_tensors((args, kwargs), without_data)
     with torch.no_grad(), for_shapes():
-        return _share_memory(tensors_in(func(*args, **kwargs)), tensors_in((args, kwargs)))
+        try:
+            return _share_memory(tensors_in(func(*args, **kwargs)), tensors_in((args, kwargs)))
+        except NotImplementedError:  # torch's word where data is copied, and there is none
+            return True
 
 
 def _reduce_gradient(x: Wrapper) -> None:

@@ -129,7 +129,7 @@ class Ragged(nn.Module):
         if lengths.sum() < 0:
             raise ValueError("lengths")
         rows = (self.up(x)[:, :longest] + self.position(at)) * (at < lengths[:, None])[..., None]
-        return (rows * keep.bool()[:, None, None]).square().mean()
+        return (rows * keep.to(device=x.device, dtype=torch.bool)[:, None, None]).square().mean()
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
