@@ -212,8 +212,9 @@ def is_quiet() -> bool:
 
 
 def _is_apart(mesh: Mesh) -> bool:
-    """Whether nothing may be compared now: in recordings, graphs and captures, and on simulated ranks."""
-    return bool(RECORDERS) or is_quiet() or simulated_ranks() is not None or is_compiling() or is_captured(mesh)
+    """Whether nothing may be compared now: in recordings, graphs, captures and plans, and on simulated ranks."""
+    is_alone = runtime_of(mesh) is None or simulated_ranks() is not None  # so is a rank that plans for all
+    return bool(RECORDERS) or is_quiet() or is_alone or is_compiling() or is_captured(mesh)
 
 
 _ALL: dict[Mesh, Comparisons] = {}

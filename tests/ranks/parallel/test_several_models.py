@@ -114,6 +114,27 @@ def test_models_that_share_modules_learn_what_they_learn_on_one_device(
     assert min(ranks.run(as_one_device, name, strategy, timeout=120.0)) > 10
 
 
+def planned_after_a_failed_backward_pass() -> float:
+    """The loss of a model that the first rank plans for all, after each rank has failed in a pass of another one."""
+    mesh = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    x, failed, model = torch.ones(8, 6), trunk(), trunk()
+    dshard.parallelize(failed, mesh, "megatron", x)
+    failed[0].weight.register_hook(raise_my_own)
+    with pytest.raises(ValueError, match="my hook"):
+        failed(x).square().sum().backward()
+    dshard.parallelize(model, mesh, "auto", x)
+    return float(model(x).square().sum().detach())
+
+
+def raise_my_own(grad: Tensor) -> None:
+    raise ValueError("my hook")
+
+
+@pytest.mark.ranks
+def test_a_model_is_planned_by_one_rank_after_a_backward_pass_that_failed(ranks: RankPool) -> None:
+    assert len({*ranks.run(planned_after_a_failed_backward_pass)}) == 1
+
+
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.filterwarnings("ignore:distribute_tensor on the mesh")
 def test_the_plan_of_a_model_is_that_of_its_modules_before_they_had_plans(strategy: str) -> None:
