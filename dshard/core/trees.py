@@ -71,6 +71,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], object]) -> Any:
 
 def _with_items(tree: Any, items: dict[Any, Any]) -> Any:
     """A container of the class of `tree` with these items, as `_items` names them."""
+    if type(tree) is dict:
+        return {**items}
     if isinstance(tree, tuple | list):
         return tree._make(items.values()) if hasattr(tree, "_make") else type(tree)(items.values())
     changed = copy(tree)

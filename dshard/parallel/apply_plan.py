@@ -34,7 +34,7 @@ from dshard.ops.matmul.options import MatmulOptions, current_options, enter_opti
 from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
-from dshard.parallel.given_containers import GivenContainers
+from dshard.parallel.given_containers import GivenCopies, begin_call
 from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before, without_earlier_hooks
 from dshard.parallel.plan_values import ModelPlan
@@ -49,7 +49,7 @@ from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, no_torch_function, saved_tensor_hooks
 
 
-def apply_plan(model: nn.Module, plan: ModelPlan, given: GivenContainers | None = None) -> list[Any]:
+def apply_plan(model: nn.Module, plan: ModelPlan, given: GivenCopies | None = None) -> list[Any]:
     """Register hooks that lay out inputs and outputs of `model` and its modules by `plan`, and return them.
 
     The copies of containers that a call is given are put into `given`.
@@ -77,7 +77,7 @@ def take_inputs(
     model: nn.Module,
     plan: ModelPlan,
     groups: Mapping[str, GatherGroup] | None = None,
-    given: GivenContainers | None = None,
+    given: GivenCopies | None = None,
 ) -> list[Any]:
     """Register hooks that lay out the inputs of `model`, and count plain tensors within as replicated; return them.
 
@@ -103,7 +103,7 @@ def take_inputs(
         if plan.precision is not None:
             inputs = plan.precision.inputs(inputs, copies)
         if given is not None:
-            given.put(None if is_dynamo_compiling() else sys._getframe(1), copies)
+            begin_call(given, None if is_dynamo_compiling() else sys._getframe(1), copies)
         return inputs
 
     @skip_frame

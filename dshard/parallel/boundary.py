@@ -39,7 +39,7 @@ from dshard.layout import Layout, layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.apply_plan import distribute_inputs
 from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
-from dshard.parallel.given_containers import GivenContainers
+from dshard.parallel.given_containers import GivenCopies, begin_call, end_call
 from dshard.parallel.inputs import STATES, Input, InputModes, Inputs, have_values, row_of
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
@@ -139,7 +139,7 @@ class Boundary:
         differ = compare_programs(plan, modes.per_data_rank, seed_alike, digests)
         draws = Draws(differ, modes.per_data_rank, plan.mesh)
         self.plan, self.inputs = plan, Inputs(plan, modes, draws, self.outputs.form == "plain")
-        self.given = GivenContainers()
+        self.given: GivenCopies = []
         self.comparisons, self.sent = comparisons_on(plan.mesh), 0
         self.has_processes = taking_part(plan.mesh) is not None
         declare_model(self, Layout(plan.mesh, rows_alone(plan.inputs[""])), modes.per_data_rank)
@@ -199,7 +199,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             check_world(boundary.plan.mesh)
         copies = list[GivenCopy]()
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module), copies)
-        boundary.given.put(sys._getframe(1), copies)
+        begin_call(boundary.given, sys._getframe(1), copies)
         boundary.sent = boundary.comparisons.sent()
         if boundary.inputs.draws.differ or boundary.comparisons.are_due:
             boundary.inputs.draws.enter(module)
@@ -224,7 +224,7 @@ def end_boundary(model: nn.Module, boundary: Boundary) -> None:
         if boundary.inputs.draws.before and not is_dynamo_compiling():
             boundary.inputs.draws.leave(module)
         converted = boundary.outputs(out, boundary.inputs.rows)
-        boundary.given.give_back(None if is_dynamo_compiling() else sys._getframe(1), boundary.new)
+        end_call(boundary.given, None if is_dynamo_compiling() else sys._getframe(1), boundary.new)
         if not is_dynamo_compiling():
             has_sent = boundary.comparisons.sent() != boundary.sent
             if (has_sent or converted is not out) and is_grad_enabled():

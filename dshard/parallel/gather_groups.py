@@ -25,7 +25,7 @@ from dshard.core.spec import outside_checkpoint
 from dshard.core.transforms import has_tangent
 from dshard.core.trees import GivenCopy
 from dshard.core.wrapper import Wrapper
-from dshard.parallel.given_containers import GivenContainers
+from dshard.parallel.given_containers import GivenCopies, begin_call, end_call
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
 from dshard.parallel.precision import Precision
@@ -342,18 +342,18 @@ def _changes(name: str, parameter: Tensor, plan: ModelPlan) -> bool:
 
 def _casting(precision: Precision) -> tuple[Any, Any]:
     """Hooks around a module whose inputs are cast."""
-    given = GivenContainers()
+    given: GivenCopies = []
 
     @skip_frame
     def enter(module: nn.Module, args: object, kwargs: object) -> Any:
         copies: list[GivenCopy] = []
         inputs = precision.inputs((args, kwargs), copies)
-        given.put(None if is_dynamo_compiling() else sys._getframe(1), copies)
+        begin_call(given, None if is_dynamo_compiling() else sys._getframe(1), copies)
         return inputs
 
     @skip_frame
     def leave(module: nn.Module, args: object, out: object) -> None:
-        given.give_back(None if is_dynamo_compiling() else sys._getframe(1), lambda x: x)
+        end_call(given, None if is_dynamo_compiling() else sys._getframe(1), lambda x: x)
 
     return enter, leave
 

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeAlias
 
 from torch import Tensor
 
 from dshard.core.trees import GivenCopy, give_back
 from dshard.rehearsal.session import is_running
 
+GivenCopies: TypeAlias = list[tuple[FrameType | None, list[GivenCopy]]]
+"""The copies of containers that running calls are given, by the frames in which their hooks run; None in a graph."""
 
-class GivenContainers:
-    """The copies of containers that running calls of a module are given, by the frames in which their hooks run."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[FrameType | None, list[GivenCopy]]] = []
+def begin_call(given: GivenCopies, call: FrameType | None, copies: list[GivenCopy]) -> None:
+    """A call that begins is given these copies."""
+    if copies:
+        given.append((call, copies))
 
-    def put(self, call: FrameType | None, copies: list[GivenCopy]) -> None:
-        """A call that begins is given these copies; `call` is None in a graph."""
-        if copies:
-            self.calls.append((call, copies))
 
-    def give_back(self, call: FrameType | None, change: Callable[[Tensor], object]) -> None:
-        """A call has ended: do to its caller's containers what it did to their copies, new tensors by `change`."""
-        if not self.calls:
-            return
-        give_back([each for own, copies in self.calls if own is call for each in copies], change)
-        self.calls = [
-            each for each in self.calls if each[0] is not call and (each[0] is None or is_running(each[0]))
-        ]  # or failed
+def end_call(given: GivenCopies, call: FrameType | None, change: Callable[[Tensor], object]) -> None:
+    """Do to the containers of a call's caller what it did to their copies, new tensors by `change`."""
+    if given:
+        give_back([each for own, copies in given if own is call for each in copies], change)
+        given[:] = [(own, copies) for own, copies in given if own is not call and (own is None or is_running(own))]
