@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dshard.core.transforms import unwrapped
+from dshard.core.trees import replace_tensors
 from dshard.tools.nccl_contract import transfers
 from dshard.tools.nccl_contract.communicator_group import CommunicatorGroup
 from dshard.tools.nccl_contract.contract_rules import (
@@ -331,3 +334,19 @@ def _op(opts: Any) -> dist.ReduceOp:
 
 def _call(kind: str, x: Tensor, *others: object) -> Digest:
     return Digest((kind, str(x.dtype), x.numel(), *others))
+
+
+def _unwrapping(method: Any) -> Any:
+    """A method that is given what transforms of torch.func have wrapped, as c10d's dispatcher gives it."""
+
+    @wraps(method)
+    def call(group: NcclContract, *args: object, **kwargs: object) -> object:
+        args, kwargs = replace_tensors((args, kwargs), unwrapped)
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+for _name, _method in [*vars(NcclContract).items()]:
+    if isinstance(_method, FunctionType) and not _method.__name__.startswith("_"):
+        setattr(NcclContract, _name, _unwrapping(_method))

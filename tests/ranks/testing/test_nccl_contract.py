@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dshard.comm import put
+from dshard.core.transforms import unwrapped
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.nccl_contract import RULES
 from dshard.tools.nccl_contract.process_state import _FAILED, CURRENT, ProcessState
@@ -385,6 +386,14 @@ def results(group: Group, rank: int) -> list[bool]:
     assert pending is not None
     poisoned = bool((numbers < -(2**40)).all())
     pending.wait()
+    within: list[Tensor] = []
+
+    def followed(x: Tensor) -> Tensor:
+        within.extend([x.detach().new_zeros(8), x.detach() * 1])
+        group.all_gather_single(*within).wait()
+        return x.sum()
+
+    torch.func.grad(followed)(x)
     objects: list[object] = [None] * 4
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     return [
@@ -399,6 +408,7 @@ def results(group: Group, rank: int) -> list[bool]:
         ring.tolist() == [float((rank - 1) % 4)] * 3,
         poisoned,
         numbers.tolist() == [6, 6],
+        unwrapped(within[0]).equal(whole),
         objects == [{"rank": i} for i in range(4)],
     ]
 
