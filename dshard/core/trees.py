@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
-from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -102,19 +101,26 @@ def map_given(tree: Any, change: Callable[[Tensor], object], copies: list[GivenC
 
     The copies of others are added to `copies`.
     """
+    return _given(tree, change, copies)[0]
+
+
+def _given(tree: Any, change: Callable[[Tensor], object], copies: list[GivenCopy]) -> tuple[Any, bool]:
+    """`map_given`, and whether anything has changed: Dynamo cannot ask that of two tuples."""
     if isinstance(tree, Tensor):
-        return change(tree)
+        changed = change(tree)
+        return changed, changed is not tree
     own = dict(_items(tree))
-    items = {name: map_given(item, change, copies) for name, item in own.items()}
-    if all(map(is_, items.values(), own.values())):
-        return tree
+    given = {name: _given(item, change, copies) for name, item in own.items()}
+    if not any(has_changed for _, has_changed in given.values()):
+        return tree, False
     for each in copies:
         if each.own is tree:
-            return each.copy
+            return each.copy, True
+    items = {name: item for name, (item, _) in given.items()}
     copy = _with_items(tree, items)
     if not isinstance(tree, tuple):
         copies.append(GivenCopy(tree, copy, own, items))
-    return copy
+    return copy, True
 
 
 def give_back(copies: list[GivenCopy], change: Callable[[Tensor], object]) -> None:
