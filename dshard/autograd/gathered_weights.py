@@ -424,6 +424,9 @@ def _cast_end(end: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def use_of(hooks: Sequence[object]) -> GatheredUse | None:
-    """The use of gathered weights whose hooks of saved tensors these are, with no others: it takes local ones, too."""
+    """The use of gathered weights whose hooks of saved tensors these are, within no others but those of such uses.
+
+    It takes local ones, too.
+    """
     use = getattr(hooks[0], "__self__", None)
-    return use if isinstance(use, GatheredUse) and use.outer is None else None
+    return use if isinstance(use, GatheredUse) and (use.outer is None or use_of(use.outer) is not None) else None

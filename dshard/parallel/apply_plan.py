@@ -396,8 +396,8 @@ class FollowedModules:
         at = begins[min(visit, len(begins) - 1)]
         if at <= PLANNED.at:
             return
-        counts = HERE.answer is None or isinstance(HERE.answer, RegionRecording)  # not calls that are answered
-        if counts and not again:
+        by_python = HERE.answer is None or isinstance(HERE.answer, RegionRecording) or HERE.awaits_a_call
+        if by_python and not again:
             left_out = [each for each in self.planned.calls[PLANNED.at : at] if each.is_laid_out]
             if left_out:
                 self.planned.warn(left_out[0], f"went on to {name} without", self.mesh)

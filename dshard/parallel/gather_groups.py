@@ -32,6 +32,7 @@ from dshard.parallel.precision import Precision
 from dshard.placements import Shard
 from dshard.rehearsal.module import Rehearsal
 from dshard.rehearsal.session import is_running
+from dshard.rehearsal.stretches import StretchRehearsal, begin_stretch, end_stretch
 from dshard.tensor import DTensor
 from dshard.torch_private import graph_task_id, is_transforming
 
@@ -309,23 +310,28 @@ def gather_groups(model: nn.Module, plan: ModelPlan) -> dict[str, GatherGroup]:
 def gather_for(model: nn.Module, groups: dict[str, GatherGroup]) -> tuple[list[RemovableHandle], list[Rehearsal]]:
     """Register hooks that gather the weights of groups for their modules; the hooks, and how modules are rehearsed.
 
-    Modules within which no other gathers are rehearsed, on weights that are gathered by then, as inputs: what ranks
-    send to gather them, and to reduce their gradients, is the same however each of them runs the module.
+    Modules are rehearsed on weights that are gathered by then, as inputs: what ranks send to gather them, and to reduce
+    their gradients, is the same however each of them runs the module. One around others is rehearsed between these.
     """
     hooks, rehearsals = list[RemovableHandle](), list[Rehearsal]()
     for path, group in groups.items():
         module, precision = model.get_submodule(path), group.plan.precision
         if not hooks:
             hooks.append(before(model, group.order.restart))
+        is_within = any(_is_within(path, other) for other in groups if other != path)
+        is_around = any(_is_within(other, path) for other in groups if other != path)
+        if is_within:
+            hooks.append(before(module, end_stretch))
         hooks.append(before(module, group.enter))
         if precision is not None and path:
             enter, leave = _casting(precision)
             hooks += [before(module, enter, with_kwargs=True), after(module, leave)]
-        if not any(other != path and _is_within(other, path) for other in groups):
-            rehearsals.append(Rehearsal(module, group.weights))
-            hooks.append(before(module, rehearsals[-1].enter, with_kwargs=True))
-            hooks.append(after(module, rehearsals[-1].leave, always=True))
+        rehearsals.append((StretchRehearsal if is_around else Rehearsal)(module, group.weights))
+        hooks.append(before(module, rehearsals[-1].enter, with_kwargs=True))
+        hooks.append(after(module, rehearsals[-1].leave, always=True))
         hooks.append(after(module, group.leave, always=True))
+        if is_within:
+            hooks.append(after(module, begin_stretch, always=True))
     return hooks, rehearsals
 
 

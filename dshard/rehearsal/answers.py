@@ -211,6 +211,7 @@ def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
     maker |= {slot: -1 for slot in contents.sources if slot not in own}
     kept = {slot for slot, i in maker.items() if i < 0 or slot in alive | made_once} if needs_grad else set()
     kept -= contents.of_weights.keys()  # which are alive, as others have not let go of them
+    kept -= {each.slot for each in contents.let_go.values()}
     lost = set[Slot]()
     for each in raw:
         made = {same.get(out, out) for out in each.made}

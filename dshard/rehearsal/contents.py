@@ -13,9 +13,9 @@ from dshard.rehearsal.code import reads, roots_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.region_recording import (
     CallResult,
+    LetGo,
     RegionRecording,
     Signature,
-    Weight,
     instructions_of,
     is_size,
     outside_of,
@@ -35,8 +35,9 @@ class Contents:
         made: The results.
         trained: The leaves and inputs that get a gradient, in the order in which a backward pass has these whole.
         dropped: The calls at which Python had dropped a result.
-        weights: The inputs that are gathered weights, which a backward pass gathers again.
-        reader: The slot of the function that gives one of these to a backward pass.
+        let_go: The inputs that a run does not hold after its calls: gathered weights, which a backward pass gathers
+            again, and those that nothing held when the recording ended, as autograd had not saved them.
+        reader: The slot of the function that gives a gathered weight to a backward pass.
     """
 
     calls: list[RecordedCall]
@@ -52,7 +53,7 @@ class Contents:
     trained: list[int]
     dropped: dict[int, int]
     ranks: tuple[int, ...]
-    weights: dict[int, Weight]
+    let_go: dict[int, LetGo]
     reader: Slot | None
 
     @property
@@ -83,17 +84,22 @@ class Contents:
     @cached_property
     def gathered(self) -> dict[Slot, int]:
         """The slots of gathered weights, and which each is in its use."""
-        return {x.slot: x.place for x in self.weights.values()}
+        return {x.slot: x.place for x in self.weights.values() if x.place is not None}
 
     @cached_property
     def saving(self) -> list[int]:
         """The calls of which autograd saves gathered weights."""
         return [i for i, call in enumerate(self.calls) if call.saves_weights]
 
-    @property
-    def trained_weights(self) -> list[int]:
-        """The gathered weights that get a gradient."""
-        return [n for n in self.trained if n in self.weights]
+    @cached_property
+    def weights(self) -> dict[int, LetGo]:
+        """The inputs that are gathered weights."""
+        return {n: x for n, x in self.let_go.items() if x.place is not None}
+
+    @cached_property
+    def trained_of_let_go(self) -> list[int]:
+        """Those of them that get a gradient."""
+        return [n for n in self.trained if n in self.let_go]
 
     @cached_property
     def of_weights(self) -> dict[Slot, int]:
@@ -137,10 +143,11 @@ def contents_of(recording: RegionRecording) -> Contents:
     trained = [n for n, kind in kinds.items() if n in used and _needs_grad(kind)]
     trained += [n for n, x in enumerate(recording.inputs) if _needs_grad(kind_of(x))]
     place = {n: i for i, n in enumerate(recorder.gradient_order)}
+    n_inputs = len(recording.inputs)
     return Contents(
         calls=calls,
         why_not=why_not,
-        n_inputs=len(recording.inputs),
+        n_inputs=n_inputs,
         n_tensors=recording.n_tensors,
         views=recorder.views,
         literals=recorder.literals,
@@ -151,7 +158,7 @@ def contents_of(recording: RegionRecording) -> Contents:
         trained=sorted(trained, key=lambda n: place.get(n, len(place) + recording.n_tensors - n)),
         dropped=recording.dropped,
         ranks=tuple(recorder.ranks),
-        weights=recording.gathering.weights,
+        let_go=recording.let_go(),
         reader=recording.gathering.reader,
     )
 

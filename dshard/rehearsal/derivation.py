@@ -470,20 +470,22 @@ class Derivation(LocalRecorder):
 def inner_tensors(run: Run, derivation: Derivation, ctx: Context | None) -> dict[int, Any]:
     """The operands by number: those that get a gradient as aliases, of which autograd knows nothing else.
 
-    With the context of the run's node they are connected to autograd's graph. Gathered weights have no values.
+    With the context of the run's node they are connected to autograd's graph. Inputs that were let go have no values.
     """
     contents = run.record.contents
     inner: dict[int, Any] = {**contents.leaves, **dict(enumerate(run.inputs)), **run.late}
-    for n, weight in contents.weights.items():
+    distributed = {n: each for n, each in contents.let_go.items() if each.kind[0] is not Tensor}
+    for n, (slot, _, kind) in contents.let_go.items():
         with derivation._unrecorded():
-            inner[n] = run.inputs[n] = wrap(derivation._stand_in(weight.slot), weight.kind[1])
+            x = derivation._stand_in(slot)
+            inner[n] = run.inputs[n] = wrap(x, kind[1]) if n in distributed else x
     if ctx is not None:
-        inner |= zip(run.record.contents.trained_weights, ctx.saved_tensors, strict=True)
-    for n, weight in contents.weights.items():
-        inner[n]._matmul = weight.kind[3]
-        derivation._tensors[local_of(inner[n])] = weight.slot
+        inner |= zip(contents.trained_of_let_go, ctx.saved_tensors, strict=True)
+    for n, (slot, _, kind) in distributed.items():
+        inner[n]._matmul = kind[3]
+        derivation._tensors[local_of(inner[n])] = slot
     for n in contents.trained:
-        inner[n] = _alias(inner[n], derivation, n not in contents.weights, is_apart=ctx is None)
+        inner[n] = _alias(inner[n], derivation, n not in contents.let_go, is_apart=ctx is None)
     return inner
 
 

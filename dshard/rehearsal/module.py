@@ -81,13 +81,13 @@ class Rehearsal:
         self.why_not = "it was not called"
         self.weights = weights
         self._known: dict[object, _Known] = {}
-        self._watched: _Known | None = None  # of the call that runs by Python
+        self._watched: list[_Known] = []  # of the call that runs by Python
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
-        copy = Rehearsal.__new__(Rehearsal)
+        copy = type(self).__new__(type(self))
         memo[id(self)] = copy
         copy.name, copy.calls, copy.answered, copy.why_not = self.name, 0, 0, "it was not called"
-        copy._known, copy._watched, copy.weights = {}, None, deepcopy(self.weights, memo)
+        copy._known, copy._watched, copy.weights = {}, [], deepcopy(self.weights, memo)
         return copy
 
     @property
@@ -111,17 +111,26 @@ class Rehearsal:
         """The forward pass begins, with its inputs laid out."""
         if torch.compiler.is_dynamo_compiling() or (self.weights is not None and graph_task_id() >= 0):
             return  # within a backward pass a module is not called, but calls of it run again
-        self.calls += 1
         if HERE.entered:
             HERE.drop_ended()
+        begun = self.begun(module, args, kwargs)
+        if begun is not None:
+            call = sys._getframe(1).f_back  # of torch, whose hooks of a call that failed run there themselves
+            assert call is not None
+            session, close = begun
+            HERE.enter(Entered(call, close), session.session())
+
+    def begun(
+        self, module: nn.Module, args: Any, kwargs: Any, number: int = 0
+    ) -> tuple[RegionRecording | Run, Callable[[bool], None]] | None:
+        """The session of calls that begin with these inputs, and what closes it; None if they run by Python.
+
+        They are the stretch of this `number` in their module's forward pass.
+        """
+        self.calls += 1
         with _BEGINNING:
-            session, known = self._session(module, args, kwargs)
-        if session is None or known is None:
-            return
-        call = sys._getframe(1).f_back  # of torch, whose hooks of a call that failed run there themselves
-        assert call is not None
-        entered = Entered(call, partial(self._close, session, known))
-        HERE.enter(entered, session.session() if isinstance(session, Run) else session)
+            session, known = self._session(module, args, kwargs, number)
+        return None if session is None or known is None else (session, partial(self._close, session, known))
 
     def leave(self, module: nn.Module, args: object, out: object) -> None:
         """The forward pass has ended, or failed."""
@@ -133,11 +142,14 @@ class Rehearsal:
             if isinstance(HERE.answer, RegionRecording) and HERE.entered[-1].frame is caller.f_back:
                 HERE.answer.has_given(out)
             HERE.leave((caller, caller.f_back), failed=failed)
-        watched, self._watched = self._watched, None
-        if watched is not None and watched.record is not None:
-            watched.record.watch(tensors_in(out))
+        for watched in self._watched:
+            if watched.record is not None:
+                watched.record.watch(tensors_in(out))
+        self._watched = []
 
-    def _session(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[RegionRecording | Run | None, _Known | None]:
+    def _session(
+        self, module: nn.Module, args: Any, kwargs: Any, number: int
+    ) -> tuple[RegionRecording | Run | None, _Known | None]:
         flat, structure = args, None
         if kwargs or not {Tensor, Wrapper.public}.issuperset(map(type, args)):
             flat, structure = pytree.tree_flatten((args, kwargs))
@@ -159,6 +171,7 @@ class Rehearsal:
             return None, None
         ids = [*map(id, inputs)]
         key = (
+            number,
             structure,
             tuple([_key_of(x) for x in flat if not isinstance(x, Tensor)]),
             tuple(map(kind_of, inputs)),
@@ -178,7 +191,8 @@ class Rehearsal:
                 return None, None
             known.record = record = None
         if record is not None and record.passes.create_graph:
-            record.passes.create_graph, self._watched = False, known
+            record.passes.create_graph = False
+            self._watched.append(known)
             self.why_not = "gradients of its last call were differentiated again"
             return None, None
         if record is not None and known.missed < 2:
@@ -198,7 +212,7 @@ class Rehearsal:
         self, module: nn.Module, inputs: list[Tensor], use: GatheredUse | None, known: _Known
     ) -> RegionRecording:
         known.tries += 1
-        self._watched = known
+        self._watched.append(known)
         if known.tries >= TRIES:
             known.pause = PAUSE * 4 ** (known.tries - TRIES)
         known.missed = 0

@@ -166,7 +166,7 @@ class Record:
         self.programs: list[tuple[Any, Any]] = []
         self.passes = Passes()
         self.read = {*contents.leaves, *range(contents.n_inputs), *self.places.late}
-        self.read -= contents.counted | contents.weights.keys()
+        self.read -= contents.counted | contents.let_go.keys()
         self.unread: list[Slot] = []
 
     @property

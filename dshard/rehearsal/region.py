@@ -136,7 +136,7 @@ class Run:
                             return out
                 at = self._next_if_skipped(func)
                 if at is None:
-                    return other(func, args, kwargs) if frame is None else _behind(frame, other, func, args, kwargs)
+                    return run_behind(frame, other, func, args, kwargs)
                 steps = iter(self.record.answers[at:])
                 expected, grad, settings, checkpoint, autocast, run = next(steps, _LAST)
 
@@ -288,7 +288,7 @@ class Run:
             self.versions |= {n: (x, self.values[places.late[n]]) for n, x in self.late.items() if n in record.read}
         for n in (*range(record.contents.n_inputs), *places.late, *places.plain):
             tensors[n] = None
-        self._let_go_of_weights()
+        self._let_go_of_inputs()
         record.absent = absent = list[int]()
         held = {n: x for n, x in enumerate(self.inputs) if x is not None}
         with no_torch_function():
@@ -320,13 +320,13 @@ class Run:
             for slot in record.unread if self.is_whole else ():
                 self.values[slot.number] = None
 
-    def _let_go_of_weights(self) -> None:
-        """Let go of gathered weights, of which eager calls have autograd save the places."""
+    def _let_go_of_inputs(self) -> None:
+        """Let go of gathered weights, of which eager calls have autograd save the places, and of what none saves."""
         record, use = self.record, self.use
+        for n, each in record.contents.let_go.items():
+            self.inputs[n] = self.values[each.slot.number] = None
         if not record.contents.weights or use is None:
             return
-        for n in record.contents.weights:
-            self.inputs[n] = None
         for slot in record.contents.of_weights:
             self.values[slot.number] = None
         n = self.n_answered
@@ -345,17 +345,17 @@ def _sharing(held: dict[int, Tensor]) -> dict[int, tuple[Tensor, int]]:
     return {n: (local, local._version) for n, local in shared.items()}
 
 
-def _behind(frame: object, run: Answer, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def run_behind(frame: object, run: Answer, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a call that was not answered, behind calls that were, which may have run in the same checkpoint, `frame`.
 
     There it keeps what autograd saves: torch would count on what answered calls have not saved, if it ran them again.
     """
-    if outermost_checkpoint() is not frame:
+    if frame is None or outermost_checkpoint() is not frame:
         return run(func, args, kwargs)
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         out = run(func, args, kwargs)
     if HERE.answer is None and HERE.entered:  # the run has stopped, and the checkpoint goes on
-        HERE.answer = partial(_behind, frame, run_eagerly)
+        HERE.answer = partial(run_behind, frame, run_eagerly)
     return out
 
 

@@ -79,7 +79,7 @@ class RegionNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if segment:
             return torch.empty(0)
-        ctx.save_for_backward(*run.operands(run.record.contents.trained_weights))
+        ctx.save_for_backward(*run.operands(run.record.contents.trained_of_let_go))
         return tuple([run.tensors[n] for n in run.record.places.needing])
 
     @staticmethod
@@ -117,10 +117,10 @@ def begun(record: Record, inputs: Sequence[Tensor], use: GatheredUse | None) -> 
 
 
 def _saving_numbers(run: Run) -> AbstractContextManager[object]:
-    """Within the block autograd saves numbers of gathered weights, by which a created graph goes on to their nodes."""
-    if not (weights := run.record.contents.trained_weights):
+    """Within the block autograd saves numbers of inputs that a run lets go: a created graph goes on to their nodes."""
+    if not (let_go := run.record.contents.trained_of_let_go):
         return nullcontext()
-    numbers = iter(weights)
+    numbers = iter(let_go)
     return saved_tensors_hooks(lambda x: next(numbers), lambda n: run.inputs[n])
 
 

@@ -159,11 +159,11 @@ class CallResult(NamedTuple):
         return self.kind[0] is Tensor
 
 
-class Weight(NamedTuple):
-    """An input that is a gathered weight: the slot of its local tensor, its index in the use, and its kind."""
+class LetGo(NamedTuple):
+    """An input that is not kept: the slot of its local tensor, its place in a use of gathered weights, and its kind."""
 
     slot: Slot
-    place: int
+    place: int | None
     kind: Kind
 
 
@@ -171,7 +171,7 @@ class Gathering(NamedTuple):
     """A use of gathered weights, these by number, and the slot of the function by which a backward pass reads them."""
 
     use: GatheredUse | None
-    weights: dict[int, Weight]
+    weights: dict[int, LetGo]
     reader: Slot | None
 
 
@@ -213,12 +213,12 @@ class RegionRecording:
         """The use of the gathered weights among the inputs."""
         return self.gathering.use
 
-    def _weights_of(self, use: GatheredUse) -> dict[int, Weight]:
+    def _weights_of(self, use: GatheredUse) -> dict[int, LetGo]:
         """The gathered weights among the inputs, by number; those without elements are inputs like any other."""
         places = [None if use.gathered is None else use.gathered.place(x) for x in self.inputs]
         slots = [self.recorder.slot_of(local_of(x)) for x in self.inputs]
         pairs = enumerate(zip(self.inputs, slots, places, strict=True))
-        return {n: Weight(slot, place, kind_of(x)) for n, (x, slot, place) in pairs if place is not None}
+        return {n: LetGo(slot, place, kind_of(x)) for n, (x, slot, place) in pairs if place is not None}
 
     def _number(self, x: Tensor) -> int:
         number, self.n_tensors = self.n_tensors, self.n_tensors + 1
@@ -490,9 +490,27 @@ class RegionRecording:
         outs = tensors_in(out) or [x for each in self._refs.values() if (x := each()) is not None]
         self.recorder.gradient_order = gradient_order(outs, operands, self.recorder.since)
 
+    def session(self) -> RegionRecording:
+        """The session, which is itself."""
+        return self
+
+    def end_within_module(self) -> None:
+        """End between calls of the module: a checkpoint that goes on is left out, and what is alive is its result."""
+        self.has_given(None)
+        self.calls = outside_of(outermost_checkpoint(), self.calls)
+
     def end(self) -> None:
         """Let go of tensors, which are not looked after any more."""
         self._refs.clear()
+
+    def let_go(self) -> dict[int, LetGo]:
+        """Let go of the inputs; gathered weights among them, and those whose memory nobody else holds."""
+        kinds = [*map(kind_of, self.inputs)]
+        self.inputs = []
+        self.recorder.externals.clear()
+        alive, weights = self.alive(), self.gathering.weights
+        sources = {n: slot for slot, n in self.sources.items() if n < len(kinds) and n not in weights}
+        return weights | {n: LetGo(slot, None, kinds[n]) for n, slot in sources.items() if slot not in alive}
 
     def alive(self) -> set[Slot]:
         """The slots whose memory is alive."""

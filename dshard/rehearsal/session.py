@@ -21,10 +21,14 @@ Answer = Callable[[Any, Args, Kwargs], Any]
 
 
 class Entered(NamedTuple):
-    """A call of a module that has a session: its frame, and what closes the session, with whether the call failed."""
+    """A call of a module that has a session: its frame, and what closes the session, with whether the call failed.
+
+    Around modules with sessions of their own it has one for each of its `stretches` of calls.
+    """
 
     frame: FrameType
     close: Callable[[bool], None]
+    stretches: Any = None
 
 
 ENTERED: list[Entered] = []
@@ -36,6 +40,16 @@ class _Here(local):
 
     def __init__(self) -> None:
         self.entered: list[Entered] = []
+
+    @property
+    def stretches(self) -> Any:
+        """Those of the innermost call, if it has such."""
+        return self.entered[-1].stretches if self.entered else None
+
+    @property
+    def awaits_a_call(self) -> bool:
+        """Whether the session of a stretch begins with the next call."""
+        return self.stretches is not None and self.stretches.close is None
 
     def enter(self, call: Entered, answer: Answer) -> None:
         """Begin the session of a call, which answers the calls of this thread."""

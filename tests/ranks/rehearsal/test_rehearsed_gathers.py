@@ -118,7 +118,8 @@ def gathered_weights_held() -> dict[bool, list[tuple[int, int]]]:
                 after_forward = sum(not memory.expired() for memory in memories)
                 loss.backward()
                 held.setdefault(rehearsed, []).append((after_forward, sum(not memory.expired() for memory in memories)))
-        assert model.rehearsed.answered == (BLOCKS * (STEPS - 2) if rehearsed else 0)
+        stretches = 2  # of calls before and behind the blocks
+        assert model.rehearsed.answered == ((BLOCKS + stretches) * (STEPS - 2) if rehearsed else 0)
     return held
 
 
@@ -128,3 +129,97 @@ def test_gathered_weights_are_freed_as_by_python(ranks: RankPool) -> None:
     for held in ranks.run(gathered_weights_held):
         assert held[True] == held[False]
         assert held[True][-1] == (9, 0)
+
+
+class Part(nn.Module):
+    """Calls around a module within, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.within, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.within(self.norm(x)).tanh())
+
+
+class Around(nn.Module):
+    """Calls between blocks: some in a checkpoint, in which a block runs or not, and some of which have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.runs_within = True
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(words)).relu() * 2
+        block = self.blocks[1] if self.runs_within else nn.Identity()
+        x = self.blocks[2](checkpoint(lambda x: block(x.sin()).cos(), x, use_reentrant=False))
+        with torch.no_grad():
+            scale = x.amax()
+        return self.head((x * scale).sigmoid())
+
+
+def trained_around(rehearsed: bool, group: list[str] | None) -> tuple[list[Tensor], list[int]]:
+    """Losses, gradients and weights of a few steps, and how many calls were answered of the model and its parts."""
+    torch.manual_seed(0)
+    words = torch.randint(0, 12, (8, TOKENS))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model: Any = parallelize(Around(), mesh, "fsdp", words, group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values: list[Any] = []
+    with dshard.rehearsing(rehearsed):
+        for step in range(6):
+            model.runs_within = step > 3
+            words = torch.randint(0, 12, (8, TOKENS), generator=torch.Generator().manual_seed(step))
+            loss = model(words).logsumexp(-1).square().mean()
+            loss.backward()
+            values += [loss, *(p.grad if p.grad is not None else p for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+    values += model.parameters()
+    return [x.to_local().detach().clone() for x in values], [part.answered for part in model.rehearsed.parts]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("group", "answered"),
+    [
+        (None, [2 * 3 + 2, 4, 0, 4]),  # before, between and behind blocks, but for the checkpoint around one
+        (["blocks.*", "blocks.*.within"], [2 * 3 + 2, *(4 * 2, 4), *(0, 0), *(4 * 2, 4)]),
+    ],
+)
+def test_calls_around_blocks_are_answered(ranks: RankPool, group: list[str] | None, answered: list[int]) -> None:
+    by_python, rehearsed = (ranks.run(trained_around, on, group) for on in (False, True))
+    for (expected, none), (values, counts) in zip(by_python, rehearsed, strict=True):
+        torch.testing.assert_close(values, expected)
+        assert counts == answered
+        assert not any(none)
+
+
+def results_held() -> dict[bool, list[int]]:
+    """By Python and rehearsed: results of blocks whose memory is there after a forward pass."""
+    held: dict[bool, list[int]] = {}
+    for rehearsed in (False, True):
+        words = torch.randint(0, 12, (8, TOKENS))
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model: Any = parallelize(Around(), mesh, "fsdp", words)
+        memories: list[StorageWeakRef] = []
+
+        def note(module: Any, args: Any, out: Any, memories: list[StorageWeakRef] = memories) -> None:
+            memories.append(StorageWeakRef(out.to_local().untyped_storage()))
+
+        model.blocks[0].register_forward_hook(note)
+        with dshard.rehearsing(rehearsed):
+            for _ in range(STEPS):
+                memories.clear()
+                loss = model(words).sum()
+                held.setdefault(rehearsed, []).append(sum(not memory.expired() for memory in memories))
+                loss.backward()
+    return held
+
+
+@pytest.mark.ranks
+def test_what_a_stretch_begins_with_is_freed_as_by_python(ranks: RankPool) -> None:
+    for held in ranks.run(results_held):
+        assert held[True][-1] == held[False][-1] == 0
