@@ -130,7 +130,7 @@ def _recomputation_hooks(
     entered: list[nn.Module] = []
     within = {child: group for path, group in groups.items() for child in model.get_submodule(path).children()}
 
-    def enter(name: str, module: nn.Module, args: object) -> None:
+    def enter(name: str, group: GatherGroup | None, module: nn.Module, args: object) -> None:
         if is_dynamo_compiling():
             return
         if graph_task_id() < 0 or entered:
@@ -142,7 +142,6 @@ def _recomputation_hooks(
             enter_block()
         if followed is not None:
             followed.arrive(name, again=True)
-        group = within.get(module)
         if group is not None and group.running:
             group = None
         if group is not None:
@@ -159,7 +158,7 @@ def _recomputation_hooks(
         once = after(module, leave, always=True)
 
     hooked = [(name, each) for name, each in model.named_modules() if each in within or any(each.children())]
-    return [before(module, partial(enter, name)) for name, module in hooked]
+    return [before(module, partial(enter, name, within.get(module))) for name, module in hooked]  # which copies copy
 
 
 def _schedule_hooks(module: nn.Module, schedule: Schedule, shared: bool) -> list[Any]:

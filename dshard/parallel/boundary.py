@@ -199,7 +199,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             check_world(boundary.plan.mesh)
         copies = list[GivenCopy]()
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module), copies)
-        begin_call(boundary.given, sys._getframe(1), copies)
+        begin_call(boundary.given, None if is_dynamo_compiling() else sys._getframe(1), copies)
         boundary.sent = boundary.comparisons.sent()
         if boundary.inputs.draws.differ or boundary.comparisons.are_due:
             boundary.inputs.draws.enter(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -245,8 +246,9 @@ def test_a_backward_pass_differentiates_by_the_gathered_weights_that_its_forward
     alone(x).square().sum().backward()
     with simulated(Mesh((2,), ("dp",))):
         model = parallelize(net(), Mesh((2,), ("dp",)), "fsdp", x)
-        for _ in range(2):
-            model.zero_grad()
-            model(x).square().sum().backward()
-            for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        model(x)
+        for each in (model, model, deepcopy(model)):
+            each.zero_grad()
+            each(x).square().sum().backward()
+            for found, expected in zip(each.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(whole(found.grad), expected.grad)
