@@ -81,6 +81,7 @@ def declare_model(model: object, rows: Layout, per_data_rank: bool) -> None:
     _MODELS.setdefault((rows.mesh, per_data_rank), WeakSet()).add(model)
     if not per_data_rank:
         _ROWS[rows.mesh] = rows
+    _MEANS.pop(rows.mesh, None)  # until a model that gives plain rows is called
     comparisons_on(rows.mesh).restart()
 
 

@@ -121,6 +121,10 @@ def rows_of_data_ranks(strategy: str, shape: tuple[int, ...], dtype: torch.dtype
 
         outside = F.cross_entropy(model(x_rows.detach()), dshard.distribute_batch(model, y_rows))
         torch.testing.assert_close(outside.full_tensor(), expected, rtol=tolerance, atol=tolerance)
+    parallelize(nets(dtype)[0], mesh_of(shape), strategy, *data(4, dtype))  # of whole batches: numbers are alike
+    with dshard.trace() as sent:
+        assert torch.ones((), dtype=dtype).requires_grad_().mul(3) + totals[0].detach() > totals[0]
+    assert not sent.events
 
 
 ROWS = [("data", (4,)), ("megatron", (2, 2)), ("fsdp", (4,)), ("fsdp x megatron-sp", (2, 2)), ("optimus", (2, 2))]
