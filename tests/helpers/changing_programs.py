@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import dshard
@@ -193,6 +195,7 @@ class Running:
         torch.manual_seed(program.seed)
         self.program, self.random = program, Random(program.seed)
         mesh = mesh_of((dist.get_world_size(),) if PLANS[program.plan] == 1 else (1, dist.get_world_size()))
+        self.strided = False
         self.rows, self.tokens, self.keywords = 4, SIZES["s"], dict[str, Any]()
         self.model: Any = Net(program)
         dshard.parallelize(self.model, mesh, program.plan, *self.batch(0)[:1])
@@ -209,7 +212,7 @@ class Running:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         rng = torch.Generator().manual_seed(step)
         ids = torch.randint(SIZES["words"], (2, self.rows, self.tokens), generator=rng)
-        return ids[0], ids[1]
+        return (ids[0].t().contiguous().t(), ids[1, :1].expand(self.rows, -1)) if self.strided else (ids[0], ids[1])
 
     def loss(self, step: int) -> Any:
         ids, targets = self.batch(step)
@@ -240,6 +243,15 @@ class Running:
                     out["inferred"] = self.loss(number + 50)
             case "left":
                 self.loss(number + 50)
+            case "functional":
+                weights = {name: p.detach() * 0.5 for name, p in self.model.named_parameters()}
+                out["functional"] = torch.func.functional_call(self.model, weights, self.batch(number)[:1])
+            case "averaged":
+                average = deepcopy(self.model).eval()
+                with torch.no_grad():
+                    for mean, p in zip(average.parameters(), self.model.parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+                    out["averaged"] = average(*self.batch(number)[:1])
             case "stopped":
                 s.stops = True
                 try:
@@ -364,7 +376,12 @@ def training_of_a_part(run: Running, random: Random) -> None:
 
 @change
 def rows(run: Running, random: Random) -> None:
-    run.rows = random.choice([2, 3, 4, 5, 8])
+    run.rows = random.choice([1, 2, 3, 4, 5, 8])
+
+
+@change
+def strides_of_the_batch(run: Running, random: Random) -> None:
+    run.strided = not run.strided
 
 
 @change
@@ -440,6 +457,19 @@ def a_hook_of_a_value(run: Running, random: Random) -> None:
 
 
 @change
+def a_hook_before_with_keywords(run: Running, random: Random) -> None:
+    def scaled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "scale": 0.5}
+
+    run.hooks.append(run.model.register_forward_pre_hook(scaled, with_kwargs=True))
+
+
+@change
+def a_hook_before_the_backward_pass(run: Running, random: Random) -> None:
+    run.hooks.append(run.model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,)))
+
+
+@change
 def parameters_written(run: Running, random: Random) -> None:
     with torch.no_grad():
         for p in run.model.parameters():
@@ -463,6 +493,44 @@ def a_parameter_replaced(run: Running, random: Random) -> None:
 def frozen(run: Running, random: Random) -> None:
     p = random.choice(list(run.model.parameters()))
     p.requires_grad_(not p.requires_grad)
+
+
+@change
+def frozen_but_for_the_head(run: Running, random: Random) -> None:
+    run.model.requires_grad_(not run.model.embed.weight.requires_grad)
+    run.model.head.requires_grad_(True)
+
+
+@change
+def a_module_replaced(run: Running, random: Random) -> None:
+    """By one of plain parameters, which count as replicated."""
+    run.model.head = nn.Linear(SIZES["d"], SIZES["words"])
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+
+
+@change
+def an_adapter(run: Running, random: Random) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.a = base.requires_grad_(False), nn.Linear(SIZES["d"], 2, bias=False)
+            self.b = nn.Linear(2, SIZES["words"], bias=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) + self.b(self.a(x))
+
+    run.model.head = Adapted(run.model.head)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+
+
+@change
+def a_parametrization(run: Running, random: Random) -> None:
+    head = run.model.head
+    if parametrize.is_parametrized(head):
+        parametrize.remove_parametrizations(head, "weight", leave_parametrized=random.random() < 0.5)
+    elif isinstance(head, nn.Linear):
+        weight_norm(head)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
 
 
 @change
@@ -494,6 +562,13 @@ def another_optimiser(run: Running, random: Random) -> None:
 @change
 def loaded(run: Running, random: Random) -> None:
     run.model.load_state_dict(deepcopy(run.model.state_dict()))
+
+
+@change
+def loaded_by_assignment(run: Running, random: Random) -> None:
+    state = {name: x.detach().clone() for name, x in run.model.state_dict().items()}
+    run.model.load_state_dict(state, assign=True)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
 
 
 @change
@@ -553,13 +628,23 @@ def checkpoints(run: Running, random: Random) -> None:
 
 
 @change
+def anomalies_detected(run: Running, random: Random) -> None:
+    torch.autograd.set_detect_anomaly(not torch.is_anomaly_enabled())
+
+
+@change
+def deterministic_algorithms(run: Running, random: Random) -> None:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+
+@change
 def autocast(run: Running, random: Random) -> None:
     run.autocast = not run.autocast
 
 
 WAYS = (
     "plain", "accumulated", "evaluated", "inferred", "left", "stopped", "twice", "together", "gradients", "penalty",
-    "some", "weighted", "nothing", "clipped",
+    "some", "weighted", "nothing", "clipped", "functional", "averaged",
 )  # fmt: skip
 
 
@@ -615,6 +700,8 @@ def generated(seed: int, apart: bool = False) -> Program:
 def steps_of(program: Program, rehearsed: bool) -> Iterator[tuple[Held, float, str]]:
     """The values of each step, by how much they may differ, and what the rehearsal says."""
     GLOBALS.clear()
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
     with dshard.rehearsing(rehearsed), dshard.implicit_replication():
         run = Running(program)
         changing = Random(program.seed)
