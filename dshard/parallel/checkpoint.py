@@ -19,6 +19,7 @@ from dshard.core.signature import Function
 from dshard.core.trees import map_tensors, nested_tensors
 from dshard.errors import LayoutError
 from dshard.ops.matmul.functions import RECOMPUTE_HOOKS
+from dshard.torch_private import saved_tensor_hooks
 from dshard.validate import check_callable
 
 
@@ -75,7 +76,8 @@ class _Block:
 
     def product(self, saved: Callable[[], Sequence[Any]], n: int) -> None:
         """Note that a matmul is about to run that saves `n` tensors; it may be the last to save any."""
-        self.last = self.count, n
+        hooks = saved_tensor_hooks(True)  # others, such as those of gathered weights, keep some of the tensors
+        self.last = (self.count, n) if hooks is not None and hooks[0] == self.pack else (0, 0)
 
     def _rerun(self) -> None:
         self.saved, index = {}, 0
@@ -95,13 +97,14 @@ class _Block:
                         keep(x)
 
         def inputs(x: Tensor) -> Tensor:
-            return x.detach().requires_grad_(x.requires_grad)
+            again = x.detach().requires_grad_(x.requires_grad)
+            return again if x.is_leaf else again.view_as(again)  # a matmul saves other copies of leaves
 
-        args, kwargs = map_tensors(self.arguments, inputs)
         devices, states = self.random[1]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.set_rng_state(self.random[0])
             set_device_states(devices, states)
+            args, kwargs = map_tensors(self.arguments, inputs)
             cast = torch.autocast(self.device, enabled=self.cast[0], dtype=self.cast[1])
             with cast, saved_tensors_hooks(keep, lambda x: x), RECOMPUTE_HOOKS.entered(product), suppress(_Enough):
                 self.fn(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from dshard import Mesh, Shard, clear_caches, distribute_tensor, parallelize, trace
+from dshard import Mesh, Shard, clear_caches, distribute_tensor, parallel, parallelize, trace
 from dshard.parallel import Precision, plan_model
 from dshard.testing import simulated, whole
 
@@ -61,6 +61,35 @@ def test_recomputed_blocks_have_the_attention_of_their_plan(use_reentrant: bool)
     with simulated(mesh):
         model = parallelize(Recomputing(use_reentrant).double(), mesh, "ulysses", x)
         model(x).sin().sum().backward()
+
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
+
+
+class Ending(nn.Module):
+    """Blocks that save what an activation gives after the last product, which dshard's checkpoint may leave out."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recomputed = recomputed
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh()) for _ in "ab"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = parallel.checkpoint(block, x) if self.recomputed else block(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["data", "fsdp", "megatron"])
+def test_what_follows_the_last_product_of_a_recomputed_block_is_saved_again(strategy: str) -> None:
+    x, alone, mesh = torch.randn(4, 8, dtype=torch.float64), Ending(False).double(), Mesh((4,), ("x",))
+    alone(x).square().sum().backward()
+    with simulated(mesh):
+        model = parallelize(Ending(True).double(), mesh, strategy, x)
+        model(x).square().sum().backward()
 
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad)
