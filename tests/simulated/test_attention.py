@@ -39,6 +39,20 @@ def attended(
     return found, [expected.detach(), *(x.grad for x in leaves)], sent.events
 
 
+def test_values_may_have_other_heads_than_keys_where_heads_are_grouped() -> None:
+    values = [reals(4, n, 6, 8).requires_grad_() for n in (4, 2, 4)]
+    expected = F.scaled_dot_product_attention(*values, enable_gqa=True)
+    expected.sum().backward()
+
+    with simulated(MESH):
+        laid = [distribute(x.detach(), Layout(MESH, (Shard(0), Shard(1)))).requires_grad_() for x in values]
+        out = F.scaled_dot_product_attention(*laid, enable_gqa=True)
+        out.sum().backward()
+        found = [whole(x.detach()) for x in (out, *(x.grad for x in laid))]  # type: ignore[union-attr]
+
+    torch.testing.assert_close(found, [expected.detach(), *(x.grad for x in values)])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 2)], ids=["GPT", "Llama", "uneven groups"])
 def test_split_heads_send_nothing(heads: tuple[int, int], causal: bool) -> None:

@@ -60,6 +60,9 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dropout:
         common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
         accept_call(func, args, kwargs)
+    if _heads_differ(k, v, gqa) and _divide(query.shape[-3], k, v):
+        k, v = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (k, v))  # as torch repeats each
+        gqa = False
     requested = current_options().attention
     kinds = _IN_GRAPH if are_traced((query, k, v, mask)) else _ALL
     if lead_differs((query, k, v), gqa):
@@ -77,10 +80,20 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return run_chosen(("attention", causal, scale, gqa, dropout, requested, needed, kinds), make, tensors)
 
 
+def _heads_differ(k: Tensor, v: Tensor, gqa: bool) -> bool:
+    """Whether values have other heads than keys, which torch allows where heads are grouped."""
+    return gqa and k.dim() > 2 < v.dim() and k.shape[-3] != v.shape[-3]
+
+
+def _divide(heads: int, *tensors: Tensor) -> bool:
+    """Whether the heads of each of some tensors divide a number of heads."""
+    return all(x.shape[-3] and heads % x.shape[-3] == 0 for x in tensors)
+
+
 def attention_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
     """`scaled_dot_product_attention` as one operator: with the keys of its heads, of every head, or a range of them."""
     query, k, v, mask, dropout, causal, scale, gqa = bind_arguments(_ARGUMENTS, args, kwargs)
-    if lead_differs((query, k, v), bool(gqa)):
+    if lead_differs((query, k, v), bool(gqa)) or _heads_differ(k, v, bool(gqa)):
         return None
     tensors = (query, k, v) if mask is None else (query, k, v, mask)
     shapes = [tuple(t.shape) for t in tensors]
