@@ -129,7 +129,9 @@ def _ways(ways: list[_Way], mesh: Mesh) -> _Ways:
         return _Ways((), none, (none,) * mesh.ndim)
     seconds, anywhere, along = [0.0], _begins(ways), list[tuple[float, ...]]()
     for i in range(1, mesh.size.bit_length() + 1):
-        seconds.append(min([begin + seconds[max(0, i - many)] for many, begin in anywhere]))
+        seconds.append(inf)
+        for many, begin in anywhere:
+            seconds[i] = min(seconds[i], begin + seconds[max(0, i - many)])
     for axis in range(mesh.ndim):
         there = _begins([way for way in ways if axis in way.axes])
         least = _least(there, seconds) if there and there != anywhere else seconds
@@ -143,8 +145,12 @@ def _begins(ways: list[_Way]) -> set[tuple[int, float]]:
 
 def _least(begins: set[tuple[int, float]], seconds: Sequence[float]) -> list[float]:
     """By doublings, the least seconds to begin one of these, and others, which take `seconds` by their doublings."""
-    some = range(1, len(seconds))
-    return [0.0, *[min([begin + seconds[max(0, i - many)] for many, begin in begins], default=0.0) for i in some]]
+    least = [inf if begins else 0.0] * len(seconds)
+    least[0] = 0.0
+    for i in range(1, len(seconds)):
+        for many, begin in begins:
+            least[i] = min(least[i], begin + seconds[max(0, i - many)])
+    return least
 
 
 def _crossing(ways: _Ways, axis: int, n: int, rate: float) -> CrossingBound:
