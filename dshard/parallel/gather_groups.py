@@ -69,12 +69,16 @@ def _parameter_of(owner: nn.Module, name: str) -> Tensor | None:
 
 
 class Running(NamedTuple):
-    """A call of the module of a group: its frame, None in a graph, its use, the stored weights, and hooks within."""
+    """A call of the module of a group: its frame, None in a graph, its use, the stored weights, and hooks within.
+
+    A forward pass that is recorded has the gathered weights, too.
+    """
 
     frame: FrameType | None
     use: GatheredUse | None
     stored: list[Wrapper]
     hooks: ExitStack | None
+    gathered: Sequence[Wrapper] = ()
 
 
 class GatherGroup:
@@ -89,7 +93,7 @@ class GatherGroup:
         self.plan, self.order, self.keeps = plan, order, keeps
         self.ahead: GatheredWeights | None = None
         self.running: list[Running] = []
-        self.given: list[tuple[list[object], list[ReferenceType[Wrapper]]]] = []  # weights of forward passes
+        self.given: list[tuple[Sequence[object], list[ReferenceType[Wrapper]]]] = []  # weights of forward passes
 
     def stored(self) -> list[Wrapper]:
         """The current stored parameters: without those that their modules no longer have, and untied ones apart."""
@@ -166,24 +170,18 @@ class GatherGroup:
     def _gather(self, frame: FrameType | None, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         use, weights = self._use(stored, stack, is_saved, is_first=not is_recomputed)
-        self.running.append(Running(frame, use, stored, stack))
-        if torch.is_grad_enabled():
-            weights = self._as_given(weights, stored, is_recomputed)
-        self._put(weights)
+        is_recorded = torch.is_grad_enabled() and not is_recomputed
+        self.running.append(Running(frame, use, stored, stack, weights if is_recorded else ()))
+        self._put(self._as_given(weights, versions_of(stored)) if is_recomputed else weights)
         if not is_recomputed:
             self.order.prefetch(self)
             self.order.follows(self)
 
-    def _as_given(self, weights: list[Wrapper], stored: list[Wrapper], is_recomputed: bool) -> list[Wrapper]:
-        """The weights; recomputed, those that the forward pass gave in place of them and that somebody still has.
+    def _as_given(self, weights: list[Wrapper], versions: Sequence[object]) -> list[Wrapper]:
+        """The weights, or those that the forward pass gave in place of them and that somebody still has.
 
         A backward pass of the program's own, as of a reversible network, differentiates by these.
         """
-        self.given = [each for each in self.given if any(one() is not None for one in each[1])]
-        versions: list[object] = [*versions_of(stored)]
-        if not is_recomputed:
-            self.given.append((versions, [*map(ref, weights)]))
-            return weights
         out = [*weights]
         for then, given in self.given:  # the last are the first to be recomputed
             for i, one in enumerate(given):
@@ -211,7 +209,7 @@ class GatherGroup:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
-        _, use, stored, stack = self.running.pop()
+        _, use, stored, stack, gathered = self.running.pop()
         if stack is not None:
             stack.close()
         self._put(stored)
@@ -221,6 +219,9 @@ class GatherGroup:
                     del owner._buffers[name]
         if use is None:
             return
+        self.given = [each for each in self.given if any(one() is not None for one in each[1])]
+        if gathered and use.gathered is not None:
+            self.given.append((use.gathered.versions, [*map(ref, gathered)]))
         use.write_back()
         if graph_task_id() >= 0:
             self.ahead = use.gathered  # the backward pass wants them next

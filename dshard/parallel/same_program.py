@@ -94,10 +94,10 @@ def digests_of(model: nn.Module) -> tuple[int, int]:
     modules = [(name, type(module).__name__) for name, module in model.named_modules()]
     tensors = (*model.named_parameters(), *model.named_buffers())
     forms = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
-    return crc32(str((modules, forms)).encode()), _sample_of(model.parameters())
+    return crc32(str((modules, forms)).encode()), sample_of(model.parameters())
 
 
-def _sample_of(parameters: Iterable[Tensor]) -> int:
+def sample_of(parameters: Iterable[Tensor]) -> int:
     """A digest of the first values of plain parameters: models that were seeded apart have others."""
     rows = dict[torch.device, list[Tensor]]()
     for x in parameters:
