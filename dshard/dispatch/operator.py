@@ -61,6 +61,7 @@ from dshard.core.view_sync import (
     register_view,
 )
 from dshard.core.wrapper import Wrapper, is_recorded, wrap, wrap_in_flight, wrap_inference_view
+from dshard.dispatch.planned_calls import is_recomputed
 from dshard.dispatch.registry import FACTS, known
 from dshard.errors import LayoutError
 from dshard.layout import Layout, replicated
@@ -113,7 +114,7 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         if facts.changes:
             _count_change(func, args[0], facts.writes)
         return out
-    is_gradient = func is _SUM and graph_task_id() >= 0 and not torch.is_grad_enabled()
+    is_gradient = func is _SUM and graph_task_id() >= 0 and not torch.is_grad_enabled() and not is_recomputed()
     key = call_key(-number if is_gradient else number, args, kwargs, facts.values)
     executors = planning_context().executors
     executor = executors.get(key)

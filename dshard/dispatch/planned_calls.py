@@ -266,6 +266,12 @@ def is_checkpoint(hooks: Sequence[object]) -> bool:
     return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def is_recomputed() -> bool:
+    """Whether a call within a backward pass is one of a forward pass that `torch.utils.checkpoint` runs again."""
+    hooks = saved_tensor_hooks(True)
+    return hooks is not None and is_checkpoint(hooks)
+
+
 def outermost_checkpoint() -> object:
     """The hook of the outermost checkpoint that a call is in, None outside of any.
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from dshard import Mesh, Shard, clear_caches, distribute_tensor, parallel, parallelize, trace
+from dshard import Mesh, Replicate, Shard, clear_caches, distribute_tensor, parallel, parallelize, trace
 from dshard.parallel import Precision, plan_model
 from dshard.testing import simulated, whole
 
@@ -281,3 +281,22 @@ def test_a_backward_pass_differentiates_by_the_gathered_weights_that_its_forward
             each(x).square().sum().backward()
             for found, expected in zip(each.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(whole(found.grad), expected.grad)
+
+
+def test_sums_without_gradients_that_are_recomputed_are_no_sums_of_gradients() -> None:
+    seen = list[object]()
+
+    def part(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        out = F.linear(x, w)
+        with torch.no_grad():
+            seen.append((out + y).placements)  # type: ignore[attr-defined]
+        return out.relu()
+
+    mesh = Mesh((2, 1), ("x", "y"))  # of one rank a sum costs nothing, so what it is for decides
+    with simulated(mesh):
+        x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0), Shard(1)]).requires_grad_()
+        w = distribute_tensor(torch.randn(4, 8), mesh, [Replicate(), Shard(1)]).requires_grad_()
+        y = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0), Replicate()])
+        checkpoint(part, x, w, y, use_reentrant=False).sum().backward()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
