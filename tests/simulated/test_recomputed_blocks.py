@@ -19,7 +19,18 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from dshard import Mesh, Replicate, Shard, clear_caches, distribute_tensor, parallel, parallelize, trace
+from dshard import (
+    Mesh,
+    Replicate,
+    Shard,
+    clear_caches,
+    distribute_tensor,
+    experts,
+    mlp_experts,
+    parallel,
+    parallelize,
+    trace,
+)
 from dshard.parallel import Precision, plan_model
 from dshard.testing import simulated, whole
 
@@ -300,3 +311,28 @@ def test_sums_without_gradients_that_are_recomputed_are_no_sums_of_gradients() -
         checkpoint(part, x, w, y, use_reentrant=False).sum().backward()
     assert len(seen) == 2
     assert seen[0] == seen[1]
+
+
+def test_experts_are_recomputed_once() -> None:
+    kept = [torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default]
+    policy = partial(create_selective_checkpoint_contexts, kept)
+    mesh, runs, gradients = Mesh((2,), ("x",)), list[int](), list[list[Tensor]]()
+    torch.manual_seed(0)
+    x, index, weight = torch.randn(6, 4), torch.randint(3, (6, 2)), torch.rand(6, 2)
+    given = [x, weight, torch.randn(3, 8, 4), torch.randn(3, 4, 8)]
+
+    def layer(x: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        runs.append(0)
+        return experts(mlp_experts(), x, laid_index, weight, up, down, loops="ragged").sin()
+
+    with simulated(mesh):
+        laid_index = distribute_tensor(index, mesh, [Shard(0)])
+        for contexts in (None, {}, {"context_fn": policy}):
+            leaves = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in given]
+            runs.clear()
+            out = layer(*leaves) if contexts is None else checkpoint(layer, *leaves, use_reentrant=False, **contexts)
+            out.square().sum().backward()
+            assert len(runs) == 1 + (contexts is not None)
+            gradients.append([whole(leaf.grad) for leaf in leaves])
+    for each in gradients[1:]:
+        torch.testing.assert_close(each, gradients[0])

@@ -8,12 +8,14 @@ Design: docs/design/0026-experts.md
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dshard.autograd.crossing import as_distributed, redistribute, unchecked_apply
 from dshard.comm import Program, Session, run_program
@@ -27,7 +29,7 @@ from dshard.ops.experts.experts_choice import ExpertsChoice
 from dshard.ops.experts.local_experts import Body, LocalExperts
 from dshard.ops.experts.token_route import RankExchange, TokenPairs, TokenRoute
 from dshard.rules.expert_loops import OPERANDS
-from dshard.torch_private import keeps_graph, run_backward
+from dshard.torch_private import keeps_graph, run_backward, saved_tensor_hooks
 
 Recorded: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
@@ -43,10 +45,25 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Passes:
-    """The passes of a call, by the coordinate of the rank; `keeps` whether a backward pass is to come."""
+    """The passes of a call, by the coordinate of the rank; `keeps` whether a backward pass is to come.
+
+    Within hooks of saved tensors the node of the call saves what the bodies' graphs have `saved`: torch's checkpoint
+    runs a forward pass again for each backward pass that asks it for a tensor, and those of bodies are passes within.
+    """
 
     keeps: bool
     of_ranks: dict[Coordinate, _Pass] = field(default_factory=dict)
+    saved: list[Tensor] = field(default_factory=list)
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Within the block a body runs."""
+        if not self.keeps or saved_tensor_hooks(True) is None:
+            return nullcontext()
+        return saved_tensors_hooks(self._save, self.saved.__getitem__)
+
+    def _save(self, x: Tensor) -> int:
+        self.saved.append(x.detach())
+        return len(self.saved) - 1
 
 
 class RaggedExperts(ComposedExecutable):
@@ -107,7 +124,7 @@ class RaggedExperts(ComposedExecutable):
         if passes.keeps:
             of_leaves = (needed[0], needed[2], *needed[OPERANDS:])
             leaves = [x.detach().requires_grad_(each) for x, each in zip(leaves, of_leaves, strict=True)]
-        with torch.set_grad_enabled(passes.keeps):
+        with torch.set_grad_enabled(passes.keeps), passes.saving():
             summed = experts.summed((leaves[0], given.expert, *leaves[1:]), given.row)
         if passes.keeps:
             passes.of_ranks[at] = _Pass(way, leaves, summed)
@@ -152,15 +169,21 @@ class _Ragged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, experts: RaggedExperts, *tensors: Wrapper) -> Wrapper:
         ctx.experts, ctx.passes = experts, _Passes(True)
-        ctx.save_for_backward(*tensors)
-        return experts.forward(ctx.passes, tensors, ctx.needs_input_grad[1:])
+        out = experts.forward(ctx.passes, tensors, ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*tensors, *ctx.passes.saved)
+        ctx.passes.saved.clear()
+        return out
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         experts: RaggedExperts = ctx.experts
-        needed, tensors = ctx.needs_input_grad[1:], ctx.saved_tensors
+        needed, every = ctx.needs_input_grad[1:], ctx.saved_tensors
+        tensors = every[: len(needed)]
         if not torch.is_grad_enabled():
-            return (None, *experts.backward(ctx.passes, grad, tensors, needed, keeps_graph()))
+            ctx.passes.saved[:] = every[len(needed) :]
+            gradients = experts.backward(ctx.passes, grad, tensors, needed, keeps_graph())
+            ctx.passes.saved.clear()
+            return (None, *gradients)
         layout = experts.computed.cotangent()
         grad = redistribute(as_distributed(grad, layout), layout)
         return (
