@@ -32,7 +32,8 @@ from dshard.rehearsal.session import HERE, Entered
 from dshard.torch_private import graph_task_id, is_transforming, n_dispatch_modes, pytree, saved_tensor_hooks
 
 MAX_RECORDS, TRIES, PAUSE = 16, 2, 100
-"""Records of a module; recordings of one kind of inputs before it is left alone, and calls until the next, at first."""
+"""Records of a module, or of a stretch of its calls; recordings of one kind of inputs before it is left alone, and
+calls until the next, at first."""
 FREE, WORTH = 3, 32
 """Records, beside one, that are made at once; each later one waits for so many answered calls, which pay for it."""
 _BEGINNING = Lock()
@@ -80,7 +81,7 @@ class Rehearsal:
         self.calls = self.answered = 0
         self.why_not = "it was not called"
         self.weights = weights
-        self._known: dict[object, _Known] = {}
+        self._known: dict[tuple[object, ...], _Known] = {}
         self._watched: list[_Known] = []  # of the call that runs by Python
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rehearsal:
@@ -201,7 +202,7 @@ class Rehearsal:
             known.pause -= 1
             self.why_not = "its calls differ each time"
             return (begun(record, inputs, use), known) if record is not None and known.is_near else (None, None)
-        n_records = len(self.records)
+        n_records = sum(each.record is not None for own, each in self._known.items() if own[0] == number)
         pays = self.answered >= WORTH * (n_records - FREE)
         if known.calls < 2 or (record is None and not (n_records < MAX_RECORDS and pays)):
             self.why_not = "the first call runs by Python"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -223,3 +224,34 @@ def results_held() -> dict[bool, list[int]]:
 def test_what_a_stretch_begins_with_is_freed_as_by_python(ranks: RankPool) -> None:
     for held in ranks.run(results_held):
         assert held[True][-1] == held[False][-1] == 0
+
+
+class Gaps(nn.Module):
+    """Calls before, between and behind many blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x).sin()
+        return x
+
+
+def gaps_answered() -> list[int]:
+    """How many stretches each step of a loop has answered."""
+    words = torch.randint(0, 12, (8, TOKENS))
+    model: Any = parallelize(Gaps(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), "fsdp", words)
+    answered = [0]
+    for _ in range(STEPS):
+        model(words).sum().backward()
+        answered.append(model.rehearsed.parts[0].answered)
+    return [after - before for before, after in pairwise(answered)]
+
+
+@pytest.mark.ranks
+def test_all_stretches_are_recorded_at_once(ranks: RankPool) -> None:
+    assert ranks.run(gaps_answered) == [[0, 0, 7, 7]] * 4
