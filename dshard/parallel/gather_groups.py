@@ -229,8 +229,9 @@ class GatherGroup:
             use.free()
 
     def weights(self) -> list[Tensor]:
-        """The weights that the modules have now."""
-        return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
+        """The weights that the modules have now, without those that the program has taken away while they run."""
+        now = (_parameter_of(*places[0]) for places in self.places)
+        return [x for x in now if x is not None]
 
     def _put(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters of the modules by these tensors."""

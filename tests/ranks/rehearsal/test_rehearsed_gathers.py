@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers.transformer_blocks import TOKENS, WIDTH, Llama
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import dshard
@@ -255,3 +256,42 @@ def gaps_answered() -> list[int]:
 @pytest.mark.ranks
 def test_all_stretches_are_recorded_at_once(ranks: RankPool) -> None:
     assert ranks.run(gaps_answered) == [[0, 0, 7, 7]] * 4
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Parametrizing(Gaps):
+    """The last call parametrizes a weight between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(WIDTH, 2), 0
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(words)).sin()
+        self.calls += 1
+        if self.calls == STEPS:
+            parametrize.register_parametrization(self.head, "weight", Doubled())
+        return self.head(self.blocks[1](x).sin())
+
+
+def sums_of_parametrized() -> list[list[Tensor]]:
+    """By Python and rehearsed: the sums of a few steps."""
+    sums: list[list[Tensor]] = []
+    words = torch.randint(0, 12, (8, TOKENS), generator=torch.Generator().manual_seed(0))
+    for rehearsed in (False, True):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        model: Any = parallelize(Parametrizing(), mesh, "fsdp", words)
+        with dshard.rehearsing(rehearsed):
+            sums.append([model(words).sum().detach().to_local() for _ in range(STEPS)])
+    return sums
+
+
+@pytest.mark.ranks
+def test_a_weight_may_be_taken_away_between_stretches(ranks: RankPool) -> None:
+    for by_python, rehearsed in ranks.run(sums_of_parametrized):
+        assert rehearsed == by_python
