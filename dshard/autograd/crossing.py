@@ -373,6 +373,4 @@ def reshard_local(local: Tensor, spec: Spec, layout: Layout) -> Tensor:
 
 def absent_tensor(spec: Spec) -> Wrapper:
     """The distributed tensor of this spec on a rank outside its mesh."""
-    mesh = spec.layout.mesh
-    shape = spec.layout.local_shape(spec.shape, (0,) * mesh.ndim)
-    return wrap(torch.empty(shape, dtype=spec.dtype, device="meta"), spec)
+    return wrap(torch.empty(spec.layout.largest_shape(spec.shape), dtype=spec.dtype, device="meta"), spec)

@@ -103,7 +103,7 @@ def from_local(
     if run_check:
         local = _of_first_ranks(local, spec)
     if comm.is_outside(mesh):
-        local = ToNoData.apply(local, layout.local_shape(spec.shape, (0,) * mesh.ndim))  # type: ignore[no-untyped-call]
+        local = ToNoData.apply(local, layout.largest_shape(spec.shape))  # type: ignore[no-untyped-call]
     own, axes = wrap_counting(local, local.detach(), spec), grad_layout.partial_axes()
     if not (torch.is_grad_enabled() and local.requires_grad):
         return own

@@ -60,7 +60,7 @@ def reshard(plan: ReshardPlan, x: Tensor) -> Tensor | None:
         return _simulate(plan, x)
     if not has_data(x):
         _emit(plan, max(map(plan.received, plan.ranks)) * plan.itemsize)
-        return x.new_empty(plan.dst.local_shape(plan.shape, (0,) * plan.dst.mesh.ndim))
+        return x.new_empty(plan.dst.largest_shape(plan.shape))
     return _measure(plan, x) if measuring() else begin_reshard(plan, x).finish()
 
 

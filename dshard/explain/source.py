@@ -77,7 +77,7 @@ def describe_tensor(text: str, mesh: Mesh, dtype: torch.dtype) -> tuple[str, DTe
 
 def _meta(layout: Layout, shape: Shape, dtype: torch.dtype) -> DTensor:
     layout.check(shape)
-    local = torch.empty(layout.local_shape(shape, (0,) * layout.mesh.ndim), dtype=dtype, device="meta")
+    local = torch.empty(layout.largest_shape(shape), dtype=dtype, device="meta")
     return DTensor._wrap(local, contiguous_spec(layout, shape, dtype, local.device))
 
 

@@ -37,7 +37,7 @@ def _other_dims_sharded(layout: Layout, shape: Shape, dim: int) -> Layout | None
     """The layout with the longest other dims sharded in place of `dim`; None if it is unsharded or they are short."""
     axes = split_axes(layout, (dim,))
     for axis in axes:
-        left = layout.replace(axis, Shard(dim)).local_shape(shape, (0,) * layout.mesh.ndim)
+        left = layout.replace(axis, Shard(dim)).largest_shape(shape)
         other = max((d for d in range(len(shape)) if d != dim), key=lambda d: left[d], default=None)
         if other is None or left[other] < layout.mesh.shape[axis]:
             return None

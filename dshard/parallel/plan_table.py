@@ -223,11 +223,8 @@ def _within_host(topology: Topology, devices: int) -> int:
 
 def _state_bytes(model: nn.Module, plan: ModelPlan) -> int:
     """Bytes of the parameters of the first rank, their gradients and moments: no step holds less."""
-    first, total = (0,) * plan.mesh.ndim, 0
-    for name, parameter in model.named_parameters():
-        layout = Layout(plan.mesh, plan.parameters[name])
-        total += prod(layout.local_shape(tuple(parameter.shape), first)) * parameter.itemsize
-    return total * (2 + MOMENTS)
+    parameters = [(Layout(plan.mesh, plan.parameters[name]), x) for name, x in model.named_parameters()]
+    return sum([layout.local_numel(x.shape) * x.itemsize for layout, x in parameters]) * (2 + MOMENTS)
 
 
 # -- candidates

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -228,7 +227,7 @@ def _state(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> dict[str, Any]:
 
 def _local_bytes(x: Any) -> int:
     spec: Spec = x._spec
-    return prod(spec.layout.local_shape(spec.shape, (0,) * spec.layout.mesh.ndim)) * spec.itemsize
+    return spec.layout.local_numel(spec.shape) * spec.itemsize
 
 
 def _moves(sent: Trace, forward: int) -> tuple[Moves, ...]:

@@ -80,9 +80,7 @@ def local_seconds(call: GraphCall, expansion: Expansion, topology: Topology, alt
 
 def _local_shapes(layouts: Sequence[Layout], values: Sequence[Value]) -> tuple[Shape, ...]:
     """The shapes of the first rank's local tensors."""
-    return tuple(
-        [layout.local_shape(x.shape, (0,) * layout.mesh.ndim) for layout, x in zip(layouts, values, strict=True)]
-    )
+    return tuple([layout.largest_shape(x.shape) for layout, x in zip(layouts, values, strict=True)])
 
 
 def _has_local_arguments(call: GraphCall) -> bool:

@@ -300,7 +300,7 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
     query = specs[0]
     itemsize = max(query.itemsize, torch.float32.itemsize)
     plans = _statistics(strategy, query, itemsize, topology)
-    rows = prod(strategy.inputs[0].local_shape(query.shape, (0,) * query.layout.mesh.ndim)[:-1])
+    rows = prod(strategy.inputs[0].largest_shape(query.shape)[:-1])
     merging = MERGING * topology.dispatch + PASSES * rows * shape[-1] * itemsize / topology.memory_bandwidth
     gather = strategy.gather + sum(each.seconds for each in plans) + merging
     if itemsize > query.itemsize:

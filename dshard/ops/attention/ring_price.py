@@ -119,7 +119,7 @@ def _least(call: RingCall, inputs: Sequence[Layout], ring: Ring) -> float:
         if not (call.options.causal and ring.balanced):
             seen, pairs = ranks, length * (length - call.options.causal * (length // ranks))
     flops = 2.0 * prod(query.shape[:-2]) * (query.shape[-1] + value.shape[-1]) * pairs / parts
-    nbytes = prod(inputs[1].local_shape(key.shape, (0,) * mesh.ndim)[:-1]) * key.shape[-1] * key.itemsize
+    nbytes = prod(inputs[1].largest_shape(key.shape)[:-1]) * key.shape[-1] * key.itemsize
     hop = min([layer.latency for layer in device.layers])
     hop = 0.0 if device.measured else hop + nbytes / max([layer.group_bandwidth for layer in device.layers])
     if ring.balanced and len(ring.axes) == 1:  # no message is spared
@@ -144,7 +144,7 @@ def window_strategy(call: RingCall, rows: Allowed, axes: tuple[int, ...]) -> tup
         mesh = keys.mesh
         names, lengths = tuple(mesh.names[axis] for axis in axes), tuple(spec.shape[2] for spec in call.specs[:2])
         windows = KeyWindows(queries, keys, names, (lengths[0], lengths[1]), call.reach)
-        shapes = [keys.local_shape(spec.shape, (0,) * mesh.ndim) for spec in call.specs[1:3]]
+        shapes = [keys.largest_shape(spec.shape) for spec in call.specs[1:3]]
         key = sum(prod(shape[:2]) * shape[3] for shape in shapes) * call.specs[1].itemsize
         sent, returned = (
             planned_collective("permute", mesh, names, windows.received(back) * key, topology) for back in (False, True)
@@ -204,7 +204,7 @@ class _Price:
         self.plans = list(
             {id(plan): plan for plan in map(self.attention.plan, self.rings)}.values()
         )  # plans are cached
-        locals_ = [layout.local_shape(spec.shape, (0,) * self.mesh.ndim) for layout, spec in self._operands()]
+        locals_ = [layout.largest_shape(spec.shape) for layout, spec in self._operands()]
         self.heads = prod(locals_[0][:-2])
         key_heads = prod(locals_[1][:-2])
         d, e = locals_[1][-1], locals_[2][-1]
@@ -252,7 +252,7 @@ class _Price:
         exchanges beside each step but the last.
         """
         device = self.topology
-        rows = sum(self.base.inputs[0].local_shape(self.call.specs[0].shape, (0,) * self.mesh.ndim)[-2:-1])
+        rows = sum(self.base.inputs[0].largest_shape(self.call.specs[0].shape)[-2:-1])
         nbytes = (rows * (self.row + self.result) + self.plans[0].lengths[0] * self.width) * self.dtype.itemsize
 
         wide, held = sum_dtype(self.dtype).itemsize, self.call.question.rule.held
@@ -324,7 +324,7 @@ class _Price:
     def _laying_out(self) -> float:
         """Seconds that lay out a result that began as that of a kernel, whose heads stand within its rows."""
         (q, spec), *_ = self._operands()
-        *_, heads, rows, _ = (1, *q.local_shape(spec.shape, (0,) * self.mesh.ndim))
+        *_, heads, rows, _ = (1, *q.largest_shape(spec.shape))
         if heads == 1 or self.ring.balanced:
             return 0.0
         nbytes = rows * self.result * sum_dtype(self.dtype).itemsize

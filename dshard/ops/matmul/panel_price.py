@@ -95,13 +95,13 @@ def _in_a_kernel(matmul: PlannedMatmul, fused: FusedMatmul) -> PanelCost:
         seconds += work_seconds(0.0, (n + 1) * chunk, topology)
     else:
         seconds = copy_seconds(chunk, topology) + 3 * barrier + (n - 1) * max(copy, work) + work
-    run, first = SymmetricExecutor(matmul, Stream(1, transport="symmetric"), fused), (0,) * mesh.ndim
+    run = SymmetricExecutor(matmul, Stream(1, transport="symmetric"), fused)
     left = plans[fused.left]
-    copied = prod((left.dst if scatters else left.src).local_shape(left.shape, first)) * fused.copies_left(rule)
-    copied += prod(run.bias_at.local_shape(plans[2].shape, first)) * fused.copies_result(rule)
+    copied = (left.dst if scatters else left.src).local_numel(left.shape) * fused.copies_left(rule)
+    copied += run.bias_at.local_numel(plans[2].shape) * fused.copies_result(rule)
     seconds += copy_seconds(copied * itemsize, topology) if copied else 0.0
     alone = sum(plan.seconds for i, plan in enumerate(plans) if i != fused.tensor)
-    return PanelCost(1, alone + seconds, run.transient_bytes(first), "symmetric")
+    return PanelCost(1, alone + seconds, run.transient_bytes((0,) * mesh.ndim), "symmetric")
 
 
 def _panel(shape: Shape, term: Term, factor: str | None, panels: int) -> Shape:
@@ -112,7 +112,7 @@ def _work(matmul: PlannedMatmul, shapes: Sequence[Shape]) -> float:
     """Seconds of the local matmul of tensors of these global shapes, in the destination layouts of the plans."""
     plans, dtype = matmul.plans, matmul.dtype
     layouts = (plans[0].dst, plans[1].dst, plans[2].src)
-    local = [layout.local_shape(shape, (0,) * layout.mesh.ndim) for layout, shape in zip(layouts, shapes, strict=True)]
+    local = [layout.largest_shape(shape) for layout, shape in zip(layouts, shapes, strict=True)]
     sizes = {
         name: n
         for term, shape in zip(matmul.terms, local, strict=True)
