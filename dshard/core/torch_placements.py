@@ -137,6 +137,8 @@ def torch_placements(layout: Layout) -> tuple[Placement, ...]:
     An axis that splits chunks which a later axis has made, by the layout's order, has a `TensorStridedShard`; so has
     one that splits blocks.
     """
+    if not layout.order:
+        return layout.placements
     return tuple(_torch_placement(layout, axis) for axis in range(layout.mesh.ndim))
 
 

@@ -53,8 +53,7 @@ def decoded(kind: Any, value: Any, mesh: Mesh) -> Any:
     """The value of such a kind that was written so; a mesh is `mesh`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind == Placements:
-        layout = parse_layout(value, mesh)
-        return torch_placements(layout) if layout.order else layout.placements
+        return torch_placements(parse_layout(value, mesh))
     if kind is Mesh:
         return mesh
     if origin in (Union, UnionType):

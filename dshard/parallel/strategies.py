@@ -342,7 +342,7 @@ def _placed(dims: tuple[Role, ...], axes: Sequence[Axis], mesh: Mesh) -> tuple[P
     for i, axis in enumerate(axes):
         if gathers[i]:
             layout = layout.replace(i, axis.place(dims, split))
-    return torch_placements(layout) if layout.order else layout.placements
+    return torch_placements(layout)
 
 
 def _schedule(roles: Roles, module: str, use: Use, axes: Sequence[Axis]) -> Schedule | None:

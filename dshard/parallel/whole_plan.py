@@ -35,7 +35,7 @@ def as_plan(graph: StepGraph, chosen: StepPlan, mesh: Mesh) -> ModelPlan:
     gathers: dict[str, tuple[str, ...]] = {}
     for value in graph.parameters():
         stored = chosen.parameters[value.number]
-        parameters[value.name] = _placements(stored)
+        parameters[value.name] = torch_placements(stored)
         gathers[value.name] = tuple(_gathered(stored, _first_used(value, chosen.calls)))
     common = tuple([axis for axis in mesh.names if all(axis in own for own in gathers.values())])
     return ModelPlan(
@@ -57,10 +57,6 @@ def _gathered(stored: Layout, used: Layout) -> Iterator[str]:
     for name, at, there in zip(stored.mesh.names, stored.placements, used.placements, strict=True):
         if isinstance(at, Shard) and isinstance(there, Replicate):
             yield name
-
-
-def _placements(layout: Layout) -> Placements:
-    return torch_placements(layout) if layout.order else layout.placements
 
 
 class PlannedFunctions:
@@ -181,7 +177,7 @@ def _name(row: Row) -> str | None:
 
 
 def _move(layout: Layout, gradient: Layout) -> PlannedMove:
-    return PlannedMove(_placements(layout), _placements(gradient))
+    return PlannedMove(torch_placements(layout), torch_placements(gradient))
 
 
 def _inputs(graph: StepGraph, chosen: Sequence[CallCandidate], mesh: Mesh) -> dict[str, Placements]:
@@ -198,7 +194,7 @@ def _inputs(graph: StepGraph, chosen: Sequence[CallCandidate], mesh: Mesh) -> di
     shards = [next((p for p in (Shard(0), Shard(1)) if p in own), Replicate()) for own in ways]
     batch = Layout(mesh, tuple(shards)) if shards else replicated(mesh)
     rest = layouts_of_batch(batch)
-    named = {name: _placements(layout) for name, layout in read.items() if layout != rest[of_batch[name]]}
+    named = {name: torch_placements(layout) for name, layout in read.items() if layout != rest[of_batch[name]]}
     return {"": batch.placements} | named
 
 
