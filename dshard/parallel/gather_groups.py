@@ -146,21 +146,23 @@ class GatherGroup:
         `is_saved`: around them is a checkpoint, which saves the weights as it saves other tensors.
         """
         if is_dynamo_compiling():
-            stored = self.stored()
             if self.plan.precision is not None:
-                self.running.append(Running(None, None, stored, None))
-                self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
+                self._cast(Running(None, None, self.stored(), None))
             return
         self._leave_ended()
         frame = sys._getframe(1).f_back  # of torch, which lasts as long as the call
         stored, stack = self.stored(), ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not _can_gather(stored):
-            self.running.append(Running(frame, None, stored, stack))
-            if self.plan.precision is not None:
-                self._put([x.to(self.plan.precision.used(x.dtype)) for x in stored])
-            return
-        with outside_checkpoint():
-            self._gather(frame, stored, stack, is_saved)
+            self._cast(Running(frame, None, stored, stack))
+        else:
+            with outside_checkpoint():
+                self._gather(frame, stored, stack, is_saved)
+
+    def _cast(self, running: Running) -> None:
+        """Begin a call with the stored weights, in the dtype in which they are used."""
+        self.running.append(running)
+        if self.plan.precision is not None:
+            self._put([x.to(self.plan.precision.used(x.dtype)) for x in running.stored])
 
     def _leave_ended(self) -> None:
         """Leave calls that have ended without a hook: the modules have their gathered weights still."""
@@ -254,14 +256,8 @@ class GatherOrder:
         self.previous: GatherGroup | None = None
         self.last: ReferenceType[GatheredUse] | None = None  # the graph holds it, if anything does
 
-    def expects(self, group: GatherGroup) -> None:
-        """Append a group to the expected order: until the model has run, that of registration."""
-        if self.previous is not None:
-            self.following[id(self.previous)] = group
-        self.previous = group
-
     def follows(self, group: GatherGroup) -> None:
-        """A group runs: record that it followed the previous one."""
+        """A group runs, or until the model has run is registered: record that it followed the previous one."""
         if self.previous is not None and self.previous is not group:
             self.following[id(self.previous)] = group
         self.previous = group
@@ -305,7 +301,7 @@ def gather_groups(model: nn.Module, plan: ModelPlan) -> dict[str, GatherGroup]:
     order, paths = GatherOrder(), [path for path, _ in model.named_modules() if path in members]
     by_path = {path: GatherGroup(members[path], plan, order, keeps=path == "") for path in paths}
     for group in by_path.values():  # the model's own first, then blocks as they are listed
-        order.expects(group)
+        order.follows(group)
     return by_path
 
 
