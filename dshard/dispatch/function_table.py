@@ -29,7 +29,6 @@ from dshard.comm import (
     kernel_device,
     numbers_of,
     of_first_rank,
-    on_all_ranks,
     ranks_of_group,
 )
 from dshard.core.call import OperatorForm
@@ -38,11 +37,10 @@ from dshard.core.moves import redistribute_local
 from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
 from dshard.core.saved_files import refuse_safetensors
 from dshard.core.signature import Args, Function, Kwargs
-from dshard.core.spec import spec_of
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
 from dshard.core.torch_wrappers import refuse_collective
 from dshard.core.trees import replace_leaves, tensors_in
-from dshard.core.wrapper import Wrapper, wrap
+from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.attention.attention_call import attention, attention_form, multi_head_attention
@@ -83,17 +81,13 @@ from dshard.torch_private import (
 
 
 def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`x[index]` and `x[index] = value`; a list of positions counts as a replicated tensor.
+    """`x[index]` and `x[index] = value`; torch reads lists of positions.
 
     Masks are converted to indices here, once for the forward and the backward pass, unless one value fills all places.
     """
     x, index, *value = args
     if not value or (isinstance(value[0], Tensor) and value[0].dim()):
         index = without_masks(x, index)
-    if isinstance(x, Wrapper):
-        indices = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(one, list) for one in indices):
-            index = tuple(_replicated(one, x) if isinstance(one, list) else one for one in indices)
     return call_torch(func, (x, index, *value), kwargs)
 
 
@@ -264,13 +258,6 @@ def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if is_own(local):
         func(local)
     return x
-
-
-def _replicated(values: list[object], like: Wrapper) -> Wrapper:
-    local = torch.tensor(values, device=like._spec.device)
-    layout = replicated(like._spec.layout.mesh)
-    spec = spec_of(layout, tuple(local.shape), local.stride(), local.dtype, local.device)
-    return wrap(on_all_ranks(local, layout.mesh), spec)
 
 
 def keeping_torch_function(function: Function) -> Function:

@@ -26,26 +26,44 @@ def selects(index: object) -> bool:
 
 def is_mask(index: object) -> bool:
     """Whether an index is a mask, which stands for as many indices as it has dims."""
+    if isinstance(index, list):
+        return bool(index) and all(isinstance(one, bool) for one in index)
     return isinstance(index, Tensor) and selects(index) and index.dim() > 0
+
+
+def index_parts(index: object) -> tuple[object, ...]:
+    """The indices in `x[index]`: as torch reads it, a short list with more than numbers in it is a tuple."""
+    if isinstance(index, list) and len(index) < 32 and any(map(_is_no_number, index)):
+        return tuple(index)
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_no_number(part: object) -> bool:
+    return part is None or part is Ellipsis or isinstance(part, slice) or hasattr(part, "__len__")
 
 
 def without_masks(x: Tensor, index: object) -> object:
     """An index of `x` with each mask replaced by the positions where it is true."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = index_parts(index)
     if not any(map(is_mask, parts)):
         return index
     dim, indices = 0, list[object]()
     for i, part in enumerate(parts):
         if part is Ellipsis:
             dim = x.dim() - sum(map(_indexed_dims, parts[i + 1 :]))
-        elif isinstance(part, Tensor) and is_mask(part):
-            if part.shape != x.shape[dim : dim + part.dim()]:
+        elif isinstance(part, Tensor | list) and is_mask(part):
+            shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+            selected = tuple(x.shape[dim : dim + len(shape)])
+            if shape != selected:
                 raise IndexError(
-                    f"a mask of shape {tuple(part.shape)} at dim {dim} of a tensor of shape {tuple(x.shape)}: "
-                    f"a mask has the sizes of the dims that it selects from, {tuple(x.shape[dim : dim + part.dim()])}"
+                    f"a mask of shape {shape} at dim {dim} of a tensor of shape {tuple(x.shape)}: "
+                    f"a mask has the sizes of the dims that it selects from, {selected}"
                 )
-            indices.extend(part.nonzero().unbind(1))
-            dim += part.dim()
+            if isinstance(part, Tensor):
+                indices.extend(part.nonzero().unbind(1))
+            else:
+                indices.append([i for i, one in enumerate(part) if one])
+            dim += len(shape)
             continue
         else:
             dim += _indexed_dims(part)

@@ -30,7 +30,7 @@ from dshard.dispatch.function_table import FUNCTIONS
 from dshard.errors import LayoutError
 from dshard.layout import replicated
 from dshard.ops.losses import has_bytes, of_bytes
-from dshard.ops.ragged import is_mask, repeated, without_masks
+from dshard.ops.ragged import index_parts, is_mask, repeated, without_masks
 from dshard.torch_private import disable_modes, is_functorch_wrapped
 
 QUESTIONS = frozenset(
@@ -82,7 +82,7 @@ def _in_place(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] |
 def _by_indices(func: Function, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
     if _has_mask(args):
         return lambda: func(args[0], without_masks(*args[:2]), *args[2:])
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    parts = index_parts(args[1])
     ends = [(x.start, x.stop, x.step) if isinstance(x, slice) else None for x in parts]
     if not any(map(_is_number, tensors_in(ends))):
         return None
@@ -132,7 +132,7 @@ def _has_mask(args: Args) -> bool:
     """Whether the index in `x[index]`, or in `x[index] = value`, has a mask, so that its size depends on values."""
     _, index, *value = args
     fills = bool(value) and not (isinstance(value[0], Tensor) and value[0].dim())
-    return not fills and any(map(is_mask, index if isinstance(index, tuple) else (index,)))
+    return not fills and any(map(is_mask, index_parts(index)))
 
 
 class HostReadMissing(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -221,6 +222,49 @@ def test_shapes_that_depend_on_values_are_planned_by_an_example_with_data() -> N
     assert full > few > 0, "as many rows are sent as the mask selects"
     with pytest.raises(LayoutError, match="a value that depends on mask: give an example of mask with data, leave it"):
         plan_model(model, mesh, "megatron", x, mask.to("meta"), counts)
+
+
+class Indexed(nn.Module):
+    """A linear layer, and the elements of its result at `index`."""
+
+    def __init__(self, index: object) -> None:
+        super().__init__()
+        self.linear, self.index = nn.Linear(3, 4), index
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return h[self.index if self.index != "computed" else [h.sum(1) > 0, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize(
+    "index",
+    [
+        [[0, 2], [1, 3]],
+        [[2, 0]],
+        [[1, 2], 3],
+        [torch.tensor([0, 1]), [2, 3]],
+        [..., 0],
+        [],
+        ([[0, 2], [1, 3]],),
+        [True, False, True, True],
+        ([True, False, True, True], 1),
+        "computed",
+    ],
+    ids=str,
+)
+def test_lists_are_the_indices_that_torch_reads_in_them(index: object) -> None:
+    mesh, x = Mesh((2, 2), ("dp", "tp")), torch.randn(4, 3)
+    alone = Indexed(index)
+    expected = alone(x)
+    gradient = torch.autograd.grad(expected.square().sum(), alone.linear.weight)[0]
+    with simulated(mesh):
+        laid = parallelize(copy.deepcopy(alone), mesh, "data x megatron", x)
+        out = laid(x)
+        out.square().sum().backward()
+
+        torch.testing.assert_close(whole(out), expected)
+        torch.testing.assert_close(whole(laid.linear.weight.grad), gradient)
 
 
 @pytest.mark.filterwarnings("error:.*has no rule")
