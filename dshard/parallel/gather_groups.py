@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, versions_of
+from dshard.autograd.gathered_weights import GatheredUse, GatheredWeights, gathered_layout, stored_part, versions_of
 from dshard.compile.graph_functions import skip_frame, skip_frames
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, joined_redistribution
@@ -25,6 +26,7 @@ from dshard.core.spec import outside_checkpoint
 from dshard.core.transforms import has_tangent
 from dshard.core.trees import GivenCopy
 from dshard.core.wrapper import Wrapper
+from dshard.errors import LayoutError
 from dshard.parallel.given_containers import GivenCopies, begin_call, end_call
 from dshard.parallel.numbered_hooks import after, before
 from dshard.parallel.plan_values import ModelPlan
@@ -34,7 +36,7 @@ from dshard.rehearsal.module import Rehearsal
 from dshard.rehearsal.session import is_running
 from dshard.rehearsal.stretches import StretchRehearsal, begin_stretch, end_stretch
 from dshard.tensor import DTensor
-from dshard.torch_private import graph_task_id, is_transforming
+from dshard.torch_private import graph_task_id, is_alias_of, is_transforming
 
 Place = tuple[nn.Module, str]
 """A module and its own name of a parameter."""
@@ -69,16 +71,16 @@ def _parameter_of(owner: nn.Module, name: str) -> Tensor | None:
 
 
 class Running(NamedTuple):
-    """A call of the module of a group: its frame, None in a graph, its use, the stored weights, and hooks within.
+    """A call of the module of a group: its frame, None in a graph, its use, and hooks within.
 
-    A forward pass that is recorded has the gathered weights, too.
+    `given` has, for the places of each weight, what was put there in place of the stored one.
     """
 
+    module: nn.Module
     frame: FrameType | None
     use: GatheredUse | None
-    stored: list[Wrapper]
     hooks: ExitStack | None
-    gathered: Sequence[Wrapper] = ()
+    given: list[tuple[list[Place], Wrapper, Wrapper]]
 
 
 class GatherGroup:
@@ -147,34 +149,35 @@ class GatherGroup:
         """
         if is_dynamo_compiling():
             if self.plan.precision is not None:
-                self._cast(Running(None, None, self.stored(), None))
+                stored = self.stored()
+                self.running.append(Running(module, None, None, None, self._put(self._cast(stored), stored)))
             return
         self._leave_ended()
         frame = sys._getframe(1).f_back  # of torch, which lasts as long as the call
         stored, stack = self.stored(), ExitStack()
         if torch.compiler.is_compiling() or is_transforming() or not _can_gather(stored):
-            self._cast(Running(frame, None, stored, stack))
+            self.running.append(Running(module, frame, None, stack, self._put(self._cast(stored), stored)))
         else:
             with outside_checkpoint():
-                self._gather(frame, stored, stack, is_saved)
+                self._gather(module, frame, stored, stack, is_saved)
 
-    def _cast(self, running: Running) -> None:
-        """Begin a call with the stored weights, in the dtype in which they are used."""
-        self.running.append(running)
-        if self.plan.precision is not None:
-            self._put([x.to(self.plan.precision.used(x.dtype)) for x in running.stored])
+    def _cast(self, stored: list[Wrapper]) -> list[Wrapper]:
+        """The stored weights in the dtype in which they are used."""
+        precision = self.plan.precision
+        return stored if precision is None else [x.to(precision.used(x.dtype)) for x in stored]
 
     def _leave_ended(self) -> None:
         """Leave calls that have ended without a hook: the modules have their gathered weights still."""
         while self.running and (frame := self.running[-1].frame) is not None and not is_running(frame):
             self.leave()
 
-    def _gather(self, frame: FrameType | None, stored: list[Wrapper], stack: ExitStack, is_saved: bool) -> None:
+    def _gather(
+        self, module: nn.Module, frame: FrameType | None, stored: list[Wrapper], stack: ExitStack, is_saved: bool
+    ) -> None:
         is_recomputed = graph_task_id() >= 0  # within a backward pass, in which modules run in the other direction
         use, weights = self._use(stored, stack, is_saved, is_first=not is_recomputed)
-        is_recorded = torch.is_grad_enabled() and not is_recomputed
-        self.running.append(Running(frame, use, stored, stack, weights if is_recorded else ()))
-        self._put(self._as_given(weights, versions_of(stored)) if is_recomputed else weights)
+        weights = self._as_given(weights, versions_of(stored)) if is_recomputed else weights
+        self.running.append(Running(module, frame, use, stack, self._put(weights, stored)))
         if not is_recomputed:
             self.order.prefetch(self)
             self.order.follows(self)
@@ -211,21 +214,27 @@ class GatherGroup:
         """Put the stored parameters back; after the forward pass, however it ended."""
         if not self.running:
             return
-        _, use, stored, stack, gathered = self.running.pop()
+        module, _, use, stack, given = self.running.pop()
         if stack is not None:
             stack.close()
-        self._put(stored)
-        for places in self.places:
+        moved = list[tuple[Wrapper, Wrapper]]()
+        for places, x, own in given:
             for owner, name in places:
-                if name in owner._buffers:  # a parametrization that was removed in the forward pass puts it there
-                    del owner._buffers[name]
+                is_there = _parameter_of(owner, name) is x
+                if is_there:
+                    owner._parameters[name] = own  # type: ignore[assignment]
+                if not is_there or isinstance(owner, ParametrizationList):  # which may itself be removed
+                    moved.append((x, own))
+        if moved:
+            _put_where_moved(module, moved)
         if use is None:
             return
         self.given = [each for each in self.given if any(one() is not None for one in each[1])]
-        if gathered and use.gathered is not None:
-            self.given.append((use.gathered.versions, [*map(ref, gathered)]))
+        is_recomputed = graph_task_id() >= 0
+        if use.gathered is not None and torch.is_grad_enabled() and not is_recomputed:
+            self.given.append((use.gathered.versions, [ref(x) for _, x, _ in given]))
         use.write_back()
-        if graph_task_id() >= 0:
+        if is_recomputed:
             self.ahead = use.gathered  # the backward pass wants them next
         if not torch.is_grad_enabled() or not (self.keeps or self.order.ends_with(self)):
             use.free()
@@ -235,11 +244,34 @@ class GatherGroup:
         now = (_parameter_of(*places[0]) for places in self.places)
         return [x for x in now if x is not None]
 
-    def _put(self, parameters: Sequence[Tensor]) -> None:
-        """Replace the parameters of the modules by these tensors."""
-        for places, x in zip(self.places, parameters, strict=True):
+    def _put(self, weights: list[Wrapper], stored: list[Wrapper]) -> list[tuple[list[Place], Wrapper, Wrapper]]:
+        """Put weights into the modules in place of the stored ones; the places, with both."""
+        if weights is stored:
+            return []
+        for places, x in zip(self.places, weights, strict=True):
             for owner, name in places:
                 owner._parameters[name] = x  # type: ignore[assignment]
+        return [*zip(self.places, weights, stored, strict=True)]
+
+
+def _put_where_moved(module: nn.Module, moved: list[tuple[Wrapper, Wrapper]]) -> None:
+    """Put stored parameters where a forward pass put gathered weights that it took out of their places.
+
+    A parametrization that is registered or removed within it takes the weight for a buffer, as it is no leaf.
+    """
+    stored = {id(x): (x, own) for x, own in moved}
+    for owner in module.modules():
+        tensors: dict[str, Any]
+        for tensors in (owner._parameters, owner._buffers):
+            for name in [name for name, x in tensors.items() if id(x) in stored]:
+                x, own = stored[id(tensors.pop(name))]
+                owner._parameters[name] = own  # type: ignore[assignment]
+                if stored_part(x) is None and not is_alias_of(x._local_tensor, own._local_tensor):
+                    raise LayoutError(
+                        f"{name} of a {type(owner).__name__}, a gathered copy of a weight, got other content in a "
+                        "forward pass, as remove_parametrizations(..., leave_parametrized=True) gives: call it outside "
+                        "of forward"
+                    )
 
 
 def _can_gather(stored: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
@@ -10,10 +11,21 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dshard import DShardError, DTensor, Layout, Mesh, Shard, init_device_mesh, parallelize, plan_model, trace
+from dshard import (
+    DShardError,
+    DTensor,
+    Layout,
+    LayoutError,
+    Mesh,
+    Shard,
+    init_device_mesh,
+    parallelize,
+    plan_model,
+    trace,
+)
 from dshard.autograd.gathered_weights import GatheredWeights, versions_of
 from dshard.dispatch import torch_calls
 from dshard.parallel.gather_groups import blocks_of
@@ -374,6 +386,79 @@ def changes_parameters_later() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_that_are_taken_out_of_modules_are_no_longer_gathered(ranks: RankPool) -> None:
     ranks.run(changes_parameters_later)
+
+
+class ChangedWithin(nn.Module):
+    """A model that changes its parameters in the forward passes of some steps, by functions of their numbers."""
+
+    def __init__(self, changes: Mapping[int, Callable[[ChangedWithin], object]]) -> None:
+        super().__init__()
+        self.changes, self.step = changes, 0
+        self.up, self.body, self.down = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.changes.get(self.step, lambda model: None)(self)
+        self.step += 1
+        return self.down(self.body(self.up(x)))  # type: ignore[no-any-return]
+
+
+def doubles(model: ChangedWithin) -> None:
+    for module in (model.up, model.body[0]):
+        register_parametrization(module, "weight", Doubled())
+
+
+def doubles_no_more(model: ChangedWithin) -> None:
+    for module in (model.up, model.body[0]):
+        remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def replaces(model: ChangedWithin) -> None:
+    model.up.weight, model.down.bias = nn.Parameter(2 * model.up.weight.detach()), None
+
+
+@pytest.mark.parametrize(
+    ("first", "changes"),
+    [
+        (None, {0: doubles}),
+        (None, {1: doubles, 3: doubles_no_more}),
+        (None, {2: replaces}),
+        (doubles, {1: doubles_no_more}),
+    ],
+)
+def test_parameters_may_be_changed_within_a_forward_pass(first: Any, changes: Any) -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    found: list[list[Tensor]] = []
+    with simulated(mesh):
+        for is_distributed in (False, True):
+            torch.manual_seed(0)
+            model = ChangedWithin(changes).double()
+            if first is not None:
+                first(model)
+            if is_distributed:
+                parallelize(model, mesh, "fsdp", x)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for _ in range(5):
+                loss = model(x).square().sum()
+                loss.backward()
+                losses.append(loss.detach())
+                del loss  # whose graph would not let torch exchange the content of its weights
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([*losses, *(value for _, value in sorted(model.state_dict().items()))])
+        for plain, distributed in zip(*found, strict=True):
+            torch.testing.assert_close(whole(distributed), plain)
+
+
+def test_a_gathered_weight_gets_no_other_content() -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.ones(4, 6)
+    with simulated(mesh):
+        model = ChangedWithin({1: lambda m: remove_parametrizations(m.up, "weight")})
+        register_parametrization(model.up, "weight", Doubled())
+        parallelize(model, mesh, "fsdp", x)
+        model(x)
+        with pytest.raises(LayoutError, match="weight of a Linear, a gathered copy of a weight, got other content"):
+            model(x)
 
 
 class Tied(nn.Module):
