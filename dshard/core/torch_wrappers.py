@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from dshard.callers import callers
 from dshard.comm import ranks_in
@@ -56,13 +56,16 @@ def refuse_fully_shard(asker: FrameType, mesh: Mesh) -> None:
 
 
 class FlattenedByFSDP:
-    """`_fsdp_flattened` of a parameter, which `FullyShardedDataParallel` reads before it flattens the parameter."""
+    """`_fsdp_flattened` of a parameter, which `FullyShardedDataParallel` reads before it flattens the parameter.
 
-    def __get__(self, parameter: Any, owner: type) -> bool:
+    No parameter has it: optimisers of others take one that has it, whatever its value, for what only its rank knows.
+    """
+
+    def __get__(self, parameter: Any, owner: type) -> NoReturn:
         for asker in islice(callers(), 3) if parameter is not None else ():
             if asker.f_code.co_name == "_init_param_handle_from_module":
                 refuse_fully_sharded(asker.f_locals["state"], parameter._spec.layout.mesh)
-        return False
+        raise AttributeError("_fsdp_flattened")
 
 
 def refuse_fully_sharded(wrapper: Any, mesh: Mesh) -> None:

@@ -63,6 +63,7 @@ def refused() -> None:
     dp, tp = mesh["dp"], mesh["tp"]
     groups: list[tuple[nn.Module, Any]] = [(laid_out(network(), line), line), (laid_out(network(), tp), None)]
     groups += [(laid_out(network(), mesh, Replicate()), over) for over in (dp, mesh)]
+    assert not any(hasattr(p, "_fsdp_flattened") for model, _ in groups for p in model.parameters())
     events: list[Any] = []
     shared = r"{} between ranks \d, \d.* of the same ranks: it would take each rank's part for the whole; lay the model"
     with listen(events.append):
