@@ -77,19 +77,26 @@ class Routing:
         """The share of all pairs at each expert; they sum to 1. A `ShapeError` if the counts are of other experts."""
         return tuple([chance / max(1, choices) for chance in _chances(self, experts, choices)])
 
+    @cached("routings", 256)
     def row_shares(self, held: Held, choices: int) -> tuple[float, ...]:
         """For each expert the rows that its rank needs for it, for each token: a row for several experts is shared.
 
         Those of a rank's experts sum to the probability that a token needs the rank.
         """
-        return _row_shares(self, held, choices)
+        return _shared(_draws(self, held[-1].stop, choices), [len(each) for each in held], choices)
 
+    @cached("routings", 256)
     def remote_shares(self, held: Held, choices: int) -> tuple[tuple[float, ...], ...]:
         """For each rank and each expert elsewhere, 1 / (experts elsewhere) of each token of the rank that chooses it.
 
         Those of a rank sum to the probability that a token of it needs another one. Takes seconds for 512 ranks.
         """
-        return _remote_shares(self, held, choices)
+        draws, shares = _draws(self, held[-1].stop, choices), list[tuple[float, ...]]()
+        for own in held:
+            others = draws[: own.start] + draws[own.stop :]
+            remote = _shared(others + draws[own.start : own.stop], [len(others), len(own)], choices)
+            shares.append((*remote[: own.start], *[0.0] * len(own), *remote[own.start : len(others)]))
+        return tuple(shares)
 
     def hits(self, held: Held, choices: int) -> tuple[float, ...]:
         """The probability that a token needs each rank: that one of its experts is there.
@@ -173,21 +180,6 @@ def _given(draws: Sequence[float], choices: int) -> list[float]:
     drawn = [draw * _sum_at(*each, choices - 1) for draw, each in zip(draws, sides, strict=True)]
     total = sum(drawn) / max(1, choices)
     return [each / total for each in drawn] if choices else drawn
-
-
-@cached("routings", 256)
-def _row_shares(routing: Routing, held: Held, choices: int) -> tuple[float, ...]:
-    return _shared(_draws(routing, held[-1].stop, choices), [len(each) for each in held], choices)
-
-
-@cached("routings", 256)
-def _remote_shares(routing: Routing, held: Held, choices: int) -> tuple[tuple[float, ...], ...]:
-    draws, shares = _draws(routing, held[-1].stop, choices), list[tuple[float, ...]]()
-    for own in held:
-        others = draws[: own.start] + draws[own.stop :]
-        remote = _shared(others + draws[own.start : own.stop], [len(others), len(own)], choices)
-        shares.append((*remote[: own.start], *[0.0] * len(own), *remote[own.start : len(others)]))
-    return tuple(shares)
 
 
 def _shared(draws: tuple[float, ...], sizes: Sequence[int], choices: int) -> tuple[float, ...]:

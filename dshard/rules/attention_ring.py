@@ -103,9 +103,17 @@ class RingPlan:
             received = (*received, (self.holder(index, step), index))
         return RingMessages(self._axis_of_gradients(step), sent, received)
 
+    @cached("rings", 256)
     def hops(self, kind: MessageKind) -> tuple[Hop, ...]:
         """The messages of panels, or of gradients, beside each step but the first."""
-        return _hops(self, kind)
+        messages = self.panels if kind == "panels" else self.gradients
+        hops = list[Hop]()
+        for step in range(1, self.ranks):
+            of_ranks = [messages(i, step) for i in range(self.ranks)]
+            received = max([sum([self.lengths[owner] for _, owner in each.received]) for each in of_ranks])
+            pairs = tuple([(i, to) for i, each in enumerate(of_ranks) for to, _ in each.sent])
+            hops.append(Hop(received, of_ranks[0].axis, pairs))
+        return tuple(hops)
 
     def _axis_of_gradients(self, step: int) -> int | None:
         """The axis along which gradients are sent after `step`, by its position in the ring; None for several."""
@@ -115,9 +123,11 @@ class RingPlan:
             return None
         return _moving_axis(self.shape, step + 1)
 
+    @cached("rings", 256)
     def works(self, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
         """The work of each rank in each step, on devices with this backend; `narrow` in half precision."""
-        return _works(self, backend, narrow)
+        of_ranks = zip(zip(*self.blocks, strict=True), self.rows, strict=True)
+        return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
 
     def seconds(self, work: Sequence[Sequence[float]], sends: Sequence[float], lost: Sequence[float]) -> float:
         """Seconds of the critical path, as a rank sends a panel on while it computes with it.
@@ -132,24 +142,6 @@ class RingPlan:
             arrived = [before[holders[owner]] + send for owner in self.owners[step]]
             starts = list(map(max, done, arrived))
         return max(start + seconds for start, seconds in zip(starts, work[-1], strict=True))
-
-
-@cached("rings", 256)
-def _works(plan: RingPlan, backend: str, narrow: bool) -> list[tuple[Work, ...]]:
-    of_ranks = zip(zip(*plan.blocks, strict=True), plan.rows, strict=True)
-    return list(zip(*(work_of(steps, rows, backend, narrow) for steps, rows in of_ranks), strict=True))
-
-
-@cached("rings", 256)
-def _hops(plan: RingPlan, kind: MessageKind) -> tuple[Hop, ...]:
-    messages = plan.panels if kind == "panels" else plan.gradients
-    hops = list[Hop]()
-    for step in range(1, plan.ranks):
-        of_ranks = [messages(i, step) for i in range(plan.ranks)]
-        received = max([sum([plan.lengths[owner] for _, owner in each.received]) for each in of_ranks])
-        pairs = tuple([(i, to) for i, each in enumerate(of_ranks) for to, _ in each.sent])
-        hops.append(Hop(received, of_ranks[0].axis, pairs))
-    return tuple(hops)
 
 
 @cached("rings", 4096)

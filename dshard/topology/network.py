@@ -151,9 +151,16 @@ class Topology(Interned, Drawn):
                 f"use the topology of this world, or one whose layers have {world_size} ranks in all"
             )
 
+    @cached("network", 256)
     def bytes_only(self) -> Topology:
         """Return a copy in which only bytes on the network take time: no latency, launches or local copies."""
-        return _bytes_only(self)
+        return replace(
+            self,
+            layers=tuple(replace(layer, latency=0.0) for layer in self.layers),
+            device=replace(self.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
+            measured=tuple(replace(figures, latency=0.0, points=()) for figures in self.measured),
+            algorithms=(),
+        )
 
     def with_measured(self, measured: Iterable[Measured]) -> Topology:
         """Return a copy of the topology with these figures added; for the same links the last ones count."""
@@ -358,14 +365,3 @@ def _peers_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The ranks of each group along these axes, in the order of its coordinates."""
     first = [coordinate for coordinate in mesh.coordinates() if not any(coordinate[mesh.axis(axis)] for axis in axes)]
     return tuple([tuple(map(mesh.rank, mesh.peers(axes, coordinate))) for coordinate in first])
-
-
-@cached("network", 256)
-def _bytes_only(topology: Topology) -> Topology:
-    return replace(
-        topology,
-        layers=tuple(replace(layer, latency=0.0) for layer in topology.layers),
-        device=replace(topology.device, memory_bandwidth=inf, launch=0.0, dispatch=0.0, in_place=0.0),
-        measured=tuple(replace(figures, latency=0.0, points=()) for figures in topology.measured),
-        algorithms=(),
-    )

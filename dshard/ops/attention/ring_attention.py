@@ -61,9 +61,12 @@ class RingAttention:
         initial = self.positions(operand, at)
         return swapped(initial) if self.ring.balanced else tuple((each,) for each in initial)
 
+    @cached("rings", 4096)
     def plan(self, at: Coordinate) -> RingPlan:
         """The plan of the ring of the rank at `at`."""
-        return _plan(self, at)
+        mesh = self.layouts[0].mesh
+        shape = tuple(mesh.shape[axis] for axis in self.ring.axes)
+        return ring_plan(shape, self.ranges(0, at), self.ranges(1, at), self.options.causal, self.reach)
 
     def forward(
         self, functions: ScoreFunctions, at: Coordinate, space: Session, tensors: Sequence[Tensor]
@@ -125,14 +128,6 @@ class RingAttention:
         if of_mask is None:
             return (*results, *(x.new_empty(0) for x in operands[3:]))
         return (*results, _sum_to(of_mask, operands[3], operands[0]))
-
-
-@cached("rings", 4096)
-def _plan(attention: RingAttention, at: Coordinate) -> RingPlan:
-    mesh = attention.layouts[0].mesh
-    shape = tuple(mesh.shape[axis] for axis in attention.ring.axes)
-    queries, keys = (attention.ranges(i, at) for i in (0, 1))
-    return ring_plan(shape, queries, keys, attention.options.causal, attention.reach)
 
 
 class _Rank:

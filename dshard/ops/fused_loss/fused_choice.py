@@ -213,9 +213,25 @@ class LocalWork:
     needed: tuple[bool, ...]
     topology: Topology
 
+    @cached("local work", 4096)
     def seconds(self) -> tuple[float, float]:
-        """Seconds of a forward and of a backward pass."""
-        return _seconds(self)
+        """Seconds of a forward and of a backward pass.
+
+        All chunks but the last have equally many rows, so that a few are run.
+        """
+        rows, size = prod(self.shapes[0][:-1]), self.loss.size
+        chunks, rest = divmod(rows, size)
+        if chunks < 2:
+            return self.forward(rows), self.backward(rows)
+        first = self.forward(size)
+        forward = first + (chunks - 1) * (self.forward(2 * size) - first)
+        if rest:
+            forward += self.forward(size + rest) - first
+        if self.loss.options.reduction != "none":
+            return forward, self.backward(rows)
+        first = self.backward(size)
+        backward = first + (chunks - 1) * (self.backward(2 * size) - first)
+        return forward, backward + (self.backward(size + rest) - first if rest else 0.0)
 
     def forward(self, rows: int) -> float:
         """Seconds of the forward pass of so many rows."""
@@ -253,21 +269,3 @@ class LocalWork:
         assert self.loss.joining is not None
         at = (0,) * self.loss.joining.mesh.ndim
         return seconds_of_local_work(lambda: run_without_data(make, tensors, at), self.topology)
-
-
-@cached("local work", 4096)
-def _seconds(work: LocalWork) -> tuple[float, float]:
-    """All chunks but the last have equally many rows, so that a few are run."""
-    rows, size = prod(work.shapes[0][:-1]), work.loss.size
-    chunks, rest = divmod(rows, size)
-    if chunks < 2:
-        return work.forward(rows), work.backward(rows)
-    first = work.forward(size)
-    forward = first + (chunks - 1) * (work.forward(2 * size) - first)
-    if rest:
-        forward += work.forward(size + rest) - first
-    if work.loss.options.reduction != "none":
-        return forward, work.backward(rows)
-    first = work.backward(size)
-    backward = first + (chunks - 1) * (work.backward(2 * size) - first)
-    return forward, backward + (work.backward(size + rest) - first if rest else 0.0)
