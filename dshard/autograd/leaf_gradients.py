@@ -50,9 +50,8 @@ def accumulate() -> Iterator[None]:
         yield
 
 
-def accumulating() -> bool:
-    """Whether `accumulate` is in force."""
-    return bool(_BLOCKS.anywhere) and _BLOCKS.value()
+accumulating = _BLOCKS.in_force
+"""Whether `accumulate` is in force."""
 
 
 def to_add_locally(grad: Wrapper, leaf: GradientLeaf) -> Wrapper | None:

@@ -24,6 +24,7 @@ All of these use `scoped` values, `streams` of a GPU, and the line of `user_code
 
 from dshard.comm.agreement import (
     COLLECTIVES_OF_TORCH,
+    NOTED_ROWS,
     MeshesOfRows,
     begin_rows,
     checked_shape,
@@ -33,7 +34,6 @@ from dshard.comm.agreement import (
     global_shape,
     group_of_hosts,
     group_rank,
-    noting_rows,
     ranks_in,
     ranks_of_group,
     same_replicas,

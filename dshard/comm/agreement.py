@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from ctypes import string_at
 from typing import Any
 from zlib import crc32
@@ -41,7 +41,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
     Local shapes are compared now if ranks are simulated, or if `compared`, in debug mode; else before the next
     collective.
     """
-    shape = _even_global_shape(_shape(local), layout)
+    shape = _even_global_shape(tuple(local.shape), layout)
     if are_simulated([local]) or (compared and local.ndim <= MAX_DIMS):
         shapes = _local_shapes(local, layout)
         if shapes is not None and len(set(shapes.values())) > 1:
@@ -52,7 +52,7 @@ def even_shape(local: Tensor, layout: Layout, compared: bool = False) -> Shape:
                 "ranks tell each other, run_check=True"
             )
     elif has_data(local):
-        take_as_even(_shape(local), local.dtype, layout)
+        take_as_even(tuple(local.shape), local.dtype, layout)
     return shape
 
 
@@ -60,11 +60,11 @@ def global_shape(local: Tensor, layout: Layout) -> Shape:
     """The global shape of the tensor with these local tensors under `layout`, by an all_gather of their shapes."""
     if traced(local) and any(isinstance(placement, Shard) for placement in layout.placements):
         raise CompileError(
-            f"from_local of local shape {_shape(local)} laid out [{layout}], within a compiled region: ranks cannot "
-            "ask each other for their shapes there; pass the global shape, shape=(...)"
+            f"from_local of local shape {tuple(local.shape)} laid out [{layout}], within a compiled region: ranks "
+            "cannot ask each other for their shapes there; pass the global shape, shape=(...)"
         )
     shapes = _local_shapes(local, layout)
-    return _even_global_shape(_shape(local), layout) if shapes is None else _global_shape_of(shapes, layout)
+    return _even_global_shape(tuple(local.shape), layout) if shapes is None else _global_shape_of(shapes, layout)
 
 
 def _local_shapes(local: Tensor, layout: Layout) -> dict[Coordinate, Shape] | None:
@@ -76,7 +76,7 @@ def _local_shapes(local: Tensor, layout: Layout) -> dict[Coordinate, Shape] | No
 
 
 def _shapes_here(local: Tensor, mesh: Mesh) -> dict[Coordinate, Shape]:
-    return {mesh.coordinate(rank): _shape(part) for rank, part in by_rank(local, mesh).items()}
+    return {mesh.coordinate(rank): tuple(part.shape) for rank, part in by_rank(local, mesh).items()}
 
 
 def shape_exchange(local: Tensor, layout: Layout) -> list[tuple[str, tuple[str, ...], int]]:
@@ -120,12 +120,8 @@ class MeshesOfRows:
         return tuple(numbers)
 
 
-_NOTED: Scoped[MeshesOfRows, tuple[MeshesOfRows, ...]] = Scoped("meshes of rows", tuple)
-
-
-def noting_rows(meshes: MeshesOfRows) -> AbstractContextManager[None]:
-    """Within the block, add to `meshes` those on which the ranks ask each other for their rows."""
-    return _NOTED.entered(meshes)
+NOTED_ROWS: Scoped[MeshesOfRows, tuple[MeshesOfRows, ...]] = Scoped("meshes of rows", tuple)
+"""Values to which the meshes are added on which the ranks ask each other for their rows."""
 
 
 def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[Coordinate, tuple[int, ...]]:
@@ -136,7 +132,7 @@ def gather_rows(row: Sequence[int], mesh: Mesh, is_check: bool = False) -> dict[
     """
     group = group_with_data(mesh)
     if group is not None:
-        for meshes in () if is_check else _NOTED.value():
+        for meshes in () if is_check else NOTED_ROWS.value():
             meshes.add(mesh)
         own = torch.tensor(row, dtype=torch.int64, device=device_of(mesh))
         if not traced(own):  # by FakeTensorMode, which has no values
@@ -335,7 +331,3 @@ def _even_global_shape(local: Shape, layout: Layout) -> Shape:
         if isinstance(placement, Shard):
             sizes[placement.dim] *= layout.mesh.shape[i]
     return tuple(sizes)
-
-
-def _shape(x: Tensor) -> Shape:
-    return tuple(x.shape)

@@ -43,6 +43,8 @@ ENDS = "end of a collective"
 
 RECORDERS: Sequence[object] = _RECORDERS.anywhere
 """Empty while no thread records a step."""
+recorder = _RECORDERS.in_force
+"""The recorder of this thread, if there is one."""
 
 
 def recording_calls(recorder: CallRecorder) -> AbstractContextManager[None]:
@@ -54,11 +56,6 @@ def recorded(key: object, function: Callable[..., T], *args: object) -> T:
     """Call a function, by the recorder of this thread if there is one."""
     told = recorder()
     return function(*args) if told is None else told.call(key, function, *args)
-
-
-def recorder() -> CallRecorder | None:
-    """The recorder of this thread, if there is one."""
-    return _RECORDERS.value() if RECORDERS else None
 
 
 def numbers_of(x: Tensor) -> Any:

@@ -72,6 +72,10 @@ class Scoped(Generic[E, T]):
         """The value in the context of the call."""
         return self.state().value
 
+    def in_force(self) -> T:
+        """The value in the context of the call, at once while no thread is in a block."""
+        return self.value() if self.anywhere else self._none.value
+
     def outer(self) -> ScopedState[E, T]:
         """The state of a context that entered no block; on autograd's threads, that of the caller of backward."""
         return (self._backward_caller_state() if self.anywhere else None) or self._none

@@ -76,6 +76,8 @@ declare_setting(_SETTINGS)
 
 
 _STATIC: Scoped[bool, bool] = Scoped("static sizes", bool)
+are_sizes_static = _STATIC.in_force
+"""Whether this thread is within `static_sizes`."""
 declare_setting(_STATIC)
 
 
@@ -84,11 +86,6 @@ def static_sizes() -> Iterator[None]:
     """Within the block no operator asks the host for numbers of rows: its steps are recorded once, for all values."""
     with _STATIC.entered(True):
         yield
-
-
-def are_sizes_static() -> bool:
-    """Whether this thread is within `static_sizes`."""
-    return bool(_STATIC.anywhere) and _STATIC.value()
 
 
 def settings_in_force() -> list[object]:

@@ -131,6 +131,8 @@ class SpecUnderSettings(Spec):
 
 
 _FOR_SHAPES: Scoped[None, bool] = Scoped("for shapes", bool)
+is_for_shapes = _FOR_SHAPES.in_force
+"""Whether operators now run only to infer shapes."""
 
 
 @contextmanager
@@ -163,11 +165,6 @@ def meta_tensors(specs: Sequence[Spec]) -> list[torch.Tensor]:
     """For each spec a meta tensor of the global shape, strides and dtype."""
     with plain(), for_shapes():  # one tensor for all ranks where they are simulated
         return [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in specs]
-
-
-def is_for_shapes() -> bool:
-    """Whether operators now run only to infer shapes."""
-    return bool(_FOR_SHAPES.anywhere) and _FOR_SHAPES.value()
 
 
 _SPECS: WeakValueDictionary[tuple[object, ...], Spec] = WeakValueDictionary()

@@ -15,10 +15,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from dshard.comm import (
+    NOTED_ROWS,
     RECORDERS,
     MeshesOfRows,
     comparing,
-    noting_rows,
     publish_failure,
     simulated_ranks,
     warn_here,
@@ -210,7 +210,7 @@ class Replay(Generic[P, R]):
             return self._recorded(known, call)
         else:
             known.calls_before -= 1
-        with noting_rows(self._rows):
+        with NOTED_ROWS.entered(self._rows):
             return self.step(*call.args, **call.kwargs)
 
     def _recorded(self, known: _Known, call: StepCall) -> R:
@@ -226,7 +226,7 @@ class Replay(Generic[P, R]):
 
         recorder = StepRecorder() if program is None else CheckingRecorder(program.recording, error)
         try:
-            with noting_rows(self._rows):
+            with NOTED_ROWS.entered(self._rows):
                 result, recording = record(self.step, call, recorder)
             why = known.add(recording, call, self.calls, in_graph=self.cuda_graph)
             if why and program is not None:

@@ -115,17 +115,14 @@ def _merged(changes: Sequence[MatmulOptions]) -> MatmulOptions:
 _BLOCKS: Scoped[MatmulOptions, MatmulOptions] = Scoped("matmul options", _merged)
 OPTION_BLOCKS: Sequence[object] = _BLOCKS.anywhere
 """Empty while no thread is in a block of `use_strategy`."""
+current_options = _BLOCKS.in_force
+"""The options that `use_strategy` has in force at this call."""
 
 
 class GuardedOptions:
     """The options as of the last block entered or left, as a plain attribute: compiled graphs read no ContextVar."""
 
     options = NO_OPTIONS
-
-
-def current_options() -> MatmulOptions:
-    """The options that `use_strategy` has in force at this call."""
-    return _BLOCKS.value() if OPTION_BLOCKS else NO_OPTIONS
 
 
 def kept_options(options: MatmulOptions) -> MatmulOptions:
