@@ -64,7 +64,7 @@ def measure(
     """
     clock = _clock(mesh)
     levels = _checked(sizes, seconds, collectives)
-    progress = progress or _silent
+    progress = progress or (lambda done, what: None)
     progress(0.0, "local work")
     begin = clock.elapsed()
     device = measure_device(clock, seconds)
@@ -80,7 +80,7 @@ def measure(
     left = max(seconds - (clock.elapsed() - begin), seconds / 2)
     times = run_rounds(clock, cases, levels, left, progress)
     limits = base if base is not None and not base.measured else None
-    figures = [_figures(clock.mesh, case, samples, known, limits) for case, samples in times.samples.items()]
+    figures = [_figures(clock.mesh, case, samples, known, limits) for case, samples in times.items()]
     overlaps = {
         axes: measure_overlap(clock, axes, known.with_measured(figures), seconds)
         for axes in dict.fromkeys([figure.axes for figure in figures])
@@ -184,7 +184,3 @@ def _has(topology: Topology, mesh: Mesh, axes: tuple[str, ...], collective: Coll
         figure.collective == collective and groups_of(figure.mesh, figure.axes) == groups
         for figure in topology.measured
     )
-
-
-def _silent(done: float, what: str) -> None:
-    """Ignore a report of progress."""

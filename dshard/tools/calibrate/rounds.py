@@ -144,15 +144,8 @@ class Clock:
         return largest
 
 
-@dataclass(slots=True)
-class Times:
-    """The slowest rank's measured seconds, for each case and number of received bytes."""
-
-    samples: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
-
-    def add(self, case: Case, nbytes: int, seconds: float) -> None:
-        """Add one time."""
-        self.samples.setdefault(case, {}).setdefault(nbytes, []).append(seconds)
+Times: TypeAlias = dict[Case, dict[int, list[float]]]
+"""The slowest rank's measured seconds, for each case and number of received bytes."""
 
 
 def call_of(case: Case, nbytes: int, group: Group, source: Tensor) -> tuple[Callable[[], object], int]:
@@ -187,7 +180,7 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
     the two smallest; the last rounds are of those that the rest of the budget allows. So a slow link is measured at
     sizes that show how fast it goes on, and small sizes, which are disturbed most, often.
     """
-    times = Times()
+    times: Times = {}
     if not cases:
         return times
     budget = clock.slowest([budget])[0]  # ranks that differed in it would measure different sizes, and wait for ever
@@ -203,7 +196,7 @@ def run_rounds(clock: Clock, cases: Sequence[Case], sizes: Sequence[int], budget
             mine.append((case, received, clock.seconds(call, before=call)))
         *agreed, now = clock.slowest([*(seconds for _, _, seconds in mine), clock.elapsed() - begin])
         for (case, received, _), seconds in zip(mine, agreed, strict=True):
-            times.add(case, received, seconds)
+            times.setdefault(case, {}).setdefault(received, []).append(seconds)
         rounds += 1
         if rounds >= ROUNDS:
             turns = _that_fit(turns, agreed, budget - now)
@@ -399,7 +392,8 @@ def measure_overlap(clock: Clock, axes: tuple[str, ...], topology: Topology, sec
         wait()
 
     repeats = max(LEAST_REPEATS, int(seconds * SHARE / WINDOW))
-    sending, working, together = (_slowest(clock, call, repeats) for call in (send, work, both))
+    times = [[clock.seconds(call, before=call) for _ in range(repeats)] for call in (send, work, both)]
+    sending, working, together = clock.slowest(list(map(typical, times)))
     return min(1.0, max(0.0, (sending + working - together) / min(sending, working)))
 
 
@@ -409,11 +403,6 @@ def _elements_of_a_window(mesh: Mesh, axes: tuple[str, ...], n: int, topology: T
     while number > 1 and collective_seconds("all_gather", 4.0 * (n - 1) * number, mesh, axes, topology) > WINDOW:
         number //= 2
     return number
-
-
-def _slowest(clock: Clock, call: Callable[[], object], repeats: int) -> float:
-    """Return the slowest rank's typical seconds for a call in which all ranks take part."""
-    return clock.slowest([typical([clock.seconds(call, before=call) for _ in range(repeats)])])[0]
 
 
 def measure_dispatch(clock: Clock, repeats: int = LEAST_REPEATS) -> tuple[float, float]:

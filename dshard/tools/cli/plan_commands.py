@@ -219,7 +219,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     efficiency, source = _efficiency(arguments, topology)
     with report.waiting("reading the model"):
         model, args, kwargs = model_and_batch(arguments.model, arguments.batch, arguments.sequence)
-    with report.search_progress(visible=True) as progress:
+    with report.search_progress() as progress:
         plans = plan_table(
             model,
             arguments.devices,

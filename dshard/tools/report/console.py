@@ -224,10 +224,10 @@ def checkpoint_progress(visible: bool = True, what: str = "checkpoint") -> Itera
 
 
 @contextmanager
-def search_progress(visible: bool) -> Iterator[Callable[[int, int], None]]:
+def search_progress() -> Iterator[Callable[[int, int], None]]:
     """Show a bar of the priced plans, on a terminal only."""
     columns = (TextColumn("pricing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Bars(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bars:
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("plans", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

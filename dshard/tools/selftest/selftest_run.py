@@ -59,22 +59,17 @@ class SelfTest(Drawn):
 
 def run(device: str = "cpu", ranks: int = RANKS, progress: Progress | None = None) -> SelfTest:
     """Run all checks, on the CPU over gloo and under NCCL's contract, on CUDA over NCCL; `progress` reports each."""
-    place, report = Place(device, ranks), progress or _silent
+    place, report = Place(device, ranks), progress or (lambda at: None)
     machine = {**environment(device), "ranks": str(ranks)}
     if launch.is_launched():
         return SelfTest(tuple(launch.run(partial(_all, place), report, ranks=ranks, device=device)), machine)
-    backends = backends_of(device)
+    backends = ("nccl",) if device == "cuda" else ("gloo", BACKEND)
     todo = [(backend, name) for backend in backends for name in CHECKS]
     parts_done = {each: (i / len(todo), ", ".join(each)) for i, each in enumerate(todo)}
     results = [
         result for backend in backends for result in _on_backend(place, backend, lambda each: report(parts_done[each]))
     ]
     return SelfTest(tuple(results), machine)
-
-
-def backends_of(device: str) -> tuple[str, ...]:
-    """The backends that a self-test on this type of device uses."""
-    return ("nccl",) if device == "cuda" else ("gloo", BACKEND)
 
 
 def environment(device: str) -> dict[str, str]:
@@ -113,10 +108,6 @@ def _on_backend(place: Place, backend: str, report: Callable[[tuple[str, str]], 
                 seconds = max(seconds for _, seconds in answers)
                 results.append(Result(backend, name, True, seconds, answers[0][0]))
     return results
-
-
-def _silent(at: tuple[float, str]) -> None:
-    """Ignore a report of progress."""
 
 
 def _all(place: Place, report: Progress) -> list[Result]:
