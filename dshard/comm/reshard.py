@@ -25,7 +25,7 @@ from dshard.comm.runtime import Group, Runtime, group_of, runtime_of
 from dshard.comm.scatter_shards import device_of
 from dshard.comm.transport import movable, timed
 from dshard.errors import MeshError
-from dshard.layout import Region, Shape, overlap
+from dshard.layout import Region, overlap
 from dshard.redistribute.step import inside, numel
 from dshard.reshard import ReshardPlan, reduced_axes, region_of
 
@@ -360,7 +360,7 @@ class Buffers:
         if region not in self._receive_buffers:
             assert self._out is not None
             assert self._needed is not None
-            span = span_of([inside(region, self._needed)], _sizes(self._out))
+            span = span_of([inside(region, self._needed)], tuple(self._out.shape))
             if span is None:
                 self._receive_buffers[region] = self._out.new_empty(numel(region)), False
             else:
@@ -376,10 +376,6 @@ class Buffers:
 
 def _flat(x: Tensor, region: Region) -> Tensor:
     """The elements of `x` within `region`, flat; a view where they are contiguous."""
-    if x.is_contiguous() and (span := span_of([region], _sizes(x))) is not None:
+    if x.is_contiguous() and (span := span_of([region], tuple(x.shape))) is not None:
         return x.view(-1)[span.start : span.stop]
     return view_of(x, region).contiguous().view(-1)
-
-
-def _sizes(x: Tensor) -> Shape:
-    return tuple(x.shape)

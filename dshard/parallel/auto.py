@@ -214,12 +214,16 @@ class PlanSearch:
             low, high = (low, middle) if fits(own) else (middle, high)
 
     def least(self, tables: StepTables, plan: ModelPlan, known: dict[tuple[Layout, ...], float]) -> float:
-        """What a strategy by name takes at least, or a sum that is too dear, `known` by the layouts of parameters."""
+        """What a strategy by name takes at least, or a sum that is too dear, `known` by the layouts of parameters.
+
+        That is the bound of plans that store parameters as it does, mostly moved beside work.
+        """
         laid = tuple(stored(tables, plan).values())
         if laid not in known:
             best = self.best()
             most = inf if best is None else MARGIN * best.plan.cost.seconds
-            known[laid] = least_of(tables, plan, most, self.deadline).bound
+            pinned = tables.pinned(stored(tables, plan))
+            known[laid] = plan_step(pinned, BESIDE, deadline=self.deadline, passes=PASSES, most=most).bound
         return known[laid]
 
     def add_named(self, named: Sequence[tuple[float, ModelPlan]], mesh: Mesh, most: float) -> None:
@@ -462,14 +466,6 @@ def _limits(graph: StepGraph, mesh: Mesh, unfolded: Mesh, auto: Auto, names: Map
     if unfolded != mesh:
         limits = limits_of(graph, unfolded, *on_finer(mesh, auto.pins, words, unfolded), names)
     return limits
-
-
-def least_of(tables: StepTables, plan: ModelPlan, most: float = inf, deadline: Deadline = ENDLESS) -> StepPlan:
-    """A plan that stores parameters as `plan` does, mostly moved beside work, whose bound is that of all such plans.
-
-    Where that is above `most`, it is not looked for further.
-    """
-    return plan_step(tables.pinned(stored(tables, plan)), BESIDE, deadline=deadline, passes=PASSES, most=most)
 
 
 def _progress() -> Callable[[str], None]:

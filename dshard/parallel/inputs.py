@@ -52,14 +52,10 @@ class InputModes:
 
     def of(self, path: Path) -> Mode | None:
         """The mode of an input; None if its size decides whether it is rows. A longer name goes first."""
-        names = [name for name in self.named if _contains(path, name)]
+        names = [name for name in self.named if any(path[i : i + len(name)] == name for i in range(len(path)))]
         if names:
             return self.named[max(names, key=len)]
         return "global" if self.rest == "global" or path in self.whole_in_example else None
-
-
-def _contains(path: Path, name: Path) -> bool:
-    return any(path[i : i + len(name)] == name for i in range(len(path)))
 
 
 def input_modes(inputs: object, model: nn.Module, args: Args, kwargs: Kwargs) -> InputModes:

@@ -104,7 +104,7 @@ def _executable(
     """The executable of this call, planned once for operands like these, with the functions of this call."""
     mesh = common_mesh("flex_attention", list(tensors))
     specs = [spec_like(x, mesh) for x in tensors]
-    is_eager = all(map(_is_eager, tensors))
+    is_eager = all(isinstance(x, Wrapper) and not traced(x._local_tensor) for x in tensors)
     reach = _reach(mask, (specs[0].shape[2], specs[1].shape[2])) if is_eager else None
     choice = _chosen(tensors, specs, options, current_options().attention, is_eager, reach)
     functions = ScoreFunctions(partial(modified_at, score_mod, mask), partial(_recorded, score_mod, mask, options))
@@ -148,10 +148,6 @@ def _attend_at(
 ) -> Attend:
     """The local attention of the scores at these ranges."""
     return RankScores(score_mod, mask, options, ranges, keys).attend
-
-
-def _is_eager(x: Tensor) -> bool:
-    return isinstance(x, Wrapper) and not traced(x._local_tensor)
 
 
 _REACHES: WeakKeyDictionary[BlockMask, Reach] = WeakKeyDictionary()

@@ -6,9 +6,8 @@ them is local. Gradients of a window are sent to the owners of its keys, which s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -46,14 +45,14 @@ class KeyWindows:
     @property
     def longest(self) -> int:
         """The length of the longest window, to which all are padded."""
-        return max(len(self.window(at)) for at in self._coordinates())
+        return max(len(self.window(at)) for at in self.keys.mesh.coordinates())
 
     def received(self, back: bool = False) -> int:
         """The most keys that a rank receives, or with `back` the most keys whose gradients it receives."""
         source, target = (self.window, self.own) if back else (self.own, self.window)
         return max(
             sum(len(_shared(source(peer), target(at))) for peer in self.peers(at) if peer != at)
-            for at in self._coordinates()
+            for at in self.keys.mesh.coordinates()
         )
 
     def peers(self, at: Coordinate) -> Sequence[Coordinate]:
@@ -64,9 +63,6 @@ class KeyWindows:
         """The global shape of the windows of all ranks, for keys or values of this shape."""
         mesh = self.keys.mesh
         return (*keys[:2], self.longest * prod(mesh.shape[mesh.axis(axis)] for axis in self.axes), keys[3])
-
-    def _coordinates(self) -> Iterator[Coordinate]:
-        return product(*map(range, self.keys.mesh.shape))
 
 
 def windowed(windows: KeyWindows, tensors: Sequence[Wrapper]) -> tuple[Wrapper, ...]:
