@@ -190,6 +190,12 @@ def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
     return (scores - logsumexp.masked_fill(logsumexp == -inf, 0).unsqueeze(-1)).exp()
 
 
+def multi_margin(x: Tensor, target: Tensor, *options: Any, **named: Any) -> Tensor:
+    """Torch's decomposition; the loss of one row with one target, without dims, has none, as the kernels give it."""
+    loss: Tensor = decomposition_table[aten.multi_margin_loss.default](x, target, *options, **named)
+    return loss if target.dim() else loss.reshape(())
+
+
 # -- questions about global tensors: equal results on every rank
 
 
@@ -253,6 +259,7 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.logsumexp.default: logsumexp,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._weight_norm_interface_backward.default: weight_norm_backward,
+    aten.multi_margin_loss.default: multi_margin,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_attention_backward,
 }

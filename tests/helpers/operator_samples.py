@@ -311,6 +311,8 @@ NETWORKS: dict[str, Sample] = {
     "multilabel margin sum": (F.multilabel_margin_loss, (x, listed, {"reduction": "sum"})),
     "multilabel margin none": (F.multilabel_margin_loss, (x, listed, {"reduction": "none"})),
     "multilabel margin of one": (F.multilabel_margin_loss, (x[0], listed[0])),
+    "multi margin": (F.multi_margin_loss, (x, ids(3, 5), {"reduction": "none"})),
+    "multi margin of one": (F.multi_margin_loss, (x[0], torch.tensor(1), {"reduction": "none"})),
     "bce": (F.binary_cross_entropy, (chances(5, 3), chances(5, 3))),
     "bce logits": (F.binary_cross_entropy_with_logits, (x, chances(5, 3))),
     "attention": (F.scaled_dot_product_attention, (reals(2, 3, 5, 4), reals(2, 3, 6, 4), reals(2, 3, 6, 2))),
