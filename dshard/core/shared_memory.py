@@ -71,13 +71,13 @@ def _without_shared(func: OpOverload, args: Args, kwargs: Kwargs) -> Args:
     return args
 
 
-def _share(x: Wrapper, y: Wrapper) -> bool:
+def share_memory(x: Wrapper, y: Wrapper) -> bool:
     """Whether two distributed tensors are views of one memory."""
     return type(y) is Wrapper.public and is_alias_of(_memory(x), _memory(y))
 
 
 def _is_in(x: object, target: Wrapper) -> bool:
-    return type(x) is Wrapper.public and _share(x, target)
+    return type(x) is Wrapper.public and share_memory(x, target)
 
 
 def _memory(x: Wrapper) -> Tensor:
@@ -137,7 +137,7 @@ def _apart(target: Wrapper, copies: bool, x: object) -> object:
     Replicated tensors share memory as on one device, where an operator may read what it has just written. With `copies`
     all is copied.
     """
-    if type(x) is not Wrapper.public or not _share(x, target):
+    if type(x) is not Wrapper.public or not share_memory(x, target):
         return x
     spec, other = x._spec, target._spec
     is_same = (spec.shape, spec.stride, spec.dtype) == (other.shape, other.stride, other.dtype)

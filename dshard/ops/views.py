@@ -14,6 +14,7 @@ from torch import Tensor
 from dshard.comm import mapped
 from dshard.core.call import Call, Composed, Kernel, LocalOp, Operator, RankCall, views_first
 from dshard.core.moves import expanded_as
+from dshard.core.shared_memory import share_memory
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_stride
 from dshard.core.torch_function import bind_arguments
@@ -149,11 +150,21 @@ def strided_kernel(call: RankCall) -> LocalOp:
 
 
 def strided_of_base(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`as_strided` of a view: strides over the memory of its base."""
+    """`as_strided` of a view: strides over the memory of its base.
+
+    Raises:
+        LayoutError: its elements are other numbers than those of its base, as parts of complex ones are.
+    """
     x, size, stride, *rest = args
     start = rest[0] if rest else kwargs.get("storage_offset")
     with no_torch_function():
-        return func(x._base, size, stride, x.storage_offset() if start is None else start)
+        base = x._base
+        if x.dtype != base.dtype or (x.is_complex() and not share_memory(x, base)):
+            raise LayoutError(
+                f"as_strided of a view in {x.dtype} of other numbers, of {base.dtype}, such as x.real or "
+                "x.conj(): call it on a copy of the view, x.real.clone().as_strided(...)"
+            )
+        return func(base, size, stride, x.storage_offset() if start is None else start)
 
 
 def as_strided(func: Function, args: Args, kwargs: Kwargs) -> Any:

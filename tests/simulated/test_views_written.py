@@ -231,6 +231,20 @@ def test_strides_over_the_whole_tensor(layout: str) -> None:
         assert_same(x.t().as_strided((3, 4), (1, 3)), value.t())
 
 
+@pytest.mark.parametrize("layout", ["x:R", "x:S(0)"])
+@pytest.mark.parametrize("view", [lambda z: z.real, lambda z: z.imag[1:], lambda z: z.conj(), lambda z: z.conj()[1:]])
+def test_strides_over_other_numbers_than_those_of_the_base_are_refused(layout: str, view: Function) -> None:
+    """They would be strides over the complex numbers that the tensor itself has."""
+    mesh = Mesh((3,), ("x",))
+    value = torch.complex(rows(4, 3), rows(4, 3).flip(0))
+    with simulated(mesh):
+        z = distribute(value, parse_layout(layout, mesh))
+        with pytest.raises(LayoutError, match=r"as_strided of a view in .* of other numbers"):
+            view(z).as_strided((2, 2), (2, 1))
+        assert_same(view(z).clone().as_strided((2, 2), (2, 1)), view(value).clone().as_strided((2, 2), (2, 1)))
+        assert_same(z[1:].as_strided((2, 2), (2, 1)), value[1:].as_strided((2, 2), (2, 1)))
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_write_through_strides_beyond_a_view_has_the_gradient_of_one_device(in_place: bool) -> None:
     def written(x: Any, weight: Any) -> list[Any]:
