@@ -86,7 +86,7 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     Masks are converted to indices here, once for the forward and the backward pass, unless one value fills all places.
     """
     x, index, *value = args
-    if not value or (isinstance(value[0], Tensor) and value[0].dim()):
+    if not value or (isinstance(value[0], Tensor) and value[0].numel() != 1):
         index = without_masks(x, index)
     return call_torch(func, (x, index, *value), kwargs)
 

@@ -103,8 +103,6 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         return args[0]
     number = id(func)  # the hash of an operator is slow; `FACTS` keeps it alive, so no other gets its id
     facts = FACTS.get(number) or known(func)
-    if facts.reads:
-        args = without_shared(func, args, kwargs)
     composed = facts.composed
     if composed is not None and composed.applies(args):
         if OBSERVERS and composed.is_requested(func, args, kwargs):
@@ -114,6 +112,8 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
         if facts.changes:
             _count_change(func, args[0], facts.writes)
         return out
+    if facts.reads:
+        args = without_shared(func, args, kwargs)
     is_gradient = func is _SUM and graph_task_id() >= 0 and not torch.is_grad_enabled() and not is_recomputed()
     key = call_key(-number if is_gradient else number, args, kwargs, facts.values)
     executors = planning_context().executors

@@ -127,11 +127,11 @@ def has_mask(args: Args) -> bool:
 def by_mask(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run an indexed operator with masks converted to indices; one value written under one mask is a masked fill."""
     x, indices, *rest = args
-    if func in _WRITES and len(indices) == 1 and rest[0].ndim == 0 and not any(rest[1:2]) and not kwargs:
+    if func in _WRITES and len(indices) == 1 and rest[0].numel() == 1 and not any(rest[1:2]) and not kwargs:
         mask = indices[0].to(x.device)  # which torch takes from the CPU as indices, and not to fill
         mask = mask.reshape((*mask.shape, *(1,) * (x.ndim - mask.ndim))).bool()
         fill = torch.ops.aten.masked_fill if func is _ATEN.index_put.default else torch.ops.aten.masked_fill_
-        return fill.Tensor(x, mask, rest[0])
+        return fill.Tensor(x, mask, rest[0].reshape(()))
     converted: list[Tensor | None] = []
     for each in indices:
         converted.extend(each.nonzero().unbind(1) if selects(each) else [each])

@@ -87,3 +87,18 @@ def test_what_an_operator_writes_and_returns_is_that_of_one_device(name: str, la
 def test_a_rule_of_an_operator_that_writes_is_refused(op: str, rule: str) -> None:
     with pytest.raises(NotationError, match=rf"writing::{op} writes to .*leave the rule out.*returns what it computes"):
         register_rule(f"writing::{op}", rule)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([7]), torch.tensor([[7.0]]), torch.tensor(7), 7])
+@pytest.mark.parametrize("layout", ["x:R", "x:S(0)"])
+def test_one_value_fills_under_a_mask(layout: str, value: Any) -> None:
+    """In any dtype, and also where the mask itself is written, as one device takes it."""
+    mesh, mask = Mesh((2,), ("x",)), torch.tensor([True, False, True])
+    expected = torch.zeros(3, 2)
+    expected[mask] = value
+    with simulated(mesh), dshard.implicit_replication():
+        x, where = (distribute(t, parse_layout(layout, mesh)) for t in (torch.zeros(3, 2), mask))
+        x[where] = value
+        where[where] = False
+        assert whole(x).equal(expected)
+        assert not whole(where).any()
