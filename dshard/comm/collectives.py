@@ -44,34 +44,27 @@ REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG
 """The reductions that backends have."""
 
 
-def _all_reduce_options(op: str) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
+def _with_op(options: Any, op: str) -> Any:
     options.reduceOp = REDUCTIONS[op]
     return options
 
 
-def _reduce_scatter_options(op: str) -> dist.ReduceScatterOptions:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = REDUCTIONS[op]
-    return options
-
-
-_ALL_REDUCE = {op: _all_reduce_options(op) for op in REDUCTIONS}
-_REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in REDUCTIONS}
+_ALL_REDUCE = {op: _with_op(dist.AllreduceOptions(), op) for op in REDUCTIONS}
+_REDUCE_SCATTER = {op: _with_op(dist.ReduceScatterOptions(), op) for op in REDUCTIONS}
 
 
 def gather(n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat chunk -> the chunks of all `n` ranks, in the order of the process group; all of one size."""
     if out is None:
         out = x.new_empty(n * x.numel())
-    return partial(_ended, group.process_group._allgather_base(out, x.contiguous()), group, out)
+    return partial(_ended, group, out, group.process_group._allgather_base(out, x.contiguous()))
 
 
 def share(n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat chunk -> the chunks of all `n` ranks, by an all_to_all of copies; all of one size."""
     if out is None:
         out = x.new_empty(n * x.numel())
-    return partial(_ended, group.process_group.alltoall_base(out, torch.cat([x] * n), [], []), group, out)
+    return partial(_ended, group, out, group.process_group.alltoall_base(out, torch.cat([x] * n), [], []))
 
 
 def swap(send: Sequence[int], recv: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -79,7 +72,7 @@ def swap(send: Sequence[int], recv: Sequence[int], group: Group, x: Tensor, out:
     if out is None:
         out = x.new_empty(sum(recv))
     work = group.process_group.alltoall_base(out, x.contiguous(), list(recv), list(send))
-    return partial(_ended, work, group, out)
+    return partial(_ended, group, out, work)
 
 
 def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -93,14 +86,14 @@ def gather_by_broadcasts(sizes: Sequence[int], group: Group, x: Tensor, out: Ten
     parts[group.index].copy_(x)
     pairs = [each for each in zip(parts, group.slots or range(len(sizes)), strict=True) if each[0].numel()]
     if not group.backend.coalesces or not pairs:
-        return partial(_all_ended, [pg.broadcast(part, slot) for part, slot in pairs], group, out)
+        return partial(_ended, group, out, *[pg.broadcast(part, slot) for part, slot in pairs])
     pg._start_coalescing(x.device)
     try:
         for part, slot in pairs:
             pg.broadcast(part, slot)
     finally:
         work = pg._end_coalescing(x.device)
-    return partial(_ended, work, group, out)
+    return partial(_ended, group, out, work)
 
 
 def gather_by_messages(sizes: Sequence[int], group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -112,7 +105,7 @@ def gather_by_messages(sizes: Sequence[int], group: Group, x: Tensor, out: Tenso
     parts[group.index] = nothing
     send = [x.contiguous() if part is not nothing else nothing for part in parts]
     slots = group.slots or range(len(sizes))
-    return partial(_ended, group.process_group.alltoall(by_slot(parts, slots), by_slot(send, slots)), group, out)
+    return partial(_ended, group, out, group.process_group.alltoall(by_slot(parts, slots), by_slot(send, slots)))
 
 
 def scatter_reduced(op: ReduceOp, n: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -120,7 +113,7 @@ def scatter_reduced(op: ReduceOp, n: int, group: Group, x: Tensor, out: Tensor |
     if out is None:
         out = x.new_empty(x.numel() // n)
     work = group.process_group._reduce_scatter_base(out, x.contiguous(), _REDUCE_SCATTER[op])
-    return partial(_ended, work, group, out)
+    return partial(_ended, group, out, work)
 
 
 def reduce(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -129,13 +122,13 @@ def reduce(op: ReduceOp, group: Group, x: Tensor, out: Tensor | None) -> Wait:
         out = x.clone() if x.is_contiguous() else x.contiguous()
     elif out is not x:
         out.copy_(x)
-    return partial(_ended, group.process_group.allreduce([out], _ALL_REDUCE[op]), group, out)
+    return partial(_ended, group, out, group.process_group.allreduce([out], _ALL_REDUCE[op]))
 
 
 def broadcast(slot: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
     """Flat tensor -> the flat tensor of rank number `slot` of the process group, on all its ranks."""
     out = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
-    return partial(_ended, group.process_group.broadcast(out, slot), group, out)
+    return partial(_ended, group, out, group.process_group.broadcast(out, slot))
 
 
 def scatter(sizes: Sequence[int], root: int, group: Group, x: Tensor, out: Tensor | None) -> Wait:
@@ -240,12 +233,7 @@ def _functional(c: Collective, n: int, name: str, x: Tensor) -> Tensor:
     return begun
 
 
-def _ended(work: dist.Work, group: Group, out: Tensor) -> Tensor:
-    wait_for(work, group)
-    return out
-
-
-def _all_ended(works: list[dist.Work], group: Group, out: Tensor) -> Tensor:
+def _ended(group: Group, out: Tensor, *works: dist.Work) -> Tensor:
     for work in works:
         wait_for(work, group)
     return out

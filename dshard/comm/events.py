@@ -84,7 +84,7 @@ class _Once:
         self.function = function
         self.block = _LISTENERS.enter(_Listening(self))
 
-    def __call__(self, event: CommEvent) -> None:
+    def __call__(self, event: CommEvent | None = None) -> None:
         if self.block in _LISTENERS.anywhere:
             _LISTENERS.leave(self.block)
             self.function()
@@ -98,9 +98,8 @@ def before_next_collective(function: Callable[[], None]) -> None:
 def run_pending() -> None:
     """Call the functions of this thread that wait for its next collective."""
     for listener, *_ in _LISTENERS.value():
-        if isinstance(listener, _Once) and listener.block in _LISTENERS.anywhere:
-            _LISTENERS.leave(listener.block)
-            listener.function()
+        if isinstance(listener, _Once):
+            listener()
 
 
 def emit(

@@ -184,14 +184,6 @@ class OperatorForm:
     kernel: Callable[[Strategy, Coordinate], LocalOp] | None = None
 
 
-def _always(args: Args) -> bool:
-    return True
-
-
-def _never(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Composed:
     """Calls that run as other operators, each with its own rule, if `applies` is true of their arguments.
@@ -201,8 +193,8 @@ class Composed:
     """
 
     run: Callable[[OpOverload, Args, Kwargs], Any]
-    applies: Callable[[tuple[Any, ...]], bool] = _always
-    is_requested: Callable[[OpOverload, Args, Kwargs], bool] = _never
+    applies: Callable[[tuple[Any, ...]], bool] = lambda args: True
+    is_requested: Callable[[OpOverload, Args, Kwargs], bool] = lambda func, args, kwargs: False
     local: bool = False
 
 

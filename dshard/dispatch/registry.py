@@ -52,10 +52,6 @@ from dshard.validate import as_int, as_tuple, check_type, suggestion
 _ATEN = torch.ops.aten
 
 
-def _is_requested(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    return True
-
-
 def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     return arguments_by_name(func, args, kwargs).get("dim") is None
 
@@ -70,7 +66,7 @@ COMPOSED: dict[OpOverload, Composed] = {
     **{func: Composed(answered(function)) for func, function in QUESTIONS.items()},
     **{func: Composed(function) for func, function in RANDOM.items()},
     **{func: Composed(in_place) for func in VIEWS_IN_PLACE},
-    _ATEN._local_scalar_dense.default: Composed(number, is_requested=_is_requested, local=True),
+    _ATEN._local_scalar_dense.default: Composed(number, is_requested=lambda func, args, kwargs: True, local=True),
     _ATEN.resize_.default: Composed(no_resize),
     _ATEN.resize_as_.default: Composed(no_resize),
 }

@@ -160,11 +160,7 @@ def _in_group(work: Work[T], send: Send, device: str, local_rank: int, **group: 
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", device_id=gpu, **group)
-    result = work(send if dist.get_rank() == 0 else _drop)
+    result = work(send if dist.get_rank() == 0 else lambda message: None)
     dist.barrier()
     dist.destroy_process_group()
     return result
-
-
-def _drop(message: object) -> None:
-    """Drop a message of a rank other than 0."""

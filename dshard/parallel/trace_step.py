@@ -106,7 +106,7 @@ def _recorded(
     known = [*((stand_ins[id(x)], x, None) for x in reached.tensors), *inputs]
 
     values = ForwardValues(model, known, recorder.function)
-    of_experts = nullcontext() if stand_in is without_data else observing(_unseen, found=recorder.found)
+    of_experts = nullcontext() if stand_in is without_data else observing(lambda decision: None, found=recorder.found)
     with (
         without_earlier_hooks(model),
         reached.replaced(stand_ins),
@@ -119,10 +119,6 @@ def _recorded(
     ):
         out = recorder.record(model, args, kwargs)
     return RecordedStep(model, recorder, values.answers, out)
-
-
-def _unseen(decision: object) -> None:
-    """The observer of decisions: on plain tensors there are none."""
 
 
 def without_data(x: Tensor) -> Tensor:

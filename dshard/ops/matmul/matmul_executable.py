@@ -67,11 +67,6 @@ class Matmul:
         self.gradients: dict[tuple[object, ...], Matmul] = {}
         self._in_bulk: PanelExecutor | None = None
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether a bias along the last dim of the result is added."""
-        return len(self.specs) > 2
-
     def executor(self) -> PanelExecutor:
         """The executor that runs the matmul in panels, or in bulk overlapped with another matmul."""
         if self.streamed is not None:
