@@ -109,6 +109,21 @@ def plain_mode(mesh: Mesh) -> PlainMode | None:
     return ("both" if len(kinds) == 2 else "per-data-rank" if kinds[0] else "global") if kinds else None
 
 
+def is_of_whole(collective: str, layouts: Sequence[Layout], ranks: Iterable[int]) -> bool:
+    """Whether a collective does to whole tensors what it does to whole plain ones that are alike on all `ranks`."""
+    mesh = layouts[0].mesh
+    return (
+        collective in _OF_WHOLE
+        and {*ranks} == {*mesh.ranks}
+        and all(layout.mesh == mesh and layout.is_replicated() for layout in layouts)
+        and plain_mode(mesh) == "global"
+    )
+
+
+_OF_WHOLE = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast", "reduce")
+"""Collectives that do to a whole tensor what they do to one that is alike on all ranks."""
+
+
 def layout_of_rows(mesh: Mesh) -> Layout:
     """The layout in which models on a mesh that are given whole batches compute with rows."""
     return _ROWS[mesh]

@@ -34,7 +34,7 @@ from dshard.comm import (
 from dshard.core.call import OperatorForm
 from dshard.core.comparisons import with_comparisons
 from dshard.core.moves import redistribute_local
-from dshard.core.plain_tensors import plain_mode, wrap_or_refuse_plain
+from dshard.core.plain_tensors import is_of_whole, wrap_or_refuse_plain
 from dshard.core.saved_files import refuse_safetensors
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.torch_function import bind_arguments, call_torch, without_asking
@@ -215,19 +215,13 @@ def collective(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A collective of torch's on distributed tensors: refused between ranks of their mesh, but for whole numbers."""
     distributed = [x for x in tensors_in((args, kwargs)) if isinstance(x, Wrapper)]
     layout, ranks = distributed[0]._spec.layout, ranks_of_group((*args, *kwargs.values()))
-    is_of_whole = func.__name__ in _OF_WHOLE and {*ranks} == {*layout.mesh.ranks}
-    are_whole = all(x._spec.layout.mesh == layout.mesh and x._spec.layout.is_replicated() for x in distributed)
-    if is_of_whole and are_whole and plain_mode(layout.mesh) == "global":
+    if is_of_whole(func.__name__, [x._spec.layout for x in distributed], ranks):
         args, kwargs = replace_leaves((args, kwargs), lambda x: x._local_tensor if isinstance(x, Wrapper) else x)
     else:
         refuse_collective(func.__name__, ranks, layout)
         args, kwargs = wrap_or_refuse_plain(func, args, kwargs)
     with no_torch_function():
         return func(*args, **kwargs)
-
-
-_OF_WHOLE = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast", "reduce")
-"""Collectives that do to a whole tensor, where whole plain ones are alike on all ranks, what they do to those."""
 
 
 _COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.joined_gradients import add_later
+from dshard.callers import asked_by
 from dshard.comm import device_of, device_of_result, of_first_rank, ranks_of_group, same_replicas, warn_user
 from dshard.core.call import AlternativePlan, Call, LocalOp, Operator, views_first, writes_first
 from dshard.core.call_key import call_key, with_numbers
@@ -43,6 +44,7 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
+from dshard.core.plain_tensors import is_of_whole
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, device_of_operands, spec_of, specs_of
@@ -348,15 +350,13 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     """
     random, tensors = is_random(func), tensors_in((args, kwargs))
     mesh = common_mesh(func, tensors)
+    layout = replicated(mesh)
     if func.namespace == "c10d":
-        name = func._schema.name.removeprefix("c10d::").rstrip("_")
-        if name != "broadcast":  # which the wrapper calls; torch 2.11 has all of torch.distributed here
-            refuse_collective(name.replace("all", "all_", 1), ranks_of_group(args), spec_like(tensors[0], mesh).layout)
-        refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks_of_group(args), mesh)
+        given = [spec_like(t, mesh).layout for t in tensors]
+        layout = given[0] if _is_of_whole(func, args, given) else layout  # it writes where they lie
     if func not in _WARNED and not random and torch.Tag.dynamic_output_shape not in func.tags:
         warn_user(f"{func} has no rule: its operands are gathered and every rank computes all of it", mesh)
         _WARNED.add(func)
-    layout = replicated(mesh)
     check(func, args, kwargs)
     specs = [spec_like(t, mesh) for t in tensors]
     topology, why = planning_context().topology_of(mesh), "no rule: every rank computes all of it"
@@ -368,6 +368,20 @@ def replicated_executable(func: OpOverload, args: Args, kwargs: Kwargs) -> Execu
     return Executable(
         decision, lambda at: local_op, (), positions_of(args, kwargs), partial(_finish_replicated, func, layout)
     )
+
+
+def _is_of_whole(func: OpOverload, args: Args, layouts: Sequence[Layout]) -> bool:
+    """Whether Python code gives a collective of torch's whole tensors; refused, if other tensors of the group's ranks.
+
+    Here arrive those of torch's wrapper for data parallelism, and all that torch 2.11 does not tell tensors of.
+    """
+    name, ranks = func._schema.name.removeprefix("c10d::").rstrip("_"), ranks_of_group(args)
+    if asked_by("torch.distributed.distributed_c10d", through=("dshard",)) and is_of_whole(name, layouts, ranks):
+        return True
+    if name != "broadcast":  # which the wrapper calls
+        refuse_collective(name.replace("all", "all_", 1), ranks, layouts[0])
+    refuse_shared_ranks(f"{func}, as DistributedDataParallel calls it,", ranks, layouts[0].mesh)
+    return False
 
 
 def _finish_replicated(func: OpOverload, layout: Layout, result: object, args: Values, local: Values) -> Any:

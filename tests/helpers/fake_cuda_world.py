@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import Store, _meta_registrations
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -88,6 +88,8 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
         # torch numbers works by Python's random numbers, which a program is then said to draw
         stack.enter_context(patch.object(_meta_registrations, "generate_unique_id", count().__next__))
         stack.enter_context(patch.dict(streams._CURRENT, clear=True))
+        # by which a torch made for CUDA looks for a driver
+        stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *args, _value=value: _value))
         backend = "fake" if store is None else "cpu:gloo,cuda:fake"

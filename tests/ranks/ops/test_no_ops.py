@@ -33,7 +33,7 @@ NO_OPS: dict[str, Function] = {
     "narrow named": lambda x: x.narrow(dim=0, start=0, length=5),
     "narrow of t": lambda x: x.t().narrow(1, 0, 5).t(),
     "narrow twice": lambda x: x.narrow(0, 0, 5).narrow(1, 0, 3),
-    "narrow_copy": lambda x: torch.narrow_copy(x, 0, 0, 5),
+    **({"narrow_copy": lambda x: torch.narrow_copy(x, 0, 0, 5)} if torch.__version__ >= "2.12" else {}),
     "slice": lambda x: x[:],
     "slice 0:5": lambda x: x[0:5, 0:3],
     "slice to -": lambda x: x[-5:, -3:],

@@ -27,6 +27,8 @@ pytestmark = [
 ]
 LINE = Mesh((4,), ("x",))
 SQUARE = Mesh((2, 2), ("x", "y"))
+HAS_AMINMAX = torch.__version__ >= "2.12"
+"""Whether torch has the derivative of `aminmax`."""
 
 
 def reals(*shape: int) -> Tensor:
@@ -75,8 +77,14 @@ REDUCTIONS: dict[str, Case] = {
     "max": of(lambda x: x.max()),
     "min": of(lambda x: x.min()),
     "max of two": of(lambda x, y: torch.max(x, y), reals(5, 3), rows(3).cos()),
-    "aminmax": of(lambda x: torch.aminmax(x)),
-    "aminmax of columns": of(lambda x: torch.aminmax(x, dim=0, keepdim=True)),
+    **(
+        {
+            "aminmax": of(lambda x: torch.aminmax(x)),
+            "aminmax of columns": of(lambda x: torch.aminmax(x, dim=0, keepdim=True)),
+        }
+        if HAS_AMINMAX
+        else {}
+    ),
     "any": of(lambda x: (x > 0.9).any()),
     "any of columns": of(lambda x: (x > 0).any(0, keepdim=True)),
     "any of numbers": of(lambda x: x.any((0, 1))),
@@ -393,7 +401,7 @@ EXTREMES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "scatter_reduce": lambda x, i, y: x.scatter_reduce(0, i.unsqueeze(1).expand(16, 16), y, "amax"),
     "amax": lambda x, i, y: y.amax(0),
     "amin": lambda x, i, y: x + y.amin(1),
-    "aminmax": lambda x, i, y: x - torch.aminmax(y, dim=0).max,
+    **({"aminmax": lambda x, i, y: x - torch.aminmax(y, dim=0).max} if HAS_AMINMAX else {}),
 }
 
 

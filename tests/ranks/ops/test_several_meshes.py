@@ -65,7 +65,7 @@ def with_gradients(params: list[Any]) -> list[Any]:
 
 
 def whole_of(x: Any) -> Tensor:
-    value: Tensor = x.full_tensor() if isinstance(x, torch_tensor.DTensor) else x.detach()
+    value: Tensor = x.full_tensor() if isinstance(x, DTensor | torch_tensor.DTensor) else x.detach()
     return value
 
 

@@ -154,7 +154,7 @@ def threads_of_many_groups() -> list[str]:
 def test_process_groups_share_the_thread_that_wakes_without_work() -> None:
     with RankPool(2, "gloo") as pool:
         for names in pool.run(threads_of_many_groups):
-            assert names.count("gloo_tcp_loop") == 1
+            assert names.count("gloo_tcp_loop") == (torch.__version__ >= "2.12")  # before, it has no name
 
 
 def group_that_later_torch_makes() -> float:
