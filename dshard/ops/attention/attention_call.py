@@ -38,7 +38,7 @@ from dshard.ops.custom import accept_call
 from dshard.ops.matmul.functions import MatmulFunction, matmul_of
 from dshard.ops.matmul.options import MatmulOptions, current_options
 from dshard.ops.matmul.rules import same_dtype
-from dshard.ops.random import Draw, draw_for, dropped_again
+from dshard.ops.random import Draw, draw_for, native_dropout
 from dshard.ops.small_reductions import reduce_statistics
 from dshard.rules.attention_loops import Keys, RequestedLoops, attention_rule, is_grouped, leading_dims
 from dshard.rules.expand import Row
@@ -60,7 +60,7 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dropout:
         common_mesh("attention", [t for t in (query, k, v, mask) if t is not None])
         accept_call(func, args, kwargs)
-    if _heads_differ(k, v, gqa) and _divide(query.shape[-3], k, v):
+    if _heads_differ(k, v, gqa) and all(x.shape[-3] and query.shape[-3] % x.shape[-3] == 0 for x in (k, v)):
         k, v = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (k, v))  # as torch repeats each
         gqa = False
     requested = current_options().attention
@@ -83,11 +83,6 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _heads_differ(k: Tensor, v: Tensor, gqa: bool) -> bool:
     """Whether values have other heads than keys, which torch allows where heads are grouped."""
     return gqa and k.dim() > 2 < v.dim() and k.shape[-3] != v.shape[-3]
-
-
-def _divide(heads: int, *tensors: Tensor) -> bool:
-    """Whether the heads of each of some tensors divide a number of heads."""
-    return all(x.shape[-3] and heads % x.shape[-3] == 0 for x in tensors)
 
 
 def attention_form(args: Args, kwargs: Kwargs) -> OperatorForm | None:
@@ -162,8 +157,7 @@ def _recorded_dropout(
 ) -> Any:
     """Attention in which ranks have all keys of their queries, and repeat a draw."""
     choice = Candidates([t._spec for t in tensors], options, None, needed, _NONE, held=True).choice()
-    drop = partial(dropped_again, p=dropout, repeated=draw)
-    return attention_with_dropout(choice, drop, tensors, {})
+    return attention_with_dropout(choice, lambda x: native_dropout(x, dropout, repeated=draw)[0], tensors, {})
 
 
 def attention_with_dropout(

@@ -35,7 +35,6 @@ from dshard.rules.attention_loops import (
     ways_of,
     with_queries,
     with_row,
-    without_row,
 )
 from dshard.rules.attention_ring import Ring
 from dshard.rules.expand import Allowed, expansions
@@ -114,7 +113,7 @@ class Candidates:
         self.rules = {keys: attention_rule(shapes, options.gqa, keys, options.causal, self.held) for keys in forms}
         ways, self.balanced = ways_of(requested, self.rules["split"], layouts)
         if len(shapes[0]) < 3 or shapes[0][-3] == 1:
-            ways = tuple((allowed, ring) for allowed, ring in ways if without_row([allowed], "h"))
+            ways = tuple((allowed, ring) for allowed, ring in ways if frozenset({"h"}) not in allowed)
         self.rings = [(allowed, ring) for allowed, ring in ways if ring]
         self.allowed = tuple(allowed for allowed, ring in ways if not ring)
         if ways and not self.allowed and "rings" not in kinds:

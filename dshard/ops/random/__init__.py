@@ -7,11 +7,11 @@ from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.operators import (
     RANDOM,
     draw_for,
-    dropped_again,
     filled,
     integers,
     is_random,
     kept_factor,
+    native_dropout,
     permutation,
     seeded_alike,
     seeded_op,

@@ -153,14 +153,10 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> list
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        p0, p1 = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = _mixed(p1, c1, k0), p1, _mixed(p0, c3, k1), p0
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return [c0, c1 & MASK, c2, c3 & MASK]
-
-
-def _product(x: Word, multiplier: int) -> Word:
-    return x * multiplier
 
 
 def _mixed(product: Word, word: Word, key: int) -> Word:

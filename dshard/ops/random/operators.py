@@ -211,20 +211,15 @@ def normal_of_tensors(mean: Any, std: Any = 1.0, *, generator: Generator | None 
     return like(standard_normal)(shaped, generator=generator) * std + mean
 
 
-def native_dropout(x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
-    """Dropout: zero with probability `p`, the other elements scaled up; and their mask."""
+def native_dropout(
+    x: Tensor, p: float, train: bool | None = None, repeated: Draw | None = None
+) -> tuple[Tensor, Tensor]:
+    """Dropout: zero with probability `p`, by a new draw or a `repeated` one, other elements scaled up; and the mask."""
     mask = aten.empty_like.default(x, dtype=torch.bool)
     if train is False:
         return x.clone(), mask.fill_(True)
-    mask = filled(mask, lambda _: distributions.bernoulli(1.0 - p), "dropout")
-    return x * mask * kept_factor(p), mask
-
-
-def dropped_again(x: Any, p: float, repeated: Draw) -> Any:
-    """Dropout of a distributed tensor by a `repeated` draw."""
-    mask = aten.empty_like.default(x, dtype=torch.bool)
     mask = filled(mask, lambda _: distributions.bernoulli(1.0 - p), "dropout", repeated=repeated)
-    return x * mask * kept_factor(p)
+    return x * mask * kept_factor(p), mask
 
 
 def kept_factor(p: float) -> float:
