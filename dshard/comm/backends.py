@@ -100,12 +100,8 @@ def default_backend(device_type: str) -> Backend:
     return GLOO if device_type == "cpu" else NCCL
 
 
-def planned_by_name(name: str) -> Backend:
-    """The backend of a topology, on meshes of another type of device, whose ranks share no memory."""
-    return _PLANNED[name]
-
-
-_PLANNED = {backend.name: backend for backend in (GLOO, replace(NCCL, multiplies=False))}
+PLANNED = {backend.name: backend for backend in (GLOO, replace(NCCL, multiplies=False))}
+"""The backends of topologies by name, on meshes of another type of device, whose ranks share no memory."""
 
 
 def waits_on_host(name: str) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from dshard.caches import Cache
-from dshard.comm.backends import Backend, backend_of, default_backend, planned_by_name
+from dshard.comm.backends import PLANNED, Backend, backend_of, default_backend
 from dshard.comm.process_groups import (
     WORLDS,
     Group,
@@ -271,7 +271,7 @@ def planned_backend(mesh: Mesh) -> Backend:
     if _with_processes(mesh) is None:
         own = default_backend(mesh.device_type)
         name = next(filter(None, reversed(_PLANNING.value())), own.name) if _PLANNING.anywhere else own.name
-        return own if name == own.name else planned_by_name(name)
+        return own if name == own.name else PLANNED[name]
     return backend_of(backend_name(), mesh.device_type)
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dshard.caches import cached
 from dshard.core.call import Composed
@@ -76,11 +75,7 @@ def _joining(func: OpOverload, specs: Sequence[Spec], dim: int) -> Executable:
     rule = parse_rule(f"*... m ... -> ... ({n} m) ...", shapes, [tuple(out.shape)], at=[dim], passes=passes)
     decision, choice = decide(str(func), rule, specs, [out])
     results = specs_of(choice.strategy.outputs, [out], spec.device)
-    return Executable(decision, lambda at: partial(_cat, dim), results, range(n), wrap_as(results[0]))
-
-
-def _cat(dim: int, *parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim)
+    return Executable(decision, lambda at: lambda *parts: torch.cat(parts, dim), results, range(n), wrap_as(results[0]))
 
 
 EQUAL_PARTS = {torch.ops.aten.cat.default: Composed(joined_in_blocks, are_equal_parts, local=True)}

@@ -79,11 +79,6 @@ def mean_backward_kernel(call: RankCall) -> LocalOp:
     return lambda grad, *args, **kwargs: summed(grad / count, *args, **kwargs)
 
 
-def _without_mean(grad: Tensor, x: Tensor, target: Tensor, *options: object) -> Tensor:
-    """The meta form of the backward form of an elementwise loss: torch's divides by the number of elements."""
-    return x - target
-
-
 def _is_split_mean(call: RankCall) -> bool:
     return call.argument("reduction") == MEAN and any(layout.sharded_dims() for layout in call.strategy.inputs)
 
@@ -394,6 +389,7 @@ RULES: dict[str, Operator] = {
 }
 
 META: dict[OpOverload, Function] = {
-    getattr(_ATEN, f"{name}_backward").default: _without_mean for name in ("mse_loss", "smooth_l1_loss", "huber_loss")
+    getattr(_ATEN, f"{name}_backward").default: lambda grad, x, target, *options: x - target
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss")
 }
-"""Meta forms of operators of which torch's refuse a batch of no entries."""
+"""Meta forms of operators of which torch's refuse a batch of no entries, as they divide by their number."""

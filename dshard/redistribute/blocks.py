@@ -17,7 +17,7 @@ from dshard.placements import Shard
 
 def unflattened_ends(src: Layout, dst: Layout, shape: Shape) -> tuple[Layout, Layout, Shape] | None:
     """The layouts and the shape of the tensor with its blocked dims unflattened; None if a dim gets other blocks."""
-    if _with_blocks_of(src, dst) is not src:
+    if with_blocks_of(src, dst) is not src:
         return None
     cuts = {**src.blocks, **dst.blocks}
     return src.unflattened(cuts), dst.unflattened(cuts), unflattened_shape(shape, cuts)
@@ -35,20 +35,15 @@ def unflattened_shape(shape: Sequence[int], cuts: Mapping[int, int]) -> Shape:
     return tuple(sizes)
 
 
-def layouts_between(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-    """The layouts between which the blocks may change: those before and after, with the blocks of the other."""
-    return _with_blocks_of(src, dst), _with_blocks_of(dst, src)
-
-
 def exchanged_axes(src: Layout, dst: Layout) -> tuple[str, ...] | None:
     """The mesh axes of the dims that have other blocks afterwards, if nothing else changes; else None."""
-    if _with_blocks_of(src, dst) is not dst:
+    if with_blocks_of(src, dst) is not dst:
         return None
     axes = {axis for dim in src.sharded_dims() if _differ(src, dst, dim) for axis in src.axes_of(dim)}
     return tuple([src.mesh.names[axis] for axis in sorted(axes)])
 
 
-def _with_blocks_of(layout: Layout, other: Layout) -> Layout:
+def with_blocks_of(layout: Layout, other: Layout) -> Layout:
     """`layout` with the blocks of `other` in the dims that both shard."""
     dims = [dim for dim in layout.sharded_dims() if _differ(layout, other, dim)]
     if not dims:

@@ -14,9 +14,8 @@ from dshard.errors import LayoutError, MeshError
 from dshard.interned import Interned
 from dshard.layout import Layout, Shape
 from dshard.notebook import Tabled
-from dshard.redistribute.blocks import exchanged_axes, layouts_between, unflattened_ends
+from dshard.redistribute.blocks import exchanged_axes, unflattened_ends, with_blocks_of
 from dshard.redistribute.layout_state import (
-    Begins,
     LayoutEdge,
     Load,
     ReachedState,
@@ -240,7 +239,7 @@ def _plan_of_blocks(src: Layout, dst: Layout, shape: Shape, itemsize: int, topol
         exchange = Exchange(axes, dst)
         return Plan(src, dst, shape, (exchange,), step_seconds(exchange, src, shape, itemsize, topology))
     ways = []
-    for between in layouts_between(src, dst):
+    for between in with_blocks_of(src, dst), with_blocks_of(dst, src):
         halves = [plan(*pair, shape, itemsize, topology, search=search) for pair in ((src, between), (between, dst))]
         parts = tuple([part for half in halves for part in half.unblocked()])
         steps = tuple([step for part in parts for step in part.steps])
@@ -266,7 +265,8 @@ def _search(space: Space, first: State, last: State, room: float = inf, most: fl
 
     A state is searched from again where it is reached sooner: a bound may fall by more than a step takes.
     """
-    dims, begins = useful_dims(first, last), begins_of(last)
+    dims = useful_dims(first, last)
+    begins = tuple([(axis, op) for axis, op in enumerate(last.partial) if op is not None])
     targets = tuple({last: None, space.before_partial(first, last): None})
     queue = _Queue(space, first, last, most)
     settled: set[State] = set()
@@ -328,8 +328,3 @@ def useful_dims(src: State, dst: State) -> tuple[int, ...]:
     if others:
         dims.append(max(others, key=lambda dim: (src.shape[dim], -dim)))
     return tuple(sorted(dims))
-
-
-def begins_of(dst: State) -> Begins:
-    """The partial reductions of a destination."""
-    return tuple([(axis, op) for axis, op in enumerate(dst.partial) if op is not None])

@@ -161,11 +161,6 @@ def with_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
     )
 
 
-def without_row(alternatives: Sequence[Allowed], row: Row) -> tuple[Allowed, ...]:
-    """The alternatives in which no mesh axis must have this row."""
-    return tuple(allowed for allowed in alternatives if frozenset[Row]({row}) not in allowed)
-
-
 def axes_of_row(rows: Sequence[Row], row: Row) -> list[int]:
     """The mesh axes that have this row."""
     return [axis for axis, each in enumerate(rows) if each == row]

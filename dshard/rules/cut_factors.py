@@ -54,7 +54,7 @@ def split_contraction(rule: Rule, operands: Sequence[Operand]) -> SplitContracti
         return None
     sizes = (*sizes, size // prod(sizes))
     names: tuple[Dim, ...] = tuple((f"{shared[0][0]}.{i}",) for i in range(len(sizes)))
-    terms = [_replaced(term, dim, names) for term, dim in zip((a, b), dims, strict=True)]
+    terms = [(*term[:dim], *names, *term[dim + 1 :]) for term, dim in zip((a, b), dims, strict=True)]
     cut_rule = Rule((terms[0], terms[1]), rule.outputs, passes=rule.passes, loops=True)
     pair = [_cut(operand, dim, sizes) for operand, dim in zip(operands, dims, strict=False)]
     return SplitContraction(cut_rule, dims, sizes, (pair[0], pair[1]))
@@ -68,10 +68,6 @@ def _sizes(levels: Sequence[tuple[int | None, int | None]], mesh: Mesh) -> tuple
             return None
         sizes.append(here.pop())
     return tuple(sizes)
-
-
-def _replaced(term: Term, dim: int, names: tuple[Dim, ...]) -> Term:
-    return (*term[:dim], *names, *term[dim + 1 :])
 
 
 def _cut(operand: Operand, dim: int, sizes: tuple[int, ...]) -> Operand:

@@ -10,7 +10,7 @@ Design: docs/design/0005-products.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 from math import isqrt, prod
@@ -237,7 +237,7 @@ def allowed_rows(strategy: str | Schedule, rule: Rule, mesh: Mesh) -> tuple[Allo
             f"the strategy {named.name!r} needs {len(loops)} mesh axes ({', '.join(named.roles)}), but the mesh "
             f"({mesh}) has {mesh.ndim}: use init_device_mesh(device_type, {nearest(mesh.size, len(loops))})"
         )
-    if named.square and not _square_pair(mesh):
+    if named.square and len({*mesh.shape}) == mesh.ndim:
         q = isqrt(mesh.size)
         raise StrategyError(
             f"the strategy {named.name!r} needs two mesh axes of one size, but the mesh is ({mesh}): "
@@ -272,8 +272,3 @@ def nearest(ranks: int, axes: int) -> tuple[int, ...]:
     target = ranks ** (1 / axes)
     first = max((d for d in divisors if d <= target + 1e-9), default=1)
     return (first, *nearest(ranks // first, axes - 1))
-
-
-def _square_pair(mesh: Mesh) -> bool:
-    shape: Sequence[int] = mesh.shape
-    return len(set(shape)) < len(shape)
