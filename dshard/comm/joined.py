@@ -46,8 +46,10 @@ def lane_of(plan: Plan) -> Lane | None:
     ranks = [prod([mesh.shape[mesh.axis(axis)] for axis in step.axes]) for step in steps]
     if not steps or 1 in ranks or any(kind_of(step) not in _KINDS for step in steps):
         return None
-    if (plan.src.blocks or plan.dst.blocks) and moved_in(plan, (0,) * mesh.ndim) is None:
-        return None
+    if plan.src.blocks or plan.dst.blocks:
+        corners = (0,) * mesh.ndim, tuple([n - 1 for n in mesh.shape])  # of blocks of one element the last has nothing
+        if any(moved_in(plan, at) is None for at in corners):
+            return None
     return Lane(mesh, tuple([(kind_of(step) or "all_gather", step.axes, reduction_of(step)) for step in steps]))
 
 

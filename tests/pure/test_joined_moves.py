@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dshard import Mesh, Replicate, Shard, Topology, use_topology
+from dshard import Mesh, Partial, Replicate, Shard, Topology, use_topology
 from dshard.comm import CommEvent, listen
+from dshard.comm.program_steps import moved_in
 from dshard.core.moves import begin_together, joined_redistribution
 from dshard.core.spec import contiguous_spec
 from dshard.layout import Layout
 
 MESH = Mesh((8,), ("x",))
 SHARDED, WHOLE = Layout(MESH, (Shard(0),)), Layout(MESH, (Replicate(),))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_a_rank_cannot_join_no_rank_joins(size: int) -> None:
+    mesh = Mesh((2, 2), ("d", "t"))  # of blocks of one element the first rank has all, and the last has nothing
+    spec = contiguous_spec(Layout(mesh, (Partial(), Replicate())), (4, size), torch.float32, torch.device("meta"))
+    move = joined_redistribution(spec, Layout(mesh, (Shard(0), Shard(1, blocks=2))))
+
+    assert any(moved_in(move.plan, (i, j)) is None for i in range(2) for j in range(2))
+    assert move.lane is None
 
 
 @pytest.mark.parametrize(
