@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -33,7 +33,7 @@ from dshard.redistribute import (
     Step,
 )
 from dshard.redistribute.blocks import unflattened_shape
-from dshard.redistribute.layout_state import StepLoad, load_of
+from dshard.redistribute.layout_state import RUNS, StepLoad, load_of
 from dshard.redistribute.step import Messages, after, inside, messages, sizes_received
 
 
@@ -251,17 +251,8 @@ def lowered(
 
 def kind_of(step: Step) -> Kind | None:
     """The kind of collective that a step of a plan runs; None for a local step."""
-    match step:
-        case AllGather():
-            return "all_gather"
-        case AllReduce():
-            return "all_reduce"
-        case ReduceScatter() | ReduceExchange():
-            return "reduce_scatter"
-        case AllToAll() | Exchange():
-            return "all_to_all"
-        case Slice() | MakePartial():
-            return None
+    kind = RUNS[type(step)]
+    return "all_to_all" if kind == "exchange" else cast("Kind | None", kind)
 
 
 def reduction_of(step: Step) -> ReduceOp | None:
