@@ -18,7 +18,7 @@ from torch import Tensor
 from dshard.caches import cached
 from dshard.comm import rank_checks
 from dshard.comm.events import LISTENERS, CommEvent, measuring, tell
-from dshard.comm.pieces import span_of, view_of
+from dshard.comm.pieces import view_of
 from dshard.comm.rank_tensors import are_simulated, has_data, plain, stack, unstack
 from dshard.comm.run import run
 from dshard.comm.runtime import Group, Runtime, group_of, runtime_of
@@ -26,7 +26,7 @@ from dshard.comm.scatter_shards import device_of
 from dshard.comm.transport import movable, timed
 from dshard.errors import MeshError
 from dshard.layout import Region, overlap
-from dshard.redistribute.step import inside, numel
+from dshard.redistribute.step import inside
 from dshard.reshard import ReshardPlan, reduced_axes, region_of
 
 MAX_CHAINS = 1 << 16
@@ -302,7 +302,7 @@ class Buffers:
     """
 
     def __init__(self, plan: ReshardPlan, rank: int, x: Tensor) -> None:
-        self._chains, self._like, self._here = plan.chains, x, x
+        self._chains, self._here = plan.chains, x
         self._own = region_of(plan.chains_src, plan.shape, rank)
         self._needed = region_of(plan.chains_dst, plan.shape, rank)
         self._out: Tensor | None = None
@@ -312,7 +312,9 @@ class Buffers:
         self._receive_buffers: dict[Region, tuple[Tensor, bool]] = {}
         self._sums: dict[int, Tensor] = {}
         if self._own is not None and self._needed is not None and not reduced_axes(plan.chains_src):
-            self._copy_own(self._own, self._needed)
+            shared = overlap(self._own, self._needed)
+            if shared is not None:
+                self._there(shared).copy_(view_of(x, inside(shared, self._own)))
 
     def chunk(self, chain: int, index: int, position: int) -> Tensor:
         """The buffer of a chunk at a position on a chain, in a dtype that can be sent."""
@@ -333,49 +335,36 @@ class Buffers:
         """The local tensor under `plan.chains_dst`, once all chunks have arrived; None outside the destination mesh."""
         for region, (flat, in_place) in self._receive_buffers.items():
             if not in_place:
-                assert self._out is not None
-                assert self._needed is not None
-                view_of(self._out, inside(region, self._needed)).copy_(flat.view([len(indices) for indices in region]))
+                self._there(region).copy_(flat.view([len(indices) for indices in region]))
         return self._out
+
+    def _there(self, region: Region) -> Tensor:
+        """A view of the elements of the result within a region."""
+        assert self._out is not None
+        assert self._needed is not None
+        return view_of(self._out, inside(region, self._needed))
 
     def _chunk(self, chain: int, index: int, position: int) -> Tensor:
         route = self._chains[chain]
         piece = route.piece(index)
         if 0 < position < route.terms:
             if chain not in self._sums:
-                self._sums[chain] = self._like.new_empty(len(route.span))
+                self._sums[chain] = self._here.new_empty(len(route.span))
             return self._sums[chain][piece.start - route.span.start : piece.stop - route.span.start]
         flat = self._own_elements(route.region) if position == 0 else self._receive_buffer(route.region)
         return flat[piece.start : piece.stop]
 
     def _own_elements(self, region: Region) -> Tensor:
-        """This rank's own elements of a region, flat."""
+        """This rank's own elements of a region, flat; a view where they are contiguous."""
         if region not in self._packed:
             assert self._own is not None
-            self._packed[region] = _flat(self._here, inside(region, self._own))
+            self._packed[region] = view_of(self._here, inside(region, self._own)).contiguous().view(-1)
         return self._packed[region]
 
     def _receive_buffer(self, region: Region) -> Tensor:
         """The flat receive buffer of a region: a view of the result where the region is contiguous there."""
         if region not in self._receive_buffers:
-            assert self._out is not None
-            assert self._needed is not None
-            span = span_of([inside(region, self._needed)], tuple(self._out.shape))
-            if span is None:
-                self._receive_buffers[region] = self._out.new_empty(numel(region)), False
-            else:
-                self._receive_buffers[region] = self._out.view(-1)[span.start : span.stop], True
+            there = self._there(region)
+            in_place = there.is_contiguous()
+            self._receive_buffers[region] = there.view(-1) if in_place else there.new_empty(there.numel()), in_place
         return self._receive_buffers[region][0]
-
-    def _copy_own(self, own: Region, needed: Region) -> None:
-        shared = overlap(own, needed)
-        if shared is not None:
-            assert self._out is not None
-            view_of(self._out, inside(shared, needed)).copy_(view_of(self._here, inside(shared, own)))
-
-
-def _flat(x: Tensor, region: Region) -> Tensor:
-    """The elements of `x` within `region`, flat; a view where they are contiguous."""
-    if x.is_contiguous() and (span := span_of([region], tuple(x.shape))) is not None:
-        return x.view(-1)[span.start : span.stop]
-    return view_of(x, region).contiguous().view(-1)
