@@ -58,9 +58,9 @@ class Layout(Interned, Drawn):
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: tuple[DimOrder, ...] = ()
-    _axes: dict[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
-    _partial: tuple[int, ...] = field(default=(), init=False, repr=False)
-    blocks: Mapping[int, int] = field(default_factory=dict, init=False, repr=False)
+    _axes: dict[int, tuple[int, ...]] = field(init=False, repr=False)
+    _partial: tuple[int, ...] = field(init=False, repr=False)
+    blocks: Mapping[int, int] = field(init=False, repr=False)
     """The tensor dims that are sharded in several blocks, with the number of these."""
 
     def __post_init__(self) -> None:
@@ -94,12 +94,10 @@ class Layout(Interned, Drawn):
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The indices of the mesh axes that shard tensor dim `dim`, from major to minor."""
-        assert self._axes is not None
         return self._axes.get(dim, ())
 
     def sharded_dims(self) -> tuple[int, ...]:
         """The tensor dims that some mesh axis shards, in increasing order."""
-        assert self._axes is not None
         return tuple(sorted(self._axes))
 
     def is_replicated(self) -> bool:
@@ -222,7 +220,6 @@ class Layout(Interned, Drawn):
 
     def largest_shape(self, shape: Sequence[int]) -> Shape:
         """The largest local shape: that of the rank at coordinate 0, 0, ..."""
-        assert self._axes is not None
         sizes, local = self.mesh.shape, list(shape)
         for dim, axes in self._axes.items():
             if dim < len(local):
@@ -243,7 +240,6 @@ class Layout(Interned, Drawn):
             LayoutError: no such axis.
         """
         _check_axis(self.mesh, axis)
-        assert self._axes is not None
         axes, before = dict(self._axes), self.placements[axis]
         if isinstance(placement, Shard) and placement.blocks != (blocks := self.blocks.get(placement.dim, 1)):
             shared = any(other != axis for other in self.axes_of(placement.dim))

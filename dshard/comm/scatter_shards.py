@@ -13,7 +13,7 @@ from dshard.comm.even_parts import take_as_even
 from dshard.comm.events import run_pending
 from dshard.comm.pieces import view_of
 from dshard.comm.rank_tensors import are_simulated, has_only_shape, is_absent, of_rank, per_rank
-from dshard.comm.runtime import runtime_of, simulated_ranks, taking_part
+from dshard.comm.runtime import own_runtime, runtime_of, simulated_ranks, taking_part
 from dshard.comm.traced_collectives import traced
 from dshard.errors import CompileError, MeshError
 from dshard.layout import Layout, Region
@@ -95,9 +95,7 @@ def _meets(x: Tensor, layout: Layout, source: int | None) -> bool:
 
 def _scatter(x: Tensor, layout: Layout, source: int) -> Tensor:
     mesh = layout.mesh
-    runtime = runtime_of(mesh)
-    assert runtime is not None
-    group = runtime.group(mesh.names)
+    group = own_runtime(mesh)[0].group(mesh.names)
     if not layout.sharded_dims():  # pieces would be a copy of the tensor for each rank
         return transport.broadcast(x.reshape(-1), source, group, mesh).view(x.shape)
     shapes = [layout.local_shape(x.shape, peer) for peer in mesh.coordinates()]

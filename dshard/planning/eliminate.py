@@ -187,7 +187,7 @@ class _Orderer:
                 self._add(_Made(-1 - number, tuple([variables[dim] for dim in dims]), 0))
             else:
                 self.constants[table] = self.constants.get(table, 0) + 1
-        self.cuts: list[_Cut | None] = [None] * len(sizes)
+        self.cuts: dict[int, _Cut] = {}
         self.alike = defaultdict[int, dict[int, None]](dict)
         self.waiting: list[_Rank] = []
 
@@ -203,7 +203,6 @@ class _Orderer:
                 if variable in near:  # a neighbour that is alike was eliminated just now
                     continue
                 cut = self.cuts[variable]
-                assert cut is not None
                 made = tuple([self.numbers.setdefault(node, len(self.numbers)) for node in cut.nodes])
                 if made:
                     cuts[made] = None
@@ -238,7 +237,7 @@ class _Orderer:
         """Work out anew how each of these variables would be eliminated."""
         changed = dict[int, None]()
         for variable in variables:
-            before, cut = self.cuts[variable], self._cut(variable)
+            before, cut = self.cuts.get(variable), self._cut(variable)
             if before is not None:
                 del self.alike[before.kind][variable]
                 changed[before.kind] = None
@@ -254,7 +253,6 @@ class _Orderer:
             return (True, inf, 0, 0, kind)
         first = next(iter(variables))
         cut = self.cuts[first]
-        assert cut is not None
         return (len(cut.nodes) > 1, cut.size / len(variables), cut.depth, first, kind)
 
     def _cut(self, variable: int) -> _Cut:
