@@ -391,6 +391,13 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     return Layout(mesh, parse_placements(placements, mesh.names), tuple(pairs))
 
 
+def placed(layout: Layout, axes: Iterable[int], placement: Placement) -> Layout:
+    """The layout with another placement on each of these mesh axes: see `Layout.replace`."""
+    for axis in axes:
+        layout = layout.replace(axis, placement)
+    return layout
+
+
 def replicated(mesh: Mesh) -> Layout:
     """The layout in which each rank holds the whole tensor."""
     return Layout(mesh, (Replicate(),) * mesh.ndim)

@@ -24,18 +24,17 @@ from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.torch_function import autocast_dtype, bind_arguments
 from dshard.core.wrapper import Wrapper
-from dshard.layout import Layout
+from dshard.layout import Layout, placed
 from dshard.ops.composite import Local, run_chosen
 from dshard.ops.custom import accept_call
 from dshard.ops.small_reductions import (
     SMALL_REDUCTIONS,
     all_sharded,
-    partial_along,
     reduce_statistics,
     small_reductions,
     stays_sharded,
 )
-from dshard.placements import Replicate, Shard
+from dshard.placements import Partial, Replicate, Shard
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
 
@@ -122,9 +121,7 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     def choose_statistics() -> Executable:
         accept_call(func, args, kwargs)
-        by_rank = everywhere.layout
-        for axis in axes:
-            by_rank = by_rank.replace(axis, Shard(0))
+        by_rank = placed(everywhere.layout, axes, Shard(0))
         out, gradients = everywhere.with_layout(by_rank), [spec.layout.cotangent()]
         return _executable("batch_norm statistics", [spec], [spec.layout], gradients, out, partial(_statistics, n))
 
@@ -140,7 +137,7 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     def choose() -> Executable:
         by_channel = [_of_channels(spec, (spec.shape[1],), t.dtype) for t in tensors]
         layouts = [each.layout for each in (everywhere, *by_channel)]
-        gradients = [spec.layout.cotangent(), *(partial_along(layout, axes, "sum") for layout in layouts)]
+        gradients = [spec.layout.cotangent(), *(placed(layout, axes, Partial()) for layout in layouts)]
         operands, local = [t._spec for t in (x, stats, *tensors)], partial(_normalized, eps, *affine)
         return _executable("batch_norm", operands, [spec.layout, *layouts], gradients, spec, local)
 

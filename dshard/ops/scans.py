@@ -21,9 +21,10 @@ from dshard.core.operands import plan_to
 from dshard.core.spec import Spec, contiguous_spec, specs_of
 from dshard.core.trees import leaves
 from dshard.core.wrapper import wrap
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, placed
 from dshard.mesh import Coordinate
-from dshard.ops.small_reductions import replicated_along, split_axes
+from dshard.ops.small_reductions import split_axes
+from dshard.placements import Replicate
 from dshard.redistribute import Plan
 from dshard.rules.expand import order_of, sharded_anyway, term_layout
 from dshard.rules.rule import Rule
@@ -56,7 +57,7 @@ class Blocks:
     @property
     def rest(self) -> Layout:
         """The layout of the tensor with `dims` replicated on all ranks."""
-        return replicated_along(self.spec.layout, self.axes)
+        return placed(self.spec.layout, self.axes, Replicate())
 
     def number(self, at: Coordinate) -> int:
         """The number of the block that the rank at `at` holds."""

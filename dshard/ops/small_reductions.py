@@ -23,7 +23,7 @@ from dshard.core.signature import Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.trees import replace_leaves
 from dshard.core.wrapper import Wrapper, wrap
-from dshard.layout import Layout, Shape
+from dshard.layout import Layout, Shape, placed
 from dshard.ops.custom import wrapped
 from dshard.placements import Partial, ReduceOp, Replicate
 from dshard.redistribute import plan
@@ -42,27 +42,13 @@ def split_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for dim in dims for axis in layout.axes_of(dim) if layout.mesh.shape[axis] > 1)
 
 
-def replicated_along(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout with `axes` replicated."""
-    for axis in axes:
-        layout = layout.replace(axis, Replicate())
-    return layout
-
-
-def partial_along(layout: Layout, axes: tuple[int, ...], op: ReduceOp) -> Layout:
-    """The layout with `axes` partial."""
-    for axis in axes:
-        layout = layout.replace(axis, Partial(op))
-    return layout
-
-
 def along_dims(
     layout: Layout, shape: Shape, dims: tuple[int, ...], reductions: Sequence[ReduceOp]
 ) -> list[tuple[Layout, Layout, Shape]]:
     """The reductions of a tensor over `dims`, completed on all ranks: the layouts before and after, and the shape."""
     axes = tuple(axis for dim in dims for axis in layout.axes_of(dim))  # a dim of size 1 has no blocks
     small = tuple(1 if dim in dims else n for dim, n in enumerate(shape))
-    return [(partial_along(layout, axes, op), replicated_along(layout, axes), small) for op in reductions]
+    return [(placed(layout, axes, Partial(op)), placed(layout, axes, Replicate()), small) for op in reductions]
 
 
 def small_reductions(*reductions: ReduceOp, operand: int = 0) -> Alternative:
@@ -135,7 +121,7 @@ def _reductions_are_cheaper(
     axes = split_axes(spec.layout, dims)
     if not axes:
         return False
-    gathering = plan(spec.layout, replicated_along(spec.layout, axes), spec.shape, spec.itemsize, topology)
+    gathering = plan(spec.layout, placed(spec.layout, axes, Replicate()), spec.shape, spec.itemsize, topology)
     sums = along_dims(completed_layout(spec.layout), spec.shape, dims, reductions)
     return sum(plan(*each, spec.itemsize, topology).seconds for each in sums) < gathering.seconds
 
@@ -177,7 +163,7 @@ def _plan_statistic(of: Callable[[Call], Statistic | None], call: Call, rule: Ru
         return None
     inputs, (result,) = sharded_anyway(rule, order, mesh)
     spec = spec_of(result, tuple(out.shape), out.stride(), out.dtype, call.specs[0].device)
-    parts = spec.with_layout(partial_along(result, axes, statistic.reduce))
+    parts = spec.with_layout(placed(result, axes, Partial(statistic.reduce)))
 
     def run(*args: object, **kwargs: object) -> Any:
         local_arguments = replace_leaves(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dshard.core.context import use_topology
 from dshard.core.spec import specs_of
-from dshard.layout import Layout, replicated
+from dshard.layout import Layout, placed, replicated
 from dshard.mesh import Mesh
 from dshard.ops.experts.experts_call import run_experts
 from dshard.ops.experts.experts_choice import ExpertsCandidates
@@ -151,11 +151,8 @@ def _partial(gradient: Layout, rows: Sequence[Row], alike: AxisGroups) -> Iterat
     """The layouts of gradients that pass through a copy as partial sums on axes that do nothing: they are added."""
     idle = [axis for axis, row in enumerate(rows) if row is None]
     for axes in (each for n in range(1, len(idle) + 1) for each in combinations(idle, n)):
-        layout = gradient
-        for axis in axes:
-            layout = layout.replace(axis, Partial())
         if are_alike(dict.fromkeys(axes, Partial()), alike):
-            yield layout
+            yield placed(gradient, axes, Partial())
 
 
 def _factors(rule: Rule) -> set[str]:

@@ -17,13 +17,12 @@ from dshard.core.observe import Decision, planned
 from dshard.core.operands import operand_of, plan_to, plans_to
 from dshard.core.spec import Spec, contiguous_spec, for_shapes, meta_tensors, spec_of
 from dshard.errors import CompileError, StrategyError
-from dshard.layout import Shape
+from dshard.layout import Shape, placed
 from dshard.mesh import Mesh
 from dshard.ops.attention.key_windows import KeyWindows
 from dshard.ops.attention.local_attention import Options, whole
 from dshard.ops.attention.ring_price import RingCall, ring_strategy, window_strategy
-from dshard.ops.small_reductions import partial_along, replicated_along
-from dshard.placements import ReduceOp, Shard
+from dshard.placements import Partial, ReduceOp, Replicate, Shard
 from dshard.redistribute import Plan, plan
 from dshard.rules.attention_blocks import Reach
 from dshard.rules.attention_loops import (
@@ -313,7 +312,7 @@ def _named(strategy: Strategy, keys: Keys, specs: Sequence[Spec], shape: Shape, 
 def _statistics(strategy: Strategy, query: Spec, itemsize: int, topology: Topology) -> tuple[Plan, ...]:
     """The reductions of a number for each row of the scores: its maximum, and the sum of exponentials."""
     layout, axes = strategy.inputs[0], tuple(axes_of_row(strategy.rows, "k"))
-    pairs = [(partial_along(layout, axes, op), replicated_along(layout, axes)) for op in STATISTICS]
+    pairs = [(placed(layout, axes, Partial(op)), placed(layout, axes, Replicate())) for op in STATISTICS]
     return tuple(plan(*pair, query.shape[:-1], itemsize, topology) for pair in pairs)
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dshard.comm import Program, Session, planned_backend, redistributed, steps_of, sum_dtype
-from dshard.layout import Layout
+from dshard.layout import Layout, placed, replicated
 from dshard.mesh import Coordinate, Mesh
-from dshard.placements import Partial, ReduceOp, Replicate
+from dshard.placements import Partial, ReduceOp
 from dshard.redistribute import Plan, plan
 from dshard.topology import Topology
 
@@ -176,11 +176,8 @@ class Joining:
 
     def plan(self, axes: Sequence[int], elements: int, op: ReduceOp, itemsize: int) -> Plan:
         """The reduction of so many numbers over some mesh axes, completed on all ranks."""
-        whole = Layout(self.mesh, (Replicate(),) * self.mesh.ndim)
-        partial_sum = whole
-        for axis in axes:
-            partial_sum = partial_sum.replace(axis, Partial(op))
-        return plan(partial_sum, whole, (elements,), itemsize, self.topology)
+        whole = replicated(self.mesh)
+        return plan(placed(whole, axes, Partial(op)), whole, (elements,), itemsize, self.topology)
 
 
 @dataclass(frozen=True, slots=True)
