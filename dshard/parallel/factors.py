@@ -193,7 +193,7 @@ class FactorClasses:
         That is one that a matmul contracts with a parameter, as a projection does heads, unless `cat` joins several of
         them for that, such as features of heads that are computed one by one; or the dim is one block.
         """
-        if not self._is_unpacked(parts[0]) and parts[0] not in self.classes.packed:
+        if parts[0] not in self.classes.packed and not self._is_unpacked(parts[0]):
             return 1, parts[0]
         classes = self.classes
         uses = [(self.parameters[use.parameter], use.summed) for use in self.uses if use.indices is None]
@@ -210,9 +210,14 @@ class FactorClasses:
         return 1, parts[0]
 
     def _is_unpacked(self, node: int) -> bool:
-        """Whether each index of a factor is taken alone, by `unbind`, by selecting or by pieces of one entry."""
-        size = self.classes.size[node]
-        return self.taken[node] >= size > 1 or self.classes.packed.get(node) == size
+        """Whether each index of a factor is taken alone, by `unbind`, by selecting or by pieces of one entry.
+
+        It may be taken of another value whose dim has the factor, such as a sum with a table of shifts.
+        """
+        classes = self.classes
+        size, group = classes.size[node], classes.find(node)
+        counts = (*self.taken.items(), *classes.packed.items())
+        return size > 1 and any(n >= size == classes.size[of] and classes.find(of) == group for of, n in counts)
 
     def nodes(self, number: int) -> tuple[Nodes, ...]:
         """The factors of each dim of a value."""

@@ -221,3 +221,33 @@ def test_heads_that_are_taken_apart_and_joined_are_no_blocks() -> None:
     sharded = [placements for name, placements in plan.parameters.items() if "packed" in name]
     assert sharded == [(Shard(0),)] * 12
     assert plan.parameters["0.out.weight"][0] in (Replicate(), Shard(1))
+
+
+class Modulated(nn.Module):
+    """Blocks of a diffusion transformer: each adds a table of its own to shifts and scales that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, 3 * WIDTH)
+        self.tables = nn.ParameterList(torch.randn(3, WIDTH) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(3 * WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.shared(x.mean(1)).reshape(len(x), 3, -1)
+        for table, up, down in zip(self.tables, self.ups, self.downs, strict=True):
+            shift, scale, gate = (table[None] + shared).chunk(3, dim=1)
+            x = x + gate * down(up(x * (1 + scale) + shift).relu())
+        return x
+
+
+def test_shifts_that_are_taken_apart_once_a_table_is_added_are_no_heads() -> None:
+    """Of 3 heads 4 ranks would have none."""
+    torch.manual_seed(0)
+    model, x = Modulated().double(), torch.randn(4, 6, WIDTH, dtype=torch.float64)
+    mesh = Mesh((4,), ("tp",))
+
+    results, _ = sent("megatron", mesh, model, x)
+
+    torch.testing.assert_close(results, trained(model, x), rtol=1e-8, atol=1e-10)
+    assert plan_model(model, mesh, "megatron", x).parameters["shared.weight"] == (Replicate(),)
