@@ -161,13 +161,18 @@ def into_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if is_pointwise(func) or func._schema.name in APART:
         for name in names:
             refuse_shared(func, arguments[name], {n: value for n, value in arguments.items() if n not in names})
-    outs = tuple(arguments[name] for name in names)
     with no_torch_function():
-        form = without_out(func)
-        inputs = {name: value for name, value in arguments.items() if name not in names}
-        if not _is_alike(form, func):  # one that makes a tensor, and takes its options
-            inputs |= {"dtype": outs[0].dtype, "device": outs[0].device}
-        _write(func, outs, form(**inputs))
+        return written_to_out(func, args, kwargs)
+
+
+def written_to_out(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """The operands `out` with the result of the operator's form without `out` copied into them, unchecked."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    arguments, form = arguments_by_name(func, args, kwargs), without_out(func)
+    outs = tuple(arguments.pop(name) for name in names)
+    if not _is_alike(form, func):  # one that makes a tensor, and takes its options
+        arguments |= {"dtype": outs[0].dtype, "device": outs[0].device}
+    _write(func, outs, form(**arguments))
     if not func._schema.returns:
         return None
     return outs[0] if len(outs) == 1 else outs

@@ -30,6 +30,7 @@ from dshard.dispatch.registry import find
 from dshard.errors import DShardError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
+from dshard.ops.custom import has_out, written_to_out
 from dshard.ops.decompositions import DECOMPOSITIONS, decomposition_of
 from dshard.ops.experts.experts_call import PlainExperts
 from dshard.planning.step_graph import (
@@ -213,6 +214,9 @@ class GraphRecorder:
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and record it."""
         op, tensors = find(func), tensors_in((args, kwargs))
+        if op is not None and func._schema.is_mutable and has_out(func):
+            with torch.no_grad(), OperatorMode(self.run):
+                return written_to_out(func, args, kwargs)
         if len(tensors) > 1 and are_mixed(tensors):
             args, kwargs = replace_tensors((args, kwargs), self._abstract)  # constants of the model, too
             tensors = tensors_in((args, kwargs))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from dshard import Layout, Mesh, MixedError, Partial, Placement, Replicate, ShapeError, Shard
+from dshard import Layout, Mesh, MixedError, Partial, Placement, Replicate, ShapeError, Shard, parallelize
 from dshard.core.trees import leaves
 from dshard.ops.custom import without_out
+from dshard.parallel.strategies import StrategyName
 from dshard.testing import distribute, simulated, whole
 
 MESH = Mesh((2,), ("tp",))
@@ -121,3 +124,31 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_the_operator_without_out_takes_the_same_arguments() -> None:
     assert without_out(torch.ops.aten.add.out) == torch.ops.aten.add.Tensor
     assert without_out(torch.ops.aten.max.dim_max) == torch.ops.aten.max.dim
+
+
+class IntoOut(nn.Module):
+    """A linear layer beside statistics of its result, which torch writes into tensors that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            sums, total = h.new_zeros(len(h) + 1, 4), h.new_empty(4)
+            torch.cumsum(h, 0, out=sums[1:])
+            torch.sum(h, 0, out=total)
+            square = torch.mm(h, h.mT, out=h.new_empty(len(h), len(h)))
+        return h * sums[1:] * total + square.sum()
+
+
+@pytest.mark.parametrize("strategy", ["data", "megatron"])
+def test_a_model_that_writes_into_out_is_planned(strategy: StrategyName) -> None:
+    torch.manual_seed(0)
+    mesh, alone, x = Mesh((2,), ("x",)), IntoOut(), torch.randn(4, 3)
+    expected = alone(x)
+    with simulated(mesh):
+        found = parallelize(copy.deepcopy(alone), mesh, strategy, x)(x)
+
+        torch.testing.assert_close(whole(found), expected)
