@@ -14,6 +14,7 @@ from dshard import comm
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
 from dshard.core.observe import ASKED, OBSERVERS, Decision, finish_observed, observed
+from dshard.core.plain_tensors import from_torch, is_torchs
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
 from dshard.core.transforms import is_differentiating_forward, refuse_batched, refuse_constants, with_tangent
@@ -230,6 +231,8 @@ def as_distributed(grad: Tensor, layout: Layout) -> Wrapper:
     """A gradient as a distributed tensor: a plain one, such as zeros that autograd makes, counts as replicated."""
     if isinstance(grad, Wrapper):
         return grad
+    if is_torchs(grad):
+        return from_torch(grad)  # type: ignore[no-any-return]
     grad, alike = _with_memory(grad), replicated(layout.mesh)
     spec = spec_of(alike, tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
     if grad.requires_grad and torch.is_grad_enabled():  # given to a pass that is recorded, and differentiated by

@@ -175,7 +175,7 @@ _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 """The prefixes of operators on lists, whose entries are independent of each other."""
 
 
-def is_torchs(x: object) -> bool:
+def is_torchs(x: object) -> TypeGuard[TorchDTensor]:
     """Whether `x` is a distributed tensor of torch's own class, or of another library's that derives from it."""
     return isinstance(x, TorchDTensor) and not isinstance(x, Wrapper)
 
@@ -190,6 +190,16 @@ def from_torch(x: TorchDTensor) -> Any:
     placements = strided_placements(x)
     check_blocks_of_torch(layout_of(as_mesh(x.device_mesh), placements, x.ndim), tuple(x.shape))
     return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
+
+
+def are_torchs(kinds: Iterable[type]) -> bool:
+    """Whether there is a class among `kinds` of distributed tensors of torch's."""
+    return any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds)
+
+
+def from_torchs(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments, with torch's distributed tensors as dshard's."""
+    return replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)  # type: ignore[no-any-return]
 
 
 class _CountedAsReplicated(local):
@@ -262,8 +272,8 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     if not any(issubclass(kind, Tensor) for kind in kinds - {Wrapper.public}):
         return args, kwargs
     refuse_own_rules(getattr(func, "__name__", str(func)), kinds)
-    if any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds):
-        args, kwargs = replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)
+    if are_torchs(kinds):
+        args, kwargs = from_torchs(args, kwargs)
         flat = leaves((args, kwargs))
     is_copied = func is _COPY and isinstance(args[0], Wrapper)
     takes_all, compared = bool(_COUNTED_AS_REPLICATED.depth or counts_plain_as_replicated() or is_copied), None

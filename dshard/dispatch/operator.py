@@ -44,7 +44,7 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
-from dshard.core.plain_tensors import is_of_whole
+from dshard.core.plain_tensors import are_torchs, from_torchs, is_of_whole
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, device_of_operands, spec_of, specs_of
@@ -90,6 +90,8 @@ def dispatch(func: OpOverload, types: Collection[type], args: Args = (), kwargs:
     kwargs = kwargs or {}
     if len(types) > 1:
         refuse_own_rules(str(func), types)
+        if are_torchs(types):  # gradients of code that makes torch's tensors of dshard's
+            args, kwargs = from_torchs(args, kwargs)
     if func is _DETACH:
         x = args[0]
         in_inference = torch.is_inference_mode_enabled()

@@ -18,7 +18,7 @@ from dshard.core.observe import Decision, observing
 from dshard.core.spec import Spec
 from dshard.core.trees import map_tensors, nested_tensors, tensors_in
 from dshard.distribute import distribute_tensor
-from dshard.errors import LayoutError
+from dshard.errors import DShardError, LayoutError
 from dshard.mesh import Mesh
 from dshard.ops.matmul.options import current_options
 from dshard.parallel.apply_plan import applied
@@ -81,7 +81,7 @@ class StepPrices:
             return replace(run.cost, experts=self._experts(run.loops), routing=current_options().routing)
         except Exception as error:
             known = isinstance(error, HostReadMissing | NotImplementedError)
-            if not (known or _runs_on_data_alone(self.model, *self.example)):
+            if not (known or _is_of_distributed(error, self.model, *self.example)):
                 raise
             reason = f" ({str(error).partition('. ')[0]})" if str(error) else ""
             raise LayoutError(
@@ -116,12 +116,15 @@ class StepPrices:
         return tuple(zip(layers, loops, strict=False))
 
 
-def _runs_on_data_alone(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether the forward pass of `model` fails without data, and does not with it."""
+def _is_of_distributed(
+    error: Exception, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> bool:
+    """Whether a step fails that runs on plain tensors: with data alone, or where other code fails than dshard's."""
     try:
-        return record_step(model, args, kwargs).answers is None
+        needs_data = record_step(model, args, kwargs).answers is None
     except Exception:
         return False
+    return needs_data or not isinstance(error, DShardError)
 
 
 def price(model: nn.Module, plan: ModelPlan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:

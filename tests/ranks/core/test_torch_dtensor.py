@@ -387,3 +387,68 @@ def values_of_tensors() -> None:
 @pytest.mark.ranks
 def test_values_of_replicated_tensors_and_storage_for_meta_ones(ranks: RankPool) -> None:
     ranks.run(values_of_tensors)
+
+
+# -- code of others, such as torchao's layers of float8, that makes torch's distributed tensors of dshard's
+
+
+def as_torchs(x: Any) -> Any:
+    if not isinstance(x, torch_tensor.DTensor):
+        return x
+    return torch_tensor.DTensor.from_local(x.to_local(), x.device_mesh, x.placements)
+
+
+class MatmulOfTorchs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return as_torchs(x) @ as_torchs(w).t()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = map(as_torchs, ctx.saved_tensors)
+        grad = as_torchs(grad)
+        return grad @ w, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class LinearOfTorchs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = MatmulOfTorchs.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out if self.bias is None else out + self.bias
+
+
+def with_linears_of_torchs() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (LinearOfTorchs(8, 12, bias=False), nn.SiLU(), LinearOfTorchs(12, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    return nn.Sequential(*layers).double()
+
+
+def trained_through_torchs(shape: tuple[int, ...], plan: str) -> None:
+    mesh = dshard.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    models, x = [with_linears_of_torchs() for _ in range(2)], torch.randn(8, 3, 8, dtype=torch.float64)
+    dist.broadcast(x, 0)
+    parallelize(models[0], mesh, plan, x)
+    steps = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for _ in range(4):
+        losses = [model(x).square().mean() for model in models]
+        for loss, model, optimiser in zip(losses, models, steps, strict=True):
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+        torch.testing.assert_close(losses[0].item(), losses[1].item())
+    same(*models)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "plan"), [((4,), "data"), ((4,), "fsdp"), ((2, 2), "fsdp x megatron")])
+def test_code_may_make_torchs_tensors_of_a_models(ranks: RankPool, shape: tuple[int, ...], plan: str) -> None:
+    ranks.run(trained_through_torchs, shape, plan)
+
+
+def test_a_step_that_fails_on_distributed_tensors_alone_is_not_priced() -> None:
+    x = torch.empty(8, 3, 8, dtype=torch.float64, device="meta")
+    with pytest.raises(
+        LayoutError, match=r"a step of Sequential does not run without data .*lay it out by parallelize"
+    ):
+        dshard.plan_model(with_linears_of_torchs(), Mesh((4,), ("x",)), "auto", x)
