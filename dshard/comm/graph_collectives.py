@@ -10,6 +10,7 @@ another way, and deadlocks are detected by the order of waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from threading import local
 from typing import Any
 
@@ -82,19 +83,12 @@ def _group_called(name: object) -> Group | None:
     return group if group is not None and group.backend.waits_on_host else None
 
 
-def _all_reduce(x: Tensor, op: ReduceOp, name: object) -> Tensor:
-    group = _group_called(name)
-    if group is None or op not in collectives.REDUCTIONS or x.is_complex():
-        return _torchs("all_reduce", x, op, name)
-    out = x.clone(memory_format=torch.contiguous_format)
+def _all_reduce(kernel: str, x: Tensor, op: ReduceOp, name: object) -> Tensor:
+    group, writes = _group_called(name), kernel.endswith("_")
+    if group is None or op not in collectives.REDUCTIONS or x.is_complex() or (writes and not x.is_contiguous()):
+        return _torchs(kernel, x, op, name)
+    out = x if writes else x.clone(memory_format=torch.contiguous_format)
     return _IN_FLIGHT.add(out, collectives.reduce(op, group, out, out))
-
-
-def _all_reduce_in_place(x: Tensor, op: ReduceOp, name: object) -> Tensor:
-    group = _group_called(name)
-    if group is None or op not in collectives.REDUCTIONS or x.is_complex() or not x.is_contiguous():
-        return _torchs("all_reduce_", x, op, name)
-    return _IN_FLIGHT.add(x, collectives.reduce(op, group, x, x))
 
 
 def _all_gather(x: Tensor, n: int, name: object) -> Tensor:
@@ -113,19 +107,12 @@ def _all_to_all(x: Tensor, recv: list[int], send: list[int], name: object) -> Te
     return _IN_FLIGHT.add(out, collectives.swap(send, recv, group, x, out))
 
 
-def _broadcast(x: Tensor, source: int, name: object) -> Tensor:
-    group = _group_called(name)
-    if group is None or x.is_complex():
-        return _torchs("broadcast", x, source, name)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _broadcast(kernel: str, x: Tensor, source: int, name: object) -> Tensor:
+    group, writes = _group_called(name), kernel.endswith("_")
+    if group is None or x.is_complex() or (writes and not x.is_contiguous()):
+        return _torchs(kernel, x, source, name)
+    out = x if writes else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _IN_FLIGHT.add(out, collectives.broadcast(source, group, x, out))
-
-
-def _broadcast_in_place(x: Tensor, source: int, name: object) -> Tensor:
-    group = _group_called(name)
-    if group is None or x.is_complex() or not x.is_contiguous():
-        return _torchs("broadcast_", x, source, name)
-    return _IN_FLIGHT.add(x, collectives.broadcast(source, group, x, x))
 
 
 def wait_in_graph(x: Tensor) -> Tensor:
@@ -155,12 +142,10 @@ def _now() -> tuple[int, int]:
 
 
 _KERNELS: dict[str, Any] = {
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce_in_place,
+    **{kernel: partial(_all_reduce, kernel) for kernel in ("all_reduce", "all_reduce_")},
     "all_gather_into_tensor": _all_gather,
     "all_to_all_single": _all_to_all,
-    "broadcast": _broadcast,
-    "broadcast_": _broadcast_in_place,
+    **{kernel: partial(_broadcast, kernel) for kernel in ("broadcast", "broadcast_")},
     "wait_tensor": wait_in_graph,
 }
 """Kernels of the collectives in graphs; over gloo no graph has a reduce_scatter."""
