@@ -10,17 +10,3 @@ from dshard.explain.explain_calls import explain
 from dshard.explain.explain_matmul import LEGEND, explain_matmul
 from dshard.explain.report_values import Candidate, Explanation, Report
 from dshard.explain.source import describe_tensor, explain_source, load_function, parse_dtype, read_layout
-
-__all__ = [
-    "LEGEND",
-    "Candidate",
-    "Explanation",
-    "Report",
-    "describe_tensor",
-    "explain",
-    "explain_matmul",
-    "explain_source",
-    "load_function",
-    "parse_dtype",
-    "read_layout",
-]

@@ -4,5 +4,3 @@ Design: docs/design/0025-rehearsed-modules.md
 """
 
 from dshard.rehearsal.module import Rehearsal, rehearsal_of, rehearsing
-
-__all__ = ["Rehearsal", "rehearsal_of", "rehearsing"]
