@@ -99,20 +99,13 @@ def checked_shape(local: Tensor, layout: Layout, shape: Shape) -> Shape:
     return shape
 
 
-class MeshesOfRows:
-    """The `meshes` on which a step asks how many rows each rank has: its ranks agree beforehand on how to run it."""
-
-    def __init__(self) -> None:
-        self.meshes: set[Mesh] = set()
-
-    def add(self, mesh: Mesh) -> None:
-        """Note that all ranks of a mesh have asked."""
-        self.meshes.add(mesh)
+class MeshesOfRows(set[Mesh]):
+    """The meshes on which a step asks how many rows each rank has: its ranks agree beforehand on how to run it."""
 
     def exchange(self, number: int) -> tuple[int, ...]:
         """The numbers of all ranks of these meshes, by an all_gather between their hosts."""
         numbers = list[int]()
-        for mesh in sorted(self.meshes, key=str):
+        for mesh in sorted(self, key=str):
             group = group_of_hosts(mesh)
             if group is not None:
                 own = torch.tensor([number], device="cpu")

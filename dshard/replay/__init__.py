@@ -246,7 +246,7 @@ class Replay(Generic[P, R]):
 
     def _number_of(self, key: object) -> int:
         """The number of a key on this rank, from 1 on; it tells other ranks which of its programs this rank has."""
-        if not self._rows.meshes:
+        if not self._rows:
             return 1
         if key not in self._keys:
             self._keys = [*(self._keys if len(self._keys) < _MANY else ()), key]
