@@ -17,13 +17,14 @@ from torch import Tensor
 from dshard.comm import compare_calls, comparing, is_absent, on_all_ranks, run, runner, with_results_apart
 from dshard.core.call import AlternativePlan, LocalOp
 from dshard.core.context import planning_context
-from dshard.core.moves import local_redistribution, operator_on, run_on_ranks
+from dshard.core.moves import local_redistribution, operator_on
 from dshard.core.observe import NEEDED, Decision
 from dshard.core.operands import operand_of, plans_to
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.spec import Spec
 from dshard.core.trees import leaves, replace_leaves, replace_tensors
 from dshard.core.wrapper import Wrapper, wrap
+from dshard.errors import MeshError
 from dshard.layout import Layout
 from dshard.mesh import Coordinate
 from dshard.redistribute import Plan
@@ -111,8 +112,9 @@ class Executable:
         """Compile the redistributions and the local operator, once for each type of local tensors."""
         operands = [i for i, arg in enumerate(local) if isinstance(arg, Tensor)]
         assert self.tensors is not None
+        absent = is_absent(local[self.tensors[0]], self.mesh)
         self.moves = [
-            (i, runner(plan) if i in self.tensors else partial(_move_plain, plan))
+            (i, runner(plan) if i in self.tensors else partial(_move_plain, plan, absent))
             for i, plan in zip(operands, self.plans, strict=True)
             if plan.steps
         ]
@@ -122,24 +124,29 @@ class Executable:
             self.end = runner(end) if end.steps else None
         first = local[operands[0]]
         operator = operator_on(self.mesh, self.local_op, [first])
-        if is_absent(first, self.mesh) and not hasattr(operator, "keeps_device"):
-            operator = _without_data(operator)
+        if absent and not hasattr(operator, "keeps_device"):
+            operator = _without_data(operator, self.decision.op)
         operator = self.operators[type(first)] = with_results_apart(operator, first)
         return operator
 
     def _run_nested(self, args: Values, kwargs: Kwargs) -> tuple[Values, Any]:
         """The redistributed positional arguments and the local result, on simulated ranks or of nested arguments."""
-        plans = iter(self.plans)
+        plans, distributed = iter(self.plans), [x for x in leaves((args, kwargs)) if isinstance(x, Wrapper)]
+        absent = is_absent(distributed[0]._local_tensor, self.mesh)
 
         def redistributed(leaf: object) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return run(next(plans), leaf._local_tensor if isinstance(leaf, Wrapper) else on_all_ranks(leaf, self.mesh))
+            plan = next(plans)
+            return run(plan, leaf._local_tensor) if isinstance(leaf, Wrapper) else _move_plain(plan, absent, leaf)
 
         local, local_kwargs = replace_leaves((args, kwargs), redistributed)
         if self.prepare is not None:
             local = [self.prepare(local[0]), *local[1:]]
-        out = run_on_ranks(self.mesh, self.local_op, local, local_kwargs)
+        operator = operator_on(self.mesh, self.local_op, leaves((local, local_kwargs)))
+        if absent and not hasattr(operator, "keeps_device"):
+            operator = _without_data(operator, self.decision.op)
+        out = operator(*local, **local_kwargs)
         for end in self.decision.ends:
             out = run(end, out)
         return local, out
@@ -150,18 +157,29 @@ class Executable:
             compare_calls(f"{self.decision.op} of {_call_text(args, kwargs)}", self.mesh)
 
 
-def _move_plain(plan: Plan, x: Tensor) -> Tensor:
-    return run(plan, on_all_ranks(x, plan.src.mesh))
+def _move_plain(plan: Plan, absent: bool, x: Tensor) -> Tensor:
+    return run(plan, x.to("meta") if absent else on_all_ranks(x, plan.src.mesh))
 
 
-def _without_data(operator: LocalOp) -> LocalOp:
+def _without_data(operator: LocalOp, name: str) -> LocalOp:
     """The local operator of a rank outside the mesh: its results have no data, whatever `device` the call names."""
 
+    def on_meta(x: object) -> object:
+        return x.to("meta") if isinstance(x, Tensor) else _META if isinstance(x, torch.device) else x
+
     def run(*args: object, **kwargs: object) -> object:
-        args, kwargs = replace_tensors((args, kwargs), lambda x: x.to("meta") if x.dim() else x)
-        return replace_tensors(operator(*args, **kwargs), lambda x: x.to("meta"))
+        try:
+            return replace_leaves(operator(*replace_leaves(args, on_meta), **replace_leaves(kwargs, on_meta)), on_meta)
+        except NotImplementedError as error:
+            raise MeshError(
+                f"{name} needs the numbers of its operands, which a rank outside their mesh does not have: call it on "
+                "the ranks of the mesh alone"
+            ) from error
 
     return run
+
+
+_META = torch.device("meta")
 
 
 class ComposedExecutable:

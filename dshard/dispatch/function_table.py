@@ -25,6 +25,7 @@ from dshard.callers import asked_by
 from dshard.comm import (
     COLLECTIVES_OF_TORCH,
     begin_backward,
+    is_absent,
     is_own,
     kernel_device,
     numbers_of,
@@ -201,7 +202,7 @@ def memory_of_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
     A write to the memory of a replicated tensor is one on this rank, and seen by it, as in torch.
     """
     x, *rest = args
-    is_shared = x._spec.layout.is_replicated()
+    is_shared = x._spec.layout.is_replicated() and not is_absent(x._local_tensor, x._spec.layout.mesh)
     if not is_shared:  # torch refuses what it would refuse of the global tensor, before anything is sent
         func(torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad), *rest, **kwargs)
     value = of_first_rank(x._local_tensor if is_shared else x.detach().full_tensor())

@@ -21,7 +21,7 @@ import dshard
 from dshard import DTensor, LayoutError, Mesh, Partial, Placement, Replicate, Shard, distribute_tensor
 from dshard.caches import clear_caches
 from dshard.comm import DeviceMesh, store_messages
-from dshard.errors import MixedError, ShapeError
+from dshard.errors import MeshError, MixedError, ShapeError
 from dshard.experimental import local_map
 from dshard.testing import RankPool, count_traffic, rank_pool, simulated
 from dshard.torch_dtensor import IS_TORCHS
@@ -447,6 +447,60 @@ def test_ranks_outside_a_mesh_run_the_same_lines_and_do_nothing(ranks: RankPool)
         assert rank["gradient"].tolist() == torch.zeros(3, 4).tolist()
         assert rank["sent"] == 0
         assert {x.numel() for x in rank["trained"] if x.ndim} == {0}
+
+
+LINES: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda x: x[[3, -1, 2]],
+    "indices beside a slice": lambda x: x[1:, torch.tensor([0, 2])],
+    "one value": lambda x: x.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(3.0).double()),
+    "another dtype": lambda x: x.float().sin().double(),
+    "a device": lambda x: x.to("cpu", torch.float32) + torch.zeros_like(x[0], device="cpu"),
+    "a list of tensors": lambda x: torch.block_diag(x.sum(), x),
+    "a number": lambda x: torch.quantile(x, 0.3, dim=-1),
+    "numpy": lambda x: x + float(x.detach().sum().numpy()),
+    "a histogram": lambda x: torch.histc(x, 4, -2, 2) + x.sum(),
+}
+"""Lines whose operators take lists, numbers, plain tensors or devices."""
+
+
+def lines_outside() -> list[tuple[Any, ...]]:
+    found = []
+    for line in LINES.values():
+        x = distribute_tensor(B.double(), pair(), [Shard(0)]).requires_grad_()
+        with dshard.implicit_replication():
+            y = line(x)
+        if y.requires_grad:
+            y.square().sum().backward()
+        grad: Any = x.grad
+        found.append((y.shape, y.dtype, y.device, *((grad.shape, grad.dtype) if y.requires_grad else ())))
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_outside_a_mesh_run_lines_with_plain_operands(ranks: RankPool) -> None:
+    inside, *others = ranks.run(lines_outside)
+    for each in others:
+        assert dict(zip(LINES, each, strict=True)) == dict(zip(LINES, inside, strict=True))
+
+
+def looks_for_numbers() -> list[list[int] | str]:
+    x = distribute_tensor(B, pair(), [Shard(0)])
+    return [shape_or_refusal(line, x) for line in (torch.nonzero, lambda x: x[x > 0], torch.unique)]
+
+
+def shape_or_refusal(line: Callable[[Any], Any], x: Any) -> list[int] | str:
+    try:
+        return [*line(x).shape]
+    except MeshError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+def test_a_rank_outside_a_mesh_refuses_what_numbers_decide(ranks: RankPool) -> None:
+    inside, outside, *_ = ranks.run(looks_for_numbers)
+    assert inside == [[*B.nonzero().shape], [*B[B > 0].shape], [*B.unique().shape]]
+    for text in outside:
+        assert "needs the numbers of its operands, which a rank outside their mesh does not have" in text
 
 
 def to_another_mesh() -> list[torch.Tensor | None]:
