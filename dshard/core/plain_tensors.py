@@ -289,14 +289,16 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         takes_all, compared = _alike_or_refused(func, args, flat, meshes)
     if not meshes or len(meshes) == len(tensors) or getattr(func, "__name__", "") in _OF_GRAPHS:
         return args, kwargs
-    meta = is_any_meta([t._local_tensor for t in tensors if isinstance(t, Wrapper)])
+    distributed = [t for t in tensors if isinstance(t, Wrapper)]
+    meta = is_any_meta([t._local_tensor for t in distributed])
+    device = distributed[0]._spec.device if meta else None
     if not (takes_all or meta or (is_grad_enabled() and any(map(_is_recorded_number, tensors)))):
         return args, kwargs
     written, places, outs = _written(func, args), count(), leaves(kwargs.get("out"))
 
     def as_replicated(leaf: object) -> Any:
         if _is_recorded_number(leaf) and leaf is not written:
-            return replicated_tensor(leaf if meta else _mean_of_rows(leaf, meshes[0]), meshes[0], meta)
+            return replicated_tensor(leaf if meta else _mean_of_rows(leaf, meshes[0]), meshes[0], device)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper):
             return leaf
         if leaf.numel() == 1:  # without data, torch takes those without dims alone from another device
@@ -310,7 +312,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
         if comparing():
             what = f"{getattr(func, '__name__', func)} with a plain tensor that counts as replicated"
             compare_calls(f"{what}, {tuple(leaf.shape)}, {leaf.dtype}", meshes[0], contents=leaf)
-        whole = replicated_tensor(leaf, meshes[0], meta)
+        whole = replicated_tensor(leaf, meshes[0], device)
         return _in_rows(func, whole) if compared is not None and args and leaf is args[0] else whole
 
     wrapped: tuple[Args, Kwargs] = replace_leaves((args, kwargs), as_replicated)
@@ -422,14 +424,18 @@ def _written(func: Function, args: Args) -> object:
     return args[0] if args and name.endswith("_") and not name.endswith("__") else None
 
 
-def replicated_tensor(x: Tensor, mesh: Mesh, meta: bool = False) -> Any:
-    """The plain tensor `x` as a replicated one, without data if `meta`; the gradient of `x` is plain."""
+def replicated_tensor(x: Tensor, mesh: Mesh, device: torch.device | None = None) -> Any:
+    """The plain tensor `x` as a replicated one; the gradient of `x` is plain.
+
+    Given a `device`, it has no data: that of others without data, meta in plans, another on ranks outside the mesh.
+    """
     layout, x = replicated(mesh), as_plain(x)
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
-        spec = contiguous_spec(layout, shape, x.dtype, torch.device("meta") if meta else x.device)
-        return wrap_counting(x, on_all_ranks(x.to("meta") if meta else x, mesh), spec)
+        spec = contiguous_spec(layout, shape, x.dtype, x.device if device is None else device)
+        return wrap_counting(x, on_all_ranks(x if device is None else x.to("meta"), mesh), spec)
     from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
+    meta = device is not None and device.type == "meta"
     is_local = (simulated_ranks() is None or are_simulated([x])) and not meta
     local = x if is_local else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
     return from_local(local, mesh, layout.placements, shape=shape)

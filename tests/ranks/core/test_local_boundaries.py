@@ -455,6 +455,8 @@ LINES: dict[str, Callable[[Any], Any]] = {
     "one value": lambda x: x.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(3.0).double()),
     "another dtype": lambda x: x.float().sin().double(),
     "a device": lambda x: x.to("cpu", torch.float32) + torch.zeros_like(x[0], device="cpu"),
+    "a plain tensor first": lambda x: torch.arange(6.0).double() + x.sum(0),
+    "a plain tensor that needs a gradient": lambda x: torch.ones(6).double().requires_grad_() * x,
     "a list of tensors": lambda x: torch.block_diag(x.sum(), x),
     "a number": lambda x: torch.quantile(x, 0.3, dim=-1),
     "numpy": lambda x: x + float(x.detach().sum().numpy()),
