@@ -435,7 +435,7 @@ def replicated_tensor(x: Tensor, mesh: Mesh, device: torch.device | None = None)
         spec = contiguous_spec(layout, shape, x.dtype, x.device if device is None else device)
         return wrap_counting(x, on_all_ranks(x if device is None else x.to("meta"), mesh), spec)
     from_local: Any = Wrapper.public.from_local  # which takes a pure mesh, too
-    meta = device is not None and device.type == "meta"
+    meta = device == torch.device("meta")
     is_local = (simulated_ranks() is None or are_simulated([x])) and not meta
     local = x if is_local else _Lifted.apply(x, mesh, meta)  # type: ignore[no-untyped-call]
     return from_local(local, mesh, layout.placements, shape=shape)
