@@ -28,6 +28,7 @@ from dshard.core.spec import Spec, spec_of
 from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import constant, is_differentiating_forward, refuse_constants, with_tangent
+from dshard.core.view_sync import copy_memory
 from dshard.core.wrapper import Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
 from dshard.dispatch.function_table import QUERIES
@@ -362,10 +363,10 @@ class DTensor(Wrapper):
         copied: Any = memo.get(id(self))
         if copied is not None:
             return copied  # type: ignore[no-any-return]
-        with torch.no_grad():
-            copy = self._wrap(self._local_tensor.clone(), self._spec)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        out = _restore(copy, self.requires_grad, is_parameter, memo, self)
+        with torch.no_grad():  # as torch's, the copy of a parameter shares no memory
+            copy = self._wrap(self._local_tensor.clone(), self._spec) if is_parameter else copy_memory(self, memo)
+        out = _restore(as_dtensor(copy), self.requires_grad, is_parameter, memo, self)
         out.__dict__.update(deepcopy(_attributes(self), memo))
         if self.grad is not None and not is_parameter:  # torch copies the gradients of parameters neither
             out.grad = deepcopy(self.grad, memo)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -11,13 +12,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dshard.comm import on_each
+from dshard.comm import mapped, on_each
 from dshard.core.moves import expanded_as, redistribute_local, write_local
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, wrap, wrap_inference_view
 from dshard.errors import LayoutError
-from dshard.torch_private import OpOverload, swap_tensors
+from dshard.torch_private import OpOverload, no_torch_function, swap_tensors
 
 
 @dataclass(eq=False)
@@ -35,6 +36,11 @@ class CopiedView:
     def refresh(self, op: object) -> None:
         """Write the base, which `op` wrote, to the copy."""
         write_local(self.local, redistribute_local(self.base._local_tensor, self.base._spec, self.spec.layout, op))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CopiedView:
+        origin = replace(self, base=copy_memory(self.base, memo), local=_copy_local(self.local, memo))
+        shown_of(origin.base._local_tensor).append(ref(origin))
+        return origin
 
 
 @dataclass(eq=False)
@@ -136,6 +142,28 @@ class Origins(list[Callable[[], Any]]):
     """The origins of views of some memory, by weak references, and how often it was written since there are any."""
 
     writes = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Origins:
+        return Origins()  # to which each view that is copied adds its own
+
+
+def copy_memory(x: Wrapper, memo: dict[int, object]) -> Wrapper:
+    """A copy of `x` without a graph, which shares memory with other copies of `memo` as `x` does with their sources."""
+    with no_torch_function():
+        copy = wrap(_copy_local(x._local_tensor, memo), x._spec, x.storage_offset())
+    origins: Origins | None = getattr(root_of(x)._local_tensor, "_view_syncs", None)
+    if origins is not None:
+        copy._local_tensor._view_syncs = deepcopy(origins, memo)  # type: ignore[attr-defined]
+    copy._view_sync = deepcopy(x._view_sync, memo)
+    return copy
+
+
+def _copy_local(local: Tensor, memo: dict[int, object]) -> Tensor:
+    """The one copy of a local tensor by `memo`, of which the storages are copied once."""
+    copy: Any = memo.get(id(local))
+    if copy is None:
+        memo[id(local)] = copy = mapped(partial(deepcopy, memo=memo), local)
+    return copy  # type: ignore[no-any-return]
 
 
 def shown_of(local: Any) -> Origins:

@@ -239,6 +239,25 @@ def test_a_copy_has_the_gradient_and_attributes_that_torch_copies() -> None:
         assert twin.tags is not x.tags
 
 
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_deep_copies_share_memory_as_what_they_are_of(dim: int | None) -> None:
+    def program(x: Tensor) -> list[Tensor]:
+        parameter, x = nn.Parameter(x.clone()), x.clone()
+        given = [x, x[1:4], x[1:4][:2, 1:], x.t(), parameter, parameter.detach()[1:3]]
+        copied = copy.deepcopy(given)
+        offsets = [t.storage_offset() for t in copied[:4]]
+        with torch.no_grad():
+            for i, t in enumerate(copied):
+                t.mul_(i + 2)
+        return [t.detach() for t in (*given, *copied, copy.deepcopy(copied[2]).add_(1))] + [torch.tensor(offsets)]
+
+    expected = program(X)
+    with simulated(GRID):
+        out = program(placed(X, Replicate(), Replicate() if dim is None else Shard(dim)))
+        for actual, value in zip(out, expected, strict=True):
+            assert torch.equal(whole(actual) if isinstance(actual, DTensor) else actual, value)
+
+
 def test_only_leaves_are_deep_copied() -> None:
     with simulated(GRID), pytest.raises(ShapeError, match="only leaf DTensors can be deep-copied, as in torch"):
         copy.deepcopy(placed(X, Shard(0), Replicate()).requires_grad_() * 2)
