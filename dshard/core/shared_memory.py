@@ -1,7 +1,8 @@
 """Operands that share memory with what an operator writes: refused where one device refuses them, else copied.
 
 One device compares addresses. Here a view may have memory of its own, on some ranks alone, and a local tensor may have
-no elements. So shapes, strides and offsets of the global tensors decide, on all ranks alike.
+no elements. So shapes, strides and offsets of the global tensors decide, on all ranks alike; those of local tensors do
+where each rank has all.
 """
 
 from __future__ import annotations
@@ -109,24 +110,38 @@ def refuse_shared(func: OpOverload, written: Wrapper, operands: Kwargs) -> None:
 
 def _refuse(x: Wrapper, written: Wrapper, whole: bool) -> None:
     """Refuse the overlap of two tensors as torch does, which ignores tensors that are not dense."""
-    if x is written or (_is_dense(x) and _is_dense(written)):
-        (start, end), (start_written, end_written) = _bytes(x), _bytes(written)
-        is_same = x is written or ((start, end) == (start_written, end_written) and x.stride() == written.stride())
+    one, other = _in_memory(x, written)
+    if x is written or (_is_dense(one) and _is_dense(other)):
+        (start, end), (start_written, end_written) = _bytes(one), _bytes(other)
+        is_same = x is written or ((start, end) == (start_written, end_written) and one.stride() == other.stride())
         if whole if is_same else start < end_written and start_written < end:
             raise RuntimeError(_SHARED)
 
 
-def _is_dense(x: Wrapper) -> bool:
-    return x.numel() > 0 and has_internal_overlap(x._spec.meta()) == 0
+def _in_memory(x: Wrapper, y: Wrapper) -> tuple[Tensor, Tensor]:
+    """Two tensors that share memory by their places in it: in that of one device, or in their own if each has all.
+
+    A plain tensor that counts as replicated has no other place than its own.
+    """
+    is_own = x._view_sync is None and y._view_sync is None and _are_replicated(x, y)
+    return (of_first_rank(x._local_tensor), of_first_rank(y._local_tensor)) if is_own else (x, y)
 
 
-def _bytes(x: Wrapper) -> tuple[int, int]:
-    """The first and the last byte of a dense tensor, counted from the start of its memory on one device."""
+def _are_replicated(x: Wrapper, y: Wrapper) -> bool:
+    return x._spec.layout == y._spec.layout == replicated(x._spec.layout.mesh)
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.numel() > 0 and has_internal_overlap(x._spec.meta() if isinstance(x, Wrapper) else x) == 0
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """The first and the last byte of a dense tensor, counted from the start of its memory."""
     start = _offset(x)
     return start * x.itemsize, (start + x.numel()) * x.itemsize
 
 
-def _offset(x: Wrapper) -> Any:
+def _offset(x: Tensor) -> Any:
     with no_torch_function():
         return x.storage_offset()
 
@@ -139,12 +154,11 @@ def _apart(target: Wrapper, copies: bool, x: object) -> object:
     """
     if type(x) is not Wrapper.public or not share_memory(x, target):
         return x
-    spec, other = x._spec, target._spec
-    is_same = (spec.shape, spec.stride, spec.dtype) == (other.shape, other.stride, other.dtype)
-    if is_same and _offset(x) == _offset(target) and not copies:
+    one, other = _in_memory(x, target)
+    is_same = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    if is_same and _offset(one) == _offset(other) and not copies:
         return target
-    as_on_one_device = spec.layout == other.layout == replicated(spec.layout.mesh)
-    return x if as_on_one_device and not copies else torch.ops.aten.clone.default(x)
+    return x if _are_replicated(x, target) and not copies else torch.ops.aten.clone.default(x)
 
 
 def _name(func: OpOverload) -> str:

@@ -202,6 +202,39 @@ def test_writes_to_memory_that_operands_share_are_those_of_one_device(ranks: Ran
             assert is_refused or found == expected, (name, placement)
 
 
+FROM_PLAIN: dict[str, Callable[[Any, Tensor], object]] = {
+    "all": lambda y, t: y.copy_(t),
+    "rows from others": lambda y, t: y[:2].copy_(t[3:]),
+    "a row to another": lambda y, t: y[0].add_(t[1]),
+    "the same rows": lambda y, t: y[1:].copy_(t[1:]),
+    "rows, moved on": lambda y, t: y[1:].add_(t[:-1]),
+    "the same rows, transposed": lambda y, t: y[1:].t().mul_(t[1:].t()),
+}
+
+
+def writes_of_plain_values() -> list[list[tuple[type | None, list[float]]]]:
+    mesh, found = bind(dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))), []
+    for value in (torch.arange(35.0).view(5, 7), torch.arange(70.0).view(7, 10)[:, 5:].t()):
+        for call in FROM_PLAIN.values():
+            y = dshard.DTensor.from_local(value.clone(), mesh, [Replicate()])
+            with dshard.implicit_replication():
+                alone = value.clone()
+                found.append(
+                    [
+                        written_over_shared_memory(y, lambda y, call=call: call(y, y.full_tensor())),
+                        written_over_shared_memory(alone, lambda y, call=call: call(y, y)),
+                    ]
+                )
+    return found
+
+
+@pytest.mark.ranks
+def test_replicated_tensors_are_written_to_from_plain_ones_of_their_memory(ranks: RankPool) -> None:
+    for on_rank in ranks.run(writes_of_plain_values):
+        for name, (found, alone) in zip([*FROM_PLAIN, *FROM_PLAIN], on_rank, strict=True):
+            assert found == alone, name
+
+
 def refusals_of_torch() -> dict[str, list[tuple[type | None, int]]]:
     """What torch's own list of refused arguments meets on this rank; runs on every rank.
 
