@@ -128,8 +128,9 @@ __all__ = [
 if _TYPE_CHECKING:
     from dshard.autograd.leaf_gradients import accumulate
     from dshard.compare import compare
-    from dshard.core.plain_tensors import from_torch, implicit_replication
+    from dshard.core.plain_tensors import implicit_replication
     from dshard.core.torch_placements import Partial, Replicate, Shard
+    from dshard.core.torch_tensors import from_torch
     from dshard.dispatch.registry import register_rule, rules
     from dshard.distribute import distribute_module, distribute_tensor
     from dshard.explain import explain
@@ -166,8 +167,9 @@ _LATE = {
     "dshard.autograd.leaf_gradients": ("accumulate",),
     "dshard.calibrate": ("calibrate",),
     "dshard.compare": ("compare",),
-    "dshard.core.plain_tensors": ("from_torch", "implicit_replication"),
+    "dshard.core.plain_tensors": ("implicit_replication",),
     "dshard.core.torch_placements": ("Partial", "Replicate", "Shard"),
+    "dshard.core.torch_tensors": ("from_torch",),
     "dshard.dispatch.registry": ("register_rule", "rules"),
     "dshard.distribute": ("distribute_module", "distribute_tensor"),
     "dshard.explain": ("explain",),

@@ -19,11 +19,12 @@ from dshard.comm import DeviceMesh, as_mesh, runtime_of, traced
 from dshard.compile.graph_functions import traceable
 from dshard.compile.metadata import with_concrete_sizes
 from dshard.core.local_checks import check_strided, checked, scattered
-from dshard.core.plain_tensors import compare_parameter, from_torch
+from dshard.core.plain_tensors import compare_parameter
 from dshard.core.replaced_parameters import succeed, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec, contiguous_stride, spec_of
 from dshard.core.subclasses import as_plain
+from dshard.core.torch_tensors import from_torch
 from dshard.core.transforms import is_differentiating_forward, refuse_followed
 from dshard.core.wrapper import wrap
 from dshard.errors import LayoutError

@@ -14,9 +14,9 @@ from dshard import comm
 from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, counting_as, local_redistribution
 from dshard.core.observe import ASKED, OBSERVERS, Decision, finish_observed, observed
-from dshard.core.plain_tensors import from_torch, is_torchs
 from dshard.core.signature import Context, Function
 from dshard.core.spec import Spec, spec_of
+from dshard.core.torch_tensors import from_torch, is_torchs
 from dshard.core.transforms import is_differentiating_forward, refuse_batched, refuse_constants, with_tangent
 from dshard.core.wrapper import Wrapper, wrap, wrap_in_flight
 from dshard.errors import LayoutError, MeshError

@@ -22,6 +22,7 @@ replaced_parameters.py  parameters that distributed ones have replaced, of which
 subclasses.py       classes of tensors that are plain data, or have rules of their own
 wrapper.py          the base class of DTensor: a local tensor and a spec
 torch_placements.py placements of classes that are torch's and dshard's
+torch_tensors.py    distributed tensors of torch's own class as dshard's
 torch_wrappers.py   torch's wrappers for data parallelism, refused where they would be wrong
 transforms.py       torch.func transforms and forward-mode derivatives
 checks.py           arguments that torch refuses, refused before anything is sent

@@ -30,7 +30,6 @@ from dshard.callers import asked_by, callers
 from dshard.comm import (
     LocalTensor,
     are_simulated,
-    as_mesh,
     checksum,
     compare_calls,
     comparing,
@@ -51,19 +50,14 @@ from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import contiguous_spec
 from dshard.core.subclasses import as_plain, kind_of, refuse_own_rules
-from dshard.core.torch_placements import check_blocks_of_torch
+from dshard.core.torch_tensors import are_torchs, from_torchs
 from dshard.core.transforms import is_differentiating_forward
 from dshard.core.trees import leaves, replace_leaves, tensors_in
 from dshard.core.wrapper import Wrapper
 from dshard.errors import LayoutError, MixedError
-from dshard.layout import Layout, layout_of, replicated
+from dshard.layout import Layout, replicated
 from dshard.mesh import Mesh
-from dshard.torch_dtensor import (
-    TorchDTensor,
-    counts_plain_as_replicated,
-    strided_placements,
-    with_placements_of_dshard,
-)
+from dshard.torch_dtensor import TorchDTensor, counts_plain_as_replicated
 from dshard.torch_private import FakeTensor, FunctionalTensor, graph_task_id
 
 PlainMode: TypeAlias = Literal["global", "per-data-rank", "both"]
@@ -173,33 +167,6 @@ _OF_GRAPHS = frozenset({"backward", "grad"})
 _COPY = Tensor.copy_
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 """The prefixes of operators on lists, whose entries are independent of each other."""
-
-
-def is_torchs(x: object) -> TypeGuard[TorchDTensor]:
-    """Whether `x` is a distributed tensor of torch's own class, or of another library's that derives from it."""
-    return isinstance(x, TorchDTensor) and not isinstance(x, Wrapper)
-
-
-def from_torch(x: TorchDTensor) -> Any:
-    """torch's distributed tensor `x` as a dshard tensor of the same memory. Differentiable.
-
-    Raises:
-        LayoutError: strided placements that no order of the mesh axes makes, or uneven parts of blocks.
-    """
-    x = with_placements_of_dshard(x)
-    placements = strided_placements(x)
-    check_blocks_of_torch(layout_of(as_mesh(x.device_mesh), placements, x.ndim), tuple(x.shape))
-    return Wrapper.public.from_local(x.to_local(), x.device_mesh, placements, shape=x.shape, stride=x.stride())
-
-
-def are_torchs(kinds: Iterable[type]) -> bool:
-    """Whether there is a class among `kinds` of distributed tensors of torch's."""
-    return any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds)
-
-
-def from_torchs(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments, with torch's distributed tensors as dshard's."""
-    return replace_leaves((args, kwargs), lambda leaf: from_torch(leaf) if is_torchs(leaf) else leaf)  # type: ignore[no-any-return]
 
 
 class _CountedAsReplicated(local):

@@ -44,11 +44,12 @@ from dshard.core.moves import (
 )
 from dshard.core.observe import ASKED, OBSERVERS, Decision, observed, planned
 from dshard.core.operands import are_on_several_meshes, common_mesh, on_one_mesh, operand_of, plan_to, spec_like
-from dshard.core.plain_tensors import are_torchs, from_torchs, is_of_whole
+from dshard.core.plain_tensors import is_of_whole
 from dshard.core.shared_memory import without_shared
 from dshard.core.signature import Args, Kwargs
 from dshard.core.spec import Spec, device_of_operands, spec_of, specs_of
 from dshard.core.subclasses import refuse_own_rules
+from dshard.core.torch_tensors import are_torchs, from_torchs
 from dshard.core.torch_wrappers import refuse_collective, refuse_shared_ranks
 from dshard.core.trees import leaves, replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.core.view_sync import (

@@ -28,10 +28,11 @@ from dshard.autograd.crossing import redistribute
 from dshard.comm import kernel_device
 from dshard.core.observe import OBSERVERS
 from dshard.core.operands import plain_value
-from dshard.core.plain_tensors import alike_tensor, from_torch, is_torchs
+from dshard.core.plain_tensors import alike_tensor
 from dshard.core.replaced_parameters import Replaced, successor
 from dshard.core.signature import Function
 from dshard.core.spec import Spec
+from dshard.core.torch_tensors import from_torch, is_torchs
 from dshard.core.trees import replace_leaves
 from dshard.core.view_sync import propagate_write
 from dshard.core.wrapper import DISTRIBUTED, Wrapper, wrap

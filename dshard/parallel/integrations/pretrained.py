@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dshard.comm import DeviceMesh, as_mesh
-from dshard.core.plain_tensors import from_torch, implicit_replication, is_torchs
+from dshard.core.plain_tensors import implicit_replication
 from dshard.core.torch_placements import torch_placements
+from dshard.core.torch_tensors import from_torch, is_torchs
 from dshard.core.wrapper import Wrapper
 from dshard.distribute import distribute_tensor
 from dshard.errors import ArgumentError, MeshError
@@ -25,7 +26,6 @@ from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_de
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
 from dshard.parallel.plan_values import ModelPlan, plan_options
 from dshard.placements import Placement, Replicate, Shard
-from dshard.torch_dtensor import TorchDTensor
 from dshard.validate import shown
 
 Placements = tuple[Placement, ...]
@@ -234,7 +234,7 @@ def _adopt_tensors(model: nn.Module) -> None:
     """Replace torch's distributed tensors, which transformers loads, by dshard's, of the same memory."""
 
     def adopted(name: str, p: Tensor) -> Tensor:
-        if isinstance(p, TorchDTensor) and is_torchs(p):
+        if is_torchs(p):
             detached: Any = p.detach()
             own = nn.Parameter(from_torch(detached), p.requires_grad)
             own.__dict__.update(p.__dict__)
