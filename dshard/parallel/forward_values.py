@@ -317,13 +317,14 @@ def _storage_of(x: Tensor) -> int:
 
 
 def _value(leaf: object) -> Any:
-    """The stand-in for a leaf of the operands, with data and on the host."""
+    """The stand-in for a leaf of the operands, with data and on the host, to which `batch_norm` may write."""
+    is_given = isinstance(leaf, _Result) and leaf.origin.function is None
     if isinstance(leaf, _Result):
         assert leaf.origin.results is not None
         leaf = leaf.origin.results[leaf.number]
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+    return leaf.to("cpu", copy=is_given) if isinstance(leaf, Tensor) else leaf
 
 
 def _written(func: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -167,7 +167,7 @@ class ReachableState:
             self._tuples.append(x)
         elif type(x) in _ITERATORS:
             self._copies[id(x)] = _copy(x)
-        return [attributes, *gc.get_referents(x)]
+        return [attributes, *(each for each in gc.get_referents(x) if not _is_linked(each))]
 
     def _is_library(self, module: str) -> bool:
         package = module.partition(".")[0]
@@ -232,6 +232,21 @@ def _of_collection(base: Any, extend: Callable[[Any, list[Any]], object]) -> _Ac
     return _Access(lambda x: [*base.__iter__(x)], write)
 
 
+def _cached(x: Any) -> list[Any]:
+    """What a cache of `functools` refers to, in an order that its hits leave: all keys and results if it is bounded."""
+    return sorted(gc.get_referents(x), key=id)
+
+
+def _clear_changed(x: Any, contents: list[Any]) -> None:
+    if len(contents) != len(now := _cached(x)) or any(map(is_not, contents, now)):
+        x.cache_clear()
+
+
+def _is_linked(x: object) -> bool:
+    """Whether this is the dict of a bounded cache of `functools`: only the cache keeps it in step with its links."""
+    return type(x) is dict and any(type(value).__name__ == "_lru_list_elem" for value in x.values())
+
+
 def _set_cell(x: CellType, contents: list[Any]) -> None:
     if contents:
         x.cell_contents = contents[0]
@@ -243,6 +258,7 @@ _CONTAINERS: tuple[tuple[type, _Access], ...] = (
     *((base, _of_mapping(base)) for base in (OrderedDict, dict)),
     *((base, _of_collection(base, base.extend)) for base in (list, deque)),
     *((set, _of_collection(set, set.update)), (CellType, _Access(gc.get_referents, _set_cell))),
+    (_lru_cache_wrapper, _Access(_cached, _clear_changed)),
 )
 
 
@@ -288,7 +304,6 @@ def _written_in_place() -> list[tuple[type, _Restorer]]:
     """Classes of objects that are written in place; each with what returns the function that puts one back."""
     kinds: list[tuple[type, _Restorer]] = [
         *((kind, lambda x: partial(x.__setitem__, slice(None), x[:])) for kind in (bytearray, array)),
-        (_lru_cache_wrapper, lambda x: partial(_forget_new, x, x.cache_info())),
         (torch.Generator, lambda x: partial(x.set_state, x.get_state())),
         (random.Random, lambda x: partial(x.setstate, x.getstate())),
     ]
@@ -314,9 +329,3 @@ def _global_generators() -> list[Any]:
     numpy: Any = sys.modules.get("numpy")
     methods: list[Any] = [random.getstate] if numpy is None else [random.getstate, numpy.random.get_state]
     return [torch.default_generator, *on_devices, *(method.__self__ for method in methods)]
-
-
-def _forget_new(cache: Any, before: Any) -> None:
-    """Empty a cache of `functools` in which an entry was made: it may hold tensors without data."""
-    if cache.cache_info().misses != before.misses:
-        cache.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,45 @@ def test_numbers_may_be_read_from_tensors_by_any_function(placement: Shard | Rep
 
     torch.testing.assert_close(whole(loss), expected)
     assert model.read == read == "6 of 3.00"
+
+
+class Kept(nn.Module):
+    """Reads a number behind a batch norm, and keeps a parameter and positions in caches of one entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    @lru_cache(maxsize=1)  # noqa: B019
+    def positions(self, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.arange(n, dtype=dtype)
+
+    @lru_cache(maxsize=1)  # noqa: B019
+    def weight(self) -> Tensor:
+        return self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if x.max() < 0:
+            raise ValueError("x")
+        x = (x * self.positions(16, x.dtype)) @ self.weight()
+        return (x[:, 1:] * self.positions(15, x.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "auto"])
+@pytest.mark.parametrize("calls", [0, 2])
+def test_planning_leaves_buffers_and_bounded_caches(strategy: str, calls: int) -> None:
+    torch.manual_seed(0)
+    model, x = Kept().double(), torch.randn(8, 16).double()
+    for _ in range(calls):
+        model(x)
+    before = copy.deepcopy(model.state_dict())
+
+    with use_topology(Topology.preset("cpu")):
+        plan_model(model, MESHES[0], strategy, x)
+
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.positions(16, x.dtype).device.type == "cpu"
+    assert model.weight() is model.up.weight
+    model(x).backward()
+    assert model.up.weight.grad is not None
