@@ -59,6 +59,7 @@ from dshard.ops.matmul.functions import addmm, bmm, einsum, linear, matmul, oper
 from dshard.ops.norms import batch_norm, rms_norm, rms_norm_form
 from dshard.ops.pointwise import nonlinear_names
 from dshard.ops.ragged import (
+    index_parts,
     masked_select,
     pack_padded_sequence,
     pad_packed_sequence,
@@ -82,14 +83,22 @@ from dshard.torch_private import (
 
 
 def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`x[index]` and `x[index] = value`; torch reads lists of positions.
+    """`x[index]` and `x[index] = value`; torch reads lists of positions, but none of distributed ones.
 
     Masks are converted to indices here, once for the forward and the backward pass, unless one value fills all places.
     """
     x, index, *value = args
+    parts = index_parts(index)
+    if any(isinstance(part, tuple | list) and tensors_in(part) for part in parts):
+        index = tuple(_with_numbers([*part]) if isinstance(part, tuple | list) else part for part in parts)
     if not value or (isinstance(value[0], Tensor) and value[0].numel() != 1):
         index = without_masks(x, index)
     return call_torch(func, (x, index, *value), kwargs)
+
+
+def _with_numbers(tree: object) -> Any:
+    """`tree` with numbers in place of its distributed tensors."""
+    return replace_leaves(tree, lambda leaf: tolist(Tensor.tolist, (leaf,), {}) if isinstance(leaf, Wrapper) else leaf)
 
 
 def reduce_partials_first(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -167,9 +176,7 @@ def new_of_numbers(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`x.new_tensor([loss, ...])` with the distributed numbers read first: torch runs no Python kernel within it."""
 
     def read(given: object) -> Any:
-        if type(given) not in (list, tuple):
-            return given
-        return replace_leaves(given, lambda leaf: leaf.item() if isinstance(leaf, Wrapper) else leaf)
+        return _with_numbers(given) if type(given) in (list, tuple) else given
 
     x, *rest = args
     new = func(x, *map(read, rest), **{name: read(given) for name, given in kwargs.items()})

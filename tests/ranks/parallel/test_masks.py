@@ -289,3 +289,21 @@ def test_masks_among_other_indices() -> None:
                 with pytest.raises(IndexError):
                     x[wrong]
         assert not sent.events
+
+
+def test_sequences_of_distributed_numbers_are_indices() -> None:
+    mesh, x = Mesh((2,), ("a",)), torch.arange(24.0).view(4, 6)
+    at = torch.tensor([[0, 5], [1, 2], [3, 0]])
+    with simulated(mesh):
+        laid, laid_at = (distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for each in (x, at))
+        for read in (
+            lambda x, at: x[tuple(zip(*at, strict=True))],
+            lambda x, at: x[[*at[:, 0]], 1],
+            lambda x, at: x[1, [[*at[:2, 1]], [*at[1:, 1]]]],
+            lambda x, at: x[tuple(at[:, 0]), 1:],
+        ):
+            torch.testing.assert_close(whole(read(laid, laid_at)), read(x, at), rtol=0, atol=0)
+        for each, places in ((x, at), (laid, laid_at)):
+            rows, columns = zip(*places, strict=True)
+            each[rows, columns] = -1
+        torch.testing.assert_close(whole(laid), x, rtol=0, atol=0)
