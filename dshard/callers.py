@@ -12,15 +12,11 @@ from types import FrameType
 
 def asked_by(*packages: str, through: tuple[str, ...] = ()) -> bool:
     """Whether the caller of the function that asks is of one of `packages`; code of `through` merely passes on."""
+    passing, asking = (tuple([f"{package}." for package in each]) for each in (through, packages))
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_of(frame, through):
+    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(passing):
         frame = frame.f_back
-    return frame is not None and _is_of(frame, packages)
-
-
-def _is_of(frame: FrameType, packages: tuple[str, ...]) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+    return frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(asking)
 
 
 def callers() -> Iterator[FrameType]:

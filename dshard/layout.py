@@ -398,6 +398,7 @@ def placed(layout: Layout, axes: Iterable[int], placement: Placement) -> Layout:
     return layout
 
 
+@cached("layouts", 4096)
 def replicated(mesh: Mesh) -> Layout:
     """The layout in which each rank holds the whole tensor."""
     return Layout(mesh, (Replicate(),) * mesh.ndim)

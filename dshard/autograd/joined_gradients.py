@@ -29,12 +29,14 @@ from torch import Tensor
 
 from dshard import comm
 from dshard.caches import Cache
-from dshard.core.context import planning_context
+from dshard.comm.streams import CURRENT
+from dshard.core.context import PlanningContext, planning_context
 from dshard.core.moves import LocalRedistribution, begin_lane, count_write, run_alone
 from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.spec import Spec
 from dshard.core.wrapper import Wrapper, is_leaf, wrap_in_flight
 from dshard.cost import predicted_seconds
+from dshard.layout import Layout
 from dshard.mesh import Mesh
 from dshard.topology import Topology
 from dshard.torch_private import autograd_engine, graph_task_id
@@ -52,7 +54,7 @@ class GradientLeaf:
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
     of earlier passes were added without a reduction, `has_gradient` that the last pass over the leaf had one of it.
     They are reduced in `reduce_dtype`; None: in their own. `is_packed` says that the last one was reduced in a buffer
-    with others, `joined` by which move, among which leaves.
+    with others, `joined` by which move, among which leaves; `planned` is how one of a spec was to be moved, where.
     """
 
     __slots__ = (
@@ -64,6 +66,7 @@ class GradientLeaf:
         "layout",
         "number",
         "of",
+        "planned",
         "reduce_dtype",
     )
 
@@ -74,6 +77,7 @@ class GradientLeaf:
         self.has_partial_sum = self.is_packed = self.has_gradient = False
         self.reduce_dtype: torch.dtype | None = None
         self.joined: tuple[LocalRedistribution, MeshLeaves] | None = None
+        self.planned: tuple[Spec, Layout, PlanningContext, LocalRedistribution] | None = None
 
     def reduced(self, spec: Spec) -> Spec:
         """The spec of a gradient as it is reduced."""
@@ -116,7 +120,8 @@ class GradientInFlight:
     def __init__(self, leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool) -> None:
         self.leaf, self.move, self.own, self.dtype = leaf, move, own, local.dtype
         self.key: Key = leaf.number, move.same
-        self.stream = comm.current_stream(move.spec.device, move.device_type)
+        find = CURRENT.get(move.device_type)
+        self.stream = None if find is None else find(move.spec.device)
         if self.dtype is not move.spec.dtype:
             local, self.own = local.to(move.spec.dtype), True
         self.local: Tensor | None = local
@@ -273,8 +278,17 @@ class BackwardPass:
         self.meshes, self.sums = {}, []
 
 
-_PASSES: dict[int, ref[BackwardPass]] = {}
-"""The backward passes that run, by torch's number; torch holds each until its end."""
+class _Passes(dict[int, Callable[[], BackwardPass | None]]):
+    """References to the backward passes that run, by torch's number; torch holds each until its end."""
+
+    def __missing__(self, number: int) -> Callable[[], BackwardPass | None]:
+        begun = BackwardPass()
+        self[number] = known = ref(begun, lambda _: self.pop(number, None))
+        autograd_engine.queue_callback(begun.end)
+        return known
+
+
+_PASSES = _Passes()
 
 
 def join(leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool) -> Wrapper | None:
@@ -288,18 +302,11 @@ def join(leaf: GradientLeaf, local: Tensor, move: LocalRedistribution, own: bool
     pending = GradientInFlight(leaf, local, move, own)
     if OBSERVERS:
         tell_observers(partial(Arrived, leaf.of))
-    _running(number).add(pending)
+    running = _PASSES[number]()
+    assert running is not None
+    running.add(pending)
     spec = move.spec
     return wrap_in_flight(pending, spec if spec.dtype is local.dtype else spec.with_dtype(local.dtype))
-
-
-def _running(number: int) -> BackwardPass:
-    running = _PASSES[number]() if number in _PASSES else None
-    if running is None:
-        running = BackwardPass()
-        _PASSES[number] = ref(running, lambda _: _PASSES.pop(number, None))
-        autograd_engine.queue_callback(running.end)
-    return running
 
 
 def bucket_of(leaf: GradientLeaf) -> object:
@@ -346,7 +353,9 @@ def add_later(total: Tensor, grad: Wrapper) -> bool:
         return local
 
     total._lazy_local = add
-    _running(number).sums.append(total)
+    running = _PASSES[number]()
+    assert running is not None
+    running.sums.append(total)
     return True
 
 

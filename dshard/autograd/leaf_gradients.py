@@ -19,6 +19,7 @@ from dshard.autograd.crossing import Redistribute, as_distributed, redistribute,
 from dshard.autograd.joined_gradients import GradientLeaf, join
 from dshard.caches import cached
 from dshard.comm import RECORDERS, Scoped, neutral_state, outside_graphs, recorder
+from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, joined_redistribution, local_redistribution, redistributed
 from dshard.core.signature import Context
 from dshard.core.spec import Spec, spec_of
@@ -185,7 +186,10 @@ def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wra
         if added is not None:
             return added
     sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
-    move = joined_redistribution(sent, layout)
+    context, planned = planning_context(), leaf.planned
+    if planned is None or planned[0] is not sent or planned[1] is not layout or planned[2] is not context:
+        planned = leaf.planned = sent, layout, context, joined_redistribution(sent, layout)
+    move = planned[3]
     if move.keeps_data and sent is spec and not torch.is_grad_enabled():
         return wrap(grad._local_tensor, move.spec)
     asynchronous = len(move.plan.steps) == 1  # of several the first would hold its buffers until the end
@@ -224,7 +228,8 @@ def is_sole_owner(x: Wrapper, references: int, *, of_memory: bool = True) -> boo
     if references != _references_in_hook() or "_local_tensor" not in x.__dict__:  # in flight: its buffer may be in use
         return False
     if not of_memory:
-        return _tensor_counts(x.__dict__) in _SOLE_TENSOR
+        local = x.__dict__["_local_tensor"]
+        return (tensor_references(local), getrefcount(local)) in _SOLE_TENSOR
     return _reference_counts(x.__dict__) in _SOLE_OWNER
 
 
@@ -284,12 +289,6 @@ def _reference_counts(attributes: dict[str, Any]) -> tuple[int, ...]:
     memory, base = local.untyped_storage(), local._base
     counts = (tensor_references(local), getrefcount(local), storage_references(memory._cdata), getrefcount(memory))
     return counts if base is None else (*counts, tensor_references(base), getrefcount(base))
-
-
-def _tensor_counts(attributes: dict[str, Any]) -> tuple[int, int]:
-    """References to the local tensor, in C++ and Python."""
-    local = attributes["_local_tensor"]
-    return tensor_references(local), getrefcount(local)
 
 
 def python_references(x: object) -> int:

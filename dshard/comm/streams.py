@@ -18,13 +18,13 @@ from torch import Tensor
 from dshard.mesh import Mesh
 
 Stream: TypeAlias = torch.Stream
-_CURRENT: dict[str, Callable[[torch.device], Stream]] = {"cuda": torch.cuda.current_stream}
+CURRENT: dict[str, Callable[[torch.device], Stream]] = {"cuda": torch.cuda.current_stream}
 """Functions that return the current stream, by type of device; other devices have no streams."""
 
 
-def current_stream(device: torch.device, kind: str | None = None) -> Stream | None:
-    """The current stream of a device; None for a device without streams. `kind` is its type, if at hand."""
-    find = _CURRENT.get(device.type if kind is None else kind)
+def current_stream(device: torch.device) -> Stream | None:
+    """The current stream of a device; None for a device without streams."""
+    find = CURRENT.get(device.type)
     return None if find is None else find(device)
 
 

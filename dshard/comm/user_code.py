@@ -69,14 +69,14 @@ def user_call(frame: FrameType | None = None) -> str:
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """The frame of `user_line`, from `frame` on, or None where there is none."""
-    main = threading.main_thread().ident
-    return _innermost_user_frame(frame or sys._getframe(1)) or _innermost_user_frame(
-        sys._current_frames().get(main or 0)
-    )
+    innermost = _innermost_user_frame(frame or sys._getframe(1))
+    if innermost is None:
+        innermost = _innermost_user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    return innermost
 
 
 def _innermost_user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_users(frame):
+    while frame is not None and (frame.f_code.co_filename.startswith(_OTHERS) or not _is_users(frame)):
         frame = frame.f_back
     return frame
 

@@ -193,13 +193,17 @@ def _by_place(row: Sequence[int]) -> dict[int, Sequence[int]]:
     return {row[i]: row[i + 1 : i + _WIDTH] for i in range(_WIDTH, _WIDTH * (1 + row[0]), _WIDTH)}
 
 
-_QUIET = local()
+class _Quiet(local):
+    on = False
+
+
+_QUIET = _Quiet()
 
 
 @contextmanager
 def nothing_compared() -> Iterator[None]:
     """Compare nothing within the block, of which other ranks may run no Python."""
-    before, _QUIET.on = is_quiet(), True
+    before, _QUIET.on = _QUIET.on, True
     try:
         yield
     finally:
@@ -208,13 +212,14 @@ def nothing_compared() -> Iterator[None]:
 
 def is_quiet() -> bool:
     """Whether this is within a block in which nothing is compared."""
-    return getattr(_QUIET, "on", False)
+    return _QUIET.on
 
 
 def _is_apart(mesh: Mesh) -> bool:
     """Whether nothing may be compared now: in recordings, graphs, captures and plans, and on simulated ranks."""
-    is_alone = runtime_of(mesh) is None or simulated_ranks() is not None  # so is a rank that plans for all
-    return bool(RECORDERS) or is_quiet() or is_alone or is_compiling() or is_captured(mesh)
+    if RECORDERS or _QUIET.on or is_compiling() or is_captured(mesh):
+        return True
+    return runtime_of(mesh) is None or simulated_ranks() is not None  # so is a rank that plans for all
 
 
 _ALL: dict[Mesh, Comparisons] = {}

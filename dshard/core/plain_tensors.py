@@ -236,7 +236,7 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     """
     flat = leaves((args, kwargs))  # once: an optimiser's lists have several tensors for each parameter
     kinds = set(map(type, flat))
-    if not any(issubclass(kind, Tensor) for kind in kinds - {Wrapper.public}):
+    if True not in [issubclass(kind, Tensor) for kind in kinds - {Wrapper.public}]:
         return args, kwargs
     refuse_own_rules(getattr(func, "__name__", str(func)), kinds)
     if are_torchs(kinds):
@@ -264,10 +264,10 @@ def wrap_or_refuse_plain(func: Function, args: Args, kwargs: Kwargs) -> tuple[Ar
     written, places, outs = _written(func, args), count(), leaves(kwargs.get("out"))
 
     def as_replicated(leaf: object) -> Any:
-        if _is_recorded_number(leaf) and leaf is not written:
-            return replicated_tensor(leaf if meta else _mean_of_rows(leaf, meshes[0]), meshes[0], device)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Wrapper):
             return leaf
+        if _is_recorded_number(leaf) and leaf is not written:
+            return replicated_tensor(leaf if meta else _mean_of_rows(leaf, meshes[0]), meshes[0], device)
         if leaf.numel() == 1:  # without data, torch takes those without dims alone from another device
             return leaf.to("meta") if meta and leaf.dim() and leaf is not written else leaf
         if not takes_all:
@@ -512,9 +512,10 @@ def refuse_plain(func: Function, args: Args, kwargs: Kwargs | None) -> None:
 
 def _is_harmless(func: Function) -> bool:
     """Whether plain tensors in a call are alike on all ranks by what it is, or by where it is made."""
+    if getattr(func, "__name__", "") in _HARMLESS or graph_task_id() != -1:
+        return True
     # Functions of torch.masked count elements in plain tensors of their own, known by their module alone
-    is_torchs = asked_by("torch.masked", through=("dshard",))
-    return getattr(func, "__name__", "") in _HARMLESS or is_torchs or graph_task_id() != -1
+    return asked_by("torch.masked", through=("dshard",))
 
 
 def _refused(func: Function, args: Args, flat: Sequence[object]) -> Tensor | None:

@@ -33,7 +33,7 @@ def from_torch(x: TorchDTensor) -> Any:
 
 def are_torchs(kinds: Iterable[type]) -> bool:
     """Whether there is a class among `kinds` of distributed tensors of torch's."""
-    return any(issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds)
+    return True in [issubclass(kind, TorchDTensor) and not issubclass(kind, Wrapper) for kind in kinds]
 
 
 def from_torchs(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

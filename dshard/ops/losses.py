@@ -279,9 +279,9 @@ def cross_entropy(func: Function, args: Args, kwargs: Kwargs, *, always: bool = 
     bound = bind_arguments(LOSS_ARGUMENTS, args, kwargs)
     x, target, weight, average, ignored, reduce, reduction, smoothing = bound
     tensors = (x, target) if weight is None else (x, target, weight)
-    if not all(isinstance(t, Wrapper) for t in tensors) or target.is_floating_point() or target.dim() != x.dim() - 1:
+    if False in [isinstance(t, Wrapper) for t in tensors] or target.is_floating_point() or target.dim() != x.dim() - 1:
         return None
-    if has_bytes(args, kwargs):
+    if target._spec.dtype is torch.uint8 and has_bytes(args, kwargs):
         return of_bytes(func, args, kwargs)  # type: ignore[no-any-return]
     dim = min(1, x.dim() - 1)
     if average is not None or reduce is not None or not stays_sharded(x._spec, (dim,), ("max", "sum", "sum"), always):

@@ -106,11 +106,9 @@ def reduce_statistics(x: Any, op: str | None) -> Any:
 
 def stays_sharded(spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], always: bool = False) -> bool:
     """Whether one of these dims is sharded, and reductions over them cost less than gathering it, or run `always`."""
-    if not spec.layout.sharded_dims() or 0 in spec.shape:
+    if 0 in spec.shape or not split_axes(spec.layout, dims):
         return False
-    if always:
-        return bool(split_axes(spec.layout, dims))
-    return _reductions_are_cheaper(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))
+    return always or _reductions_are_cheaper(spec, dims, reductions, planning_context().topology_of(spec.layout.mesh))
 
 
 @cached("reductions or gathers", 16384)
@@ -118,10 +116,8 @@ def _reductions_are_cheaper(
     spec: Spec, dims: tuple[int, ...], reductions: tuple[ReduceOp, ...], topology: Topology
 ) -> bool:
     """Whether `reductions` over `dims`, completed on all ranks, cost less than gathering these dims."""
-    axes = split_axes(spec.layout, dims)
-    if not axes:
-        return False
-    gathering = plan(spec.layout, placed(spec.layout, axes, Replicate()), spec.shape, spec.itemsize, topology)
+    whole = placed(spec.layout, split_axes(spec.layout, dims), Replicate())
+    gathering = plan(spec.layout, whole, spec.shape, spec.itemsize, topology)
     sums = along_dims(completed_layout(spec.layout), spec.shape, dims, reductions)
     return sum(plan(*each, spec.itemsize, topology).seconds for each in sums) < gathering.seconds
 

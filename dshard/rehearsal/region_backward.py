@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +39,7 @@ from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import keeps_graph, no_torch_function, will_execute_node
 
 MAX_PATTERNS = 8
+_HAS_PARTIAL_SUM = attrgetter("has_partial_sum")
 OVERWRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
     "{}, of a rehearsed module; write to it before the forward pass uses it, or after the backward pass, or to a copy"
@@ -131,7 +133,11 @@ def _asked(node: Any, segments: Sequence[Sequence[int]]) -> list[int]:
         if i and not _is_asked(node):
             break
         after = [each for each, _ in node.next_functions]
-        asked += [n for n, each in zip(numbers, after, strict=False) if each is not None and _is_asked(each)]
+        among = [(n, each) for n, each in zip(numbers, after, strict=False) if each is not None]
+        try:
+            asked += [n for n, each in among if will_execute_node(each)]
+        except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
+            asked += [n for n, each in among if _is_asked(each)]
         node = after[len(numbers)] if len(after) > len(numbers) else None
     return sorted(asked)
 
@@ -140,7 +146,7 @@ def _is_asked(node: Any) -> bool:
     """Whether the backward pass goes on to a node: what it does not need is not computed, nor sent, on any rank."""
     try:
         return will_execute_node(node)
-    except RuntimeError:  # torch says nothing of a leaf whose gradient `torch.autograd.grad` returns
+    except RuntimeError:
         return True
 
 
@@ -165,7 +171,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
         _check_versions(run, record.read)
         return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     locals_ = [local_of(grad) for grad in arrived]
-    accumulates = accumulating() or any(leaf.has_partial_sum for leaf in record.own.gradient_leaves)
+    accumulates = accumulating() or True in map(_HAS_PARTIAL_SUM, record.own.gradient_leaves)
     pattern = Pattern(
         run.n_answered,
         tuple(asked),
@@ -181,15 +187,15 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     program = next((known for key, known in record.programs if key == pattern), None)
     if program is None:
         return asked, _DerivedPass(run, pattern, asked, given, arrived).parts()
-    if any(run.values[slot.number] is None for slot in program.slots):  # it ended when no known program read them
+    values, versions = run.values, run.versions
+    if [slot for slot in program.slots if values[slot.number] is None]:  # it ended when no known program read them
         return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     _check_versions(run, program.reads)
     for number in program.fresh:
-        if run.values[number]._version:
-            raise RuntimeError(OVERWRITTEN.format(tuple(run.values[number].shape)))
+        if values[number]._version:
+            raise RuntimeError(OVERWRITTEN.format(tuple(values[number].shape)))
     if run.overwritten:
         _check_overwritten(run, program.slots)
-    values, versions = run.values, run.versions
     if keeps_graph():
         values = values.copy()
     else:

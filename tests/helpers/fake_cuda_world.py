@@ -87,7 +87,7 @@ def fake_cuda_world(rank: int = 0, ranks: int = RANKS, store: Store | None = Non
         stack.enter_context(patch.object(replaced_parameters, "traced", lambda old: True))
         # torch numbers works by Python's random numbers, which a program is then said to draw
         stack.enter_context(patch.object(_meta_registrations, "generate_unique_id", count().__next__))
-        stack.enter_context(patch.dict(streams._CURRENT, clear=True))
+        stack.enter_context(patch.dict(streams.CURRENT, clear=True))
         # by which a torch made for CUDA looks for a driver
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         for name, value in {"current_device": 0, "is_available": True, "device_count": 1, "set_device": None}.items():

@@ -41,7 +41,7 @@ class Streams:
     def installed(self) -> Iterator[Streams]:
         """Within the block CPU tensors have these streams."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(streams._CURRENT, "cpu", lambda device: self.current)  # type: ignore[arg-type,return-value]
+            patch.setitem(streams.CURRENT, "cpu", lambda device: self.current)  # type: ignore[arg-type,return-value]
             patch.setattr(Tensor, "record_stream", lambda x, stream: self.recorded.append((x, stream)))
             yield self
 
