@@ -25,6 +25,7 @@ All of these use `scoped` values, `streams` of a GPU, and the line of `user_code
 from dshard.comm.agreement import (
     COLLECTIVES_OF_TORCH,
     NOTED_ROWS,
+    WAITED_FOR,
     MeshesOfRows,
     begin_rows,
     checked_shape,

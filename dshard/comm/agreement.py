@@ -223,6 +223,10 @@ def same_topology(topology: Topology, mesh: Mesh) -> Topology:
     return Topology.from_json(text_of_first(topology.to_json, mesh))
 
 
+WAITED_FOR: Scoped[None, bool] = Scoped("waited for", bool)
+"""Whether this rank computes what the others wait for: a collective that they are to join would wait for ever."""
+
+
 def text_of_first(text: Callable[[], str], mesh: Mesh) -> str:
     """Broadcast a text that the first rank of the mesh alone makes.
 
@@ -231,7 +235,8 @@ def text_of_first(text: Callable[[], str], mesh: Mesh) -> str:
     group = group_with_data(mesh)
     if group is None:
         return text()
-    device, own = device_of(mesh), text().encode() if group.index == 0 else b""
+    with WAITED_FOR.entered(None):
+        device, own = device_of(mesh), text().encode() if group.index == 0 else b""
     length = torch.tensor([len(own)], device=device)
     size = int(transport.broadcast(length, 0, group, mesh).item())
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else length.new_empty(size).byte()

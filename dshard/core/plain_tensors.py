@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dshard.callers import asked_by, callers
 from dshard.comm import (
+    WAITED_FOR,
     LocalTensor,
     are_simulated,
     checksum,
@@ -110,7 +111,7 @@ def is_of_whole(collective: str, layouts: Sequence[Layout], ranks: Iterable[int]
         collective in _OF_WHOLE
         and {*ranks} == {*mesh.ranks}
         and all(layout.mesh == mesh and layout.is_replicated() for layout in layouts)
-        and plain_mode(mesh) == "global"
+        and (WAITED_FOR.in_force() or plain_mode(mesh) == "global")  # a model that is planned is not declared yet
     )
 
 

@@ -314,6 +314,8 @@ def _functional(func: OpOverload) -> Function | None:
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     if not schema.name.endswith("_") or sum(writes) != 1 or not writes[0] or len(schema.returns) != 1:
         return None
+    if torch.Tag.inplace_view in func.tags:  # it changes the shape of the tensor, as resize_
+        return None
     name = schema.name.removeprefix(f"{func.namespace}::").removesuffix("_")
     packet = getattr(getattr(torch.ops, func.namespace), name, None)
     if packet is None or func._overloadname not in packet.overloads():

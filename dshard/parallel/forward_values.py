@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dshard.autograd.crossing import redistribute
-from dshard.comm import are_mixed, has_only_shape, is_any_meta
+from dshard.comm import COLLECTIVES_OF_TORCH, are_mixed, has_only_shape, is_any_meta
 from dshard.core.signature import Args, Function, Kwargs
 from dshard.core.transforms import unwrapped
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
@@ -228,7 +228,9 @@ class ForwardValues(_Rewriting):
             out = self.call(func, args, kwargs)
             tensors = tensors_in((args, kwargs))
         origin = self._origin(func, args, kwargs, tensors)
-        if writes:
+        if func in COLLECTIVES_OF_TORCH:  # without data they are not run
+            self._forget(tensors, origin)
+        elif writes:
             written = tensors_in((args[:1], kwargs.get("out")))
             self._forget(written, origin)
             if kwargs.get("out") is None and written and not written[0].requires_grad:

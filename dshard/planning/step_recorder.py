@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard.comm import are_mixed, has_only_shape
+from dshard.comm import WAITED_FOR, are_mixed, has_only_shape
 from dshard.core.alike_operators import AlikeOperators
 from dshard.core.call import Call, LocalOp, Operator, OperatorForm, views_first, writes_first
 from dshard.core.checks import with_meta_form
@@ -27,7 +27,7 @@ from dshard.core.transforms import unwrapped
 from dshard.core.trees import replace_leaves, replace_tensors, tensors_in, with_tensors
 from dshard.dispatch.function_table import FUNCTIONS
 from dshard.dispatch.registry import find
-from dshard.errors import DShardError
+from dshard.errors import DShardError, MeshError
 from dshard.layout import Layout, Shape, replicated
 from dshard.mesh import Coordinate, Mesh
 from dshard.ops.custom import has_out, written_to_out
@@ -51,6 +51,10 @@ from dshard.torch_private import OpOverload, is_functorch_wrapped, is_transformi
 
 ONE = replicated(Mesh((1,), ("one",)))
 """The layout of whole tensors, of which operators' rules are asked."""
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of torch's collectives."""
 
 
 class _Place(NamedTuple):
@@ -214,6 +218,11 @@ class GraphRecorder:
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and record it."""
         op, tensors = find(func), tensors_in((args, kwargs))
+        if func.namespace in _COLLECTIVES and WAITED_FOR.in_force() and not all(map(has_only_shape, tensors)):
+            raise MeshError(
+                f"{func}: a collective in the forward pass of a model that the first rank plans while the others wait: "
+                'leave it out, as dshard sends what the ranks need of each other, or name a strategy, such as "data"'
+            )
         if op is not None and func._schema.is_mutable and has_out(func):
             with torch.no_grad(), OperatorMode(self.run):
                 return written_to_out(func, args, kwargs)

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.default_cases import one_in
 from helpers.planned_models import FAMILIES, batch, language_model, mesh_of, planned_bytes
 from helpers.vision_transformer import classifier
+from torch import Tensor, nn
 
 import dshard
 from dshard import Layout, Replicate, Shard, Topology, parallelize, use_topology
-from dshard.errors import StrategyError
+from dshard.errors import MeshError, StrategyError
 from dshard.parallel import Auto, ModelPlan, model_plan
 from dshard.parallel.boundary import own_boundary
 from dshard.parallel.trace_step import record_step
@@ -185,3 +187,49 @@ def test_the_first_rank_searches_for_all(ranks: RankPool) -> None:
         assert other[0] == 0
         assert other[1].data() == plan.data()
         assert other[2] == error
+
+
+class Sending(nn.Module):
+    """Its forward pass has a collective of numbers, in a tensor that is resized, of a buffer, or of lengths."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.up = of, nn.Linear(8, 8)
+        self.register_buffer("one", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of == "lengths":
+            length = torch.tensor([len(x)], device=x.device)
+            dist.all_gather(lengths := [torch.empty_like(length) for _ in range(4)], length)
+            return self.up(x)[: int(torch.stack(lengths).max())].mean()
+        number = self.one.clone() if self.of == "buffer" else torch.arange(8, out=torch.empty(0)).resize_(8)
+        dist.all_reduce(number)
+        return (self.up(x) * number).mean()
+
+
+def of_sending(of: str, strategy: Any) -> tuple[float, str]:
+    torch.manual_seed(0)
+    mesh, model, x = dshard.init_device_mesh("cpu", (4,)), Sending(of), torch.randn(4, 8)
+    expected = model(x).item()
+    try:
+        return parallelize(model, mesh, strategy, x)(x).item() - expected, ""
+    except MeshError as error:
+        return 0.0, str(error)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("of", "strategy", "error"),
+    [
+        ("numbers", "data", ""),
+        ("numbers", "auto", "collective in the forward pass of a model that the first rank plans"),
+        ("buffer", "auto", ""),
+        ("lengths", "auto", "collective in the forward pass of a model that the first rank plans"),
+    ],
+)
+def test_collectives_in_a_forward_pass_are_planned_or_refused(
+    ranks: RankPool, of: str, strategy: str, error: str
+) -> None:
+    for difference, text in ranks.run(of_sending, of, strategy):
+        assert abs(difference) < 1e-5
+        assert error in text if error else not text
