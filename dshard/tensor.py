@@ -104,9 +104,9 @@ class DTensor(Wrapper):
     def layout(self) -> Layout:  # type: ignore[override]  # torch's own layout is `torch.strided` for every DTensor
         """Mesh, placements and order of the mesh axes."""
         # torch has the name for the format of memory: its own functions compare it with torch.sparse_csr, and pass it
-        # to factories. So the answer depends on who asks; a library other than torch gets the Layout, but for
-        # safetensors, which asks before it writes, and would take that for a sparse format.
-        if asked_by("torch"):
+        # to factories, as models of transformers do. So the answer depends on who asks; other libraries get the Layout,
+        # but for safetensors, which asks before it writes, and would take that for a sparse format.
+        if asked_by("torch", "transformers"):
             return torch.strided  # type: ignore[return-value]
         if asked_by("safetensors"):
             refuse_safetensors(self._spec)

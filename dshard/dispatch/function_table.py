@@ -237,11 +237,14 @@ _COMPARE_POINTERS = ("accelerate", "safetensors", "torch", "transformers")
 
 
 def data_ptr(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`data_ptr`: refused, but for code of `_COMPARE_POINTERS`."""
+    """`data_ptr`: that of a replicated tensor on this rank; others are refused, but for code of `_COMPARE_POINTERS`."""
     if asked_by(*_COMPARE_POINTERS, through=("dshard",)):
         return NotImplemented
+    local, layout = args[0]._local_tensor, args[0]._spec.layout
+    if layout.is_replicated() and is_own(local):
+        return local.data_ptr()
     raise LayoutError(
-        f"data_ptr() of a tensor laid out [{args[0]._spec.layout}], which is in no one's memory as a whole: "
+        f"data_ptr() of a tensor laid out [{layout}], which is in no one's memory as a whole: "
         "x.to_local().data_ptr() is the address of what this rank holds, x.full_tensor() gathers it"
     )
 

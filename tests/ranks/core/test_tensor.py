@@ -263,6 +263,15 @@ def test_only_leaves_are_deep_copied() -> None:
         copy.deepcopy(placed(X, Shard(0), Replicate()).requires_grad_() * 2)
 
 
+@pytest.mark.parametrize(("module", "answer"), [("transformers.models.ovis2", torch.strided), ("net", GRID)])
+def test_the_layout_is_that_of_memory_to_code_that_gives_it_to_factories(module: str, answer: object) -> None:
+    code: Any = {"__name__": module}
+    exec("def layout(x): return x.layout", code)
+    with simulated(GRID):
+        layout = code["layout"](placed(X, Shard(0), Replicate()))
+    assert getattr(layout, "mesh", layout) == answer
+
+
 def test_a_repr_speaks_the_one_notation() -> None:
     mesh = Mesh((1,), ("tp",))
     with simulated(mesh):

@@ -381,6 +381,8 @@ def test_the_memory_of_a_distributed_tensor_is_refused_but_to_those_who_compare_
     asked = {"__name__": "torch.nn.modules.rnn"}
     exec("def pointers(*tensors): return {x.data_ptr() for x in tensors}", asked)
     assert asked["pointers"](x, x * 2) == {0}
+    whole = dshard.DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+    assert whole[1:].data_ptr() == whole.data_ptr() + 4 == whole.to_local().data_ptr() + 4
 
 
 def differing() -> list[str]:
