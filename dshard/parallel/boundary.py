@@ -16,7 +16,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from dshard.callers import asked_by
+from dshard.callers import asked_by, overrides_method_of
 from dshard.comm import (
     begin_rows,
     check_world,
@@ -105,11 +105,15 @@ def _for_caller(out: Any, rows: Rows | None) -> Any:
     """The outputs as the caller needs them: plain if the caller is of `LIBRARIES` and they are a `ModelOutput`.
 
     Such code indexes and concatenates them with plain tensors, as `generate` does. In a training step with a loss it
-    uses only the loss, so the rest is not gathered.
+    uses only the loss, so the rest is not gathered. What overrides one of its methods, as `compute_loss` of the
+    Trainer, gets the same plain tensors and may use all of them.
     """
-    if is_dynamo_compiling() or not _is_model_output(out) or not asked_by(*LIBRARIES, through=PASSING):
+    if is_dynamo_compiling() or not _is_model_output(out):
         return out
-    loss = out.get("loss")
+    is_overriding = overrides_method_of(*LIBRARIES, through=PASSING)
+    if not (is_overriding or asked_by(*LIBRARIES, through=PASSING)):
+        return out
+    loss = None if is_overriding else out.get("loss")
     if torch.is_grad_enabled() and isinstance(loss, DTensor) and loss.requires_grad:
         step_output = copy(out)
         step_output["loss"] = plain(loss, rows)

@@ -334,6 +334,28 @@ def test_outputs_are_plain_where_a_library_calls() -> None:
         assert not isinstance(library(model, x)["logits"], dshard.DTensor)
 
 
+Trainer: Any = type("Trainer", (), {"__module__": "transformers.trainer", "compute_loss": lambda *given: None})
+
+
+class OwnTrainer(Trainer):  # type: ignore[misc]
+    def compute_loss(this, model: nn.Module, *given: Tensor) -> Any:
+        return model(*given)
+
+    def other(self, model: nn.Module, *given: Tensor) -> Any:
+        return model(*given)
+
+
+def test_outputs_are_plain_where_a_method_of_a_library_is_overridden() -> None:
+    mesh, given = Mesh((2, 2), ("a", "b")), data(5, torch.float32)
+    with simulated(mesh):
+        model = parallelize(LikeHuggingFace(), mesh, "megatron", *given)
+        out = OwnTrainer().compute_loss(model, *given)
+        assert not any(isinstance(t, dshard.DTensor) for t in (out["loss"], out["logits"], out["others"][0]))
+        (out["loss"] + F.cross_entropy(out["logits"], given[1])).backward()
+        assert model.head.weight.grad is not None
+        assert isinstance(OwnTrainer().other(model, *given)["logits"], dshard.DTensor)
+
+
 class TakesInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
