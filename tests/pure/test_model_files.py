@@ -125,6 +125,19 @@ def test_what_is_not_understood_is_refused_by_name(config: dict[str, Any], messa
         model_of_config(config)
 
 
+def test_a_model_that_does_not_run_on_the_batch_is_refused_in_words(tmp_path: Any, capsys: Any) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "bert", "hidden_size": 24, "num_hidden_layers": 1, "max_position_embeddings": 8})
+    )
+    common = ["--model", str(file), *COMMON]
+    for command in (["plan", "model", "--devices", "2"], ["simulate", "step", "--mesh", "2"]):
+        assert main([*command, *common]) == 1
+        told = " ".join(capsys.readouterr().err.split())
+        assert "this model does not run on 8 sequences of 16 tokens (" in told
+        assert "give a --sequence that it takes" in told
+
+
 def test_files_that_are_no_configurations_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ShapeError, match="'' cannot be read: No such file"):
         read_config("")

@@ -14,10 +14,11 @@ from torch import nn
 
 from dshard.errors import ShapeError
 
-_WAY_OUT = (
+WAY_OUT = (
     "make the module yourself: plan_model(module, mesh, 'auto', batch), or --model file.py:function with a function "
     "that returns it"
 )
+"""What to do about a model that transformers does not make of a configuration."""
 
 
 def read_config(path: str | PathLike[str]) -> Mapping[str, Any]:
@@ -49,18 +50,18 @@ def model_of_config(values: Mapping[str, Any]) -> nn.Module:
     if not isinstance(kind, str):
         keys = ", ".join(list(values)[:6])
         raise ShapeError(
-            f"the model's model_type is {kind!r} (it has {keys}): give a config.json with it, or {_WAY_OUT}"
+            f"the model's model_type is {kind!r} (it has {keys}): give a config.json with it, or {WAY_OUT}"
         )
     try:
         library = import_module("transformers")
     except ImportError:
         raise ShapeError(
-            f"model_type={kind!r}: transformers reads it: pip install 'dshard[hf]'; or {_WAY_OUT}"
+            f"model_type={kind!r}: transformers reads it: pip install 'dshard[hf]'; or {WAY_OUT}"
         ) from None
     if kind not in library.CONFIG_MAPPING:
         version = library.__version__
         raise ShapeError(
-            f"model_type={kind!r} is not known to transformers {version}: install a later one, or {_WAY_OUT}"
+            f"model_type={kind!r} is not known to transformers {version}: install a later one, or {WAY_OUT}"
         )
     try:
         config = library.CONFIG_MAPPING[kind].from_dict({**values, "use_cache": False})
@@ -70,6 +71,6 @@ def model_of_config(values: Mapping[str, Any]) -> nn.Module:
             model: nn.Module = maker.from_config(config, trust_remote_code=False, dtype=torch.float32)
     except Exception as error:  # whatever transformers raises of a value that a model cannot have
         raise ShapeError(
-            f"model_type={kind!r}: transformers makes no language model of it ({shorten(str(error), 200)}); {_WAY_OUT}"
+            f"model_type={kind!r}: transformers makes no language model of it ({shorten(str(error), 200)}); {WAY_OUT}"
         ) from None
     return model.train()

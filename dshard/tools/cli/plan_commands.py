@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import nn
 
 from dshard.core.context import use_topology
-from dshard.errors import DShardError, MeshError, NotationError
+from dshard.errors import DShardError, MeshError, NotationError, ShapeError
 from dshard.explain import (
     LEGEND,
     Report,
@@ -26,7 +28,7 @@ from dshard.explain import (
 )
 from dshard.mesh import Mesh
 from dshard.parallel import Precision, plan_model, plan_table
-from dshard.parallel.integrations.config_models import model_of_config, read_config
+from dshard.parallel.integrations.config_models import WAY_OUT, model_of_config, read_config
 from dshard.parallel.plan_files import mesh_of, plan_of
 from dshard.parallel.plan_table import with_efficiency
 from dshard.parallel.step_price import StepPrices
@@ -219,7 +221,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     efficiency, source = _efficiency(arguments, topology)
     with report.waiting("reading the model"):
         model, args, kwargs = model_and_batch(arguments.model, arguments.batch, arguments.sequence)
-    with report.search_progress() as progress:
+    with report.search_progress() as progress, _told_of_config(arguments):
         plans = plan_table(
             model,
             arguments.devices,
@@ -264,9 +266,9 @@ def model_and_batch(source: str, batch: int, sequence: int) -> tuple[nn.Module, 
         NotationError: no such function, or one that makes no module.
     """
     tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
-    path, colon, name = source.rpartition(":")
-    if not colon or source.endswith(".json"):
+    if _is_config(source):
         return model_of_config(read_config(source)), (), {"input_ids": tokens, "labels": tokens}
+    path, _, name = source.rpartition(":")
     with torch.device("meta"):
         made = load_function(path, name)()
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, (tokens,))
@@ -275,6 +277,30 @@ def model_and_batch(source: str, batch: int, sequence: int) -> tuple[nn.Module, 
     if isinstance(given, Mapping):
         return model, (), dict(given)
     return model, (given,) if isinstance(given, torch.Tensor) else as_tuple(given, "the batch", "give it"), {}
+
+
+def _is_config(source: str) -> bool:
+    """Whether the source of a model is a configuration, not a function."""
+    return ":" not in source or source.endswith(".json")
+
+
+@contextmanager
+def _told_of_config(arguments: argparse.Namespace) -> Iterator[None]:
+    """Within the block, what the code of a configuration's model raises is told in words: it is not the user's code.
+
+    Raises:
+        ShapeError: the model does not run on the batch.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DShardError) or not _is_config(arguments.model):
+            raise
+        raise ShapeError(
+            f"{arguments.model}: this model does not run on {arguments.batch} sequences of {arguments.sequence} tokens "
+            f"({type(error).__name__}: {shorten(str(error), 200)}): give a --sequence that it takes, and in the "
+            f"configuration every key that its type needs; or {WAY_OUT}"
+        ) from error
 
 
 def parse_routing(text: str) -> Routing:
@@ -308,7 +334,7 @@ def _simulate_step(arguments: argparse.Namespace) -> int:
     with report.waiting("reading the model"):
         model, args, kwargs = model_and_batch(arguments.model, arguments.batch, arguments.sequence)
     reached = with_efficiency(topology, efficiency)
-    with report.waiting("simulating"), use_topology(reached):
+    with report.waiting("simulating"), use_topology(reached), _told_of_config(arguments):
         plan = plan_model(
             model, mesh, strategy, *args, precision=_precision(arguments), routing=arguments.routing, **kwargs
         )
