@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Any
 
 import pytest
@@ -144,6 +145,14 @@ def test_files_that_are_no_configurations_are_refused(tmp_path: Any) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ShapeError, match="is no JSON object"):
         read_config(tmp_path / "list.json")
+
+
+def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(tmp_path: Any) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        '{"time_step_limit": [0.0, {"__float__": "Infinity"}], "rope": {"theta": {"__float__": "-Infinity"}}}'
+    )
+    assert read_config(file) == {"time_step_limit": [0.0, inf], "rope": {"theta": -inf}}
 
 
 @pytest.fixture(name="small")

@@ -29,7 +29,7 @@ def read_config(path: str | PathLike[str]) -> Mapping[str, Any]:
     """
     try:
         with open(fspath(path), encoding="utf-8") as file:  # not as a Path: that of "" is the directory
-            config = json.load(file)
+            config = json.load(file, object_hook=_decoded)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ShapeError(f"the model {str(path)!r} cannot be read: {why}") from None
@@ -38,6 +38,12 @@ def read_config(path: str | PathLike[str]) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise ShapeError(f"{path}: the model is no JSON object: give the config.json of a Hugging Face model")
     return config
+
+
+def _decoded(values: dict[str, Any]) -> Any:
+    """A JSON object, or the number that JSON has not as which transformers writes it: {"__float__": "Infinity"}."""
+    number = values.get("__float__") if len(values) == 1 else None
+    return float(number) if isinstance(number, str) else values
 
 
 def model_of_config(values: Mapping[str, Any]) -> nn.Module:
