@@ -49,12 +49,18 @@ class Cache(dict[Any, Any]):
 
     `cache_info` adds up the caches of one name. A `record` holds what living tensors refer to, or what ran before, by
     which ranks agree on what they send next: `clear_caches` leaves it, as it may be called on some ranks alone.
+    Who keeps a value beside the cache keeps its `era`, too, another object once the cache has been emptied.
     """
 
     def __init__(self, name: str, bound: int = 16384, *, record: bool = False) -> None:
         super().__init__()
-        self.bound, self.hits, self.misses, self.record = bound, 0, 0, record
+        self.bound, self.hits, self.misses, self.record, self.era = bound, 0, 0, record, object()
         _DICTS[name] = [*(ref(cache) for cache in _caches_named(name)), ref(self)]
+
+    def clear(self) -> None:
+        """Drop all entries and counts."""
+        super().clear()
+        self.hits, self.misses, self.era = 0, 0, object()
 
     def add(self, key: object, value: object) -> Any:
         """Count a miss, cache `value`, and return it."""
@@ -109,7 +115,6 @@ def _clear(*, records: bool) -> None:
         for cache in _caches_named(name):
             if records or not cache.record:
                 cache.clear()
-                cache.hits = cache.misses = 0
     for functions in _FUNCTIONS.values():
         for function in functions:
             function.cache_clear()

@@ -30,7 +30,7 @@ from torch import Tensor
 from dshard import comm
 from dshard.caches import Cache
 from dshard.comm.streams import CURRENT
-from dshard.core.context import PlanningContext, planning_context
+from dshard.core.context import planning_context
 from dshard.core.moves import LocalRedistribution, begin_lane, count_write, run_alone
 from dshard.core.observe import OBSERVERS, tell_observers
 from dshard.core.spec import Spec
@@ -54,7 +54,8 @@ class GradientLeaf:
     A leaf of autograd `accumulates` them: nothing in the backward pass waits for one. `has_partial_sum` says that those
     of earlier passes were added without a reduction, `has_gradient` that the last pass over the leaf had one of it.
     They are reduced in `reduce_dtype`; None: in their own. `is_packed` says that the last one was reduced in a buffer
-    with others, `joined` by which move, among which leaves; `planned` is how one of a spec was to be moved, where.
+    with others, `joined` by which move, among which leaves; `planned` is how one of a spec is moved to a layout, in an
+    era of the cache of moves.
     """
 
     __slots__ = (
@@ -77,7 +78,7 @@ class GradientLeaf:
         self.has_partial_sum = self.is_packed = self.has_gradient = False
         self.reduce_dtype: torch.dtype | None = None
         self.joined: tuple[LocalRedistribution, MeshLeaves] | None = None
-        self.planned: tuple[Spec, Layout, PlanningContext, LocalRedistribution] | None = None
+        self.planned: tuple[Spec, Layout, object, LocalRedistribution] | None = None
 
     def reduced(self, spec: Spec) -> Spec:
         """The spec of a gradient as it is reduced."""

@@ -186,9 +186,9 @@ def gradient_in_layout(grad: Tensor, leaf: GradientLeaf, references: int) -> Wra
         if added is not None:
             return added
     sent = spec if leaf.reduce_dtype is None else spec.with_dtype(leaf.reduce_dtype)
-    context, planned = planning_context(), leaf.planned
-    if planned is None or planned[0] is not sent or planned[1] is not layout or planned[2] is not context:
-        planned = leaf.planned = sent, layout, context, joined_redistribution(sent, layout)
+    era, planned = planning_context().moves.era, leaf.planned
+    if planned is None or planned[0] is not sent or planned[1] is not layout or planned[2] is not era:
+        planned = leaf.planned = sent, layout, era, joined_redistribution(sent, layout)
     move = planned[3]
     if move.keeps_data and sent is spec and not torch.is_grad_enabled():
         return wrap(grad._local_tensor, move.spec)

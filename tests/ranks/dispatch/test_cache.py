@@ -116,6 +116,8 @@ def warm_and_cold() -> list[str]:
             grown = {name: count for name, count in new.items() if count}
             if turn == 2 and grown:
                 wrong.append(f"a warm step with grad={grad} looked up what it did not find: {grown}")
+            if turn == 3 and grad and not new["gradient meshes"]:
+                wrong.append("leaves remember with which gradients theirs were reduced")
             if turn == 2 and after["executors"].hits + after["choices"].hits <= 8:
                 wrong.append(f"hits are not counted: {after}")
         wrong += [f"turn {i} differs" for i, found in enumerate(results) if not found.equal(results[0])]
