@@ -214,6 +214,7 @@ assert_async: Callable[..., None] = _needed("torch._assert_async", "bounds of in
 has_compatible_shallow_copy_type: Callable[..., bool] = _needed(
     "torch._has_compatible_shallow_copy_type", "module.to(...) of distributed parameters"
 )
+DispatchKeySet: Any = _needed("torch._C.DispatchKeySet", "refusing distributed tensors as `data` of plain ones")
 pytree: Any = _needed("torch.utils._pytree", "nested arguments of local_map, checkpoints and recordings")
 _attribute(
     "torch.ops.aten.add.Tensor",

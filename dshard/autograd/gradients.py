@@ -22,7 +22,7 @@ from dshard.core.transforms import refuse_batched
 from dshard.core.view_sync import root_of, shown_of
 from dshard.core.wrapper import Wrapper
 from dshard.errors import MixedError, ShapeError
-from dshard.torch_private import no_torch_function
+from dshard.torch_private import DispatchKey, DispatchKeySet, no_torch_function
 
 UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. "
@@ -125,6 +125,22 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
         x._gradient_leaf.layout = x._spec.layout.cotangent()
     if stored is not None:
         stored.assign(x)
+
+
+def _has_compatible_type(x: Tensor, value: Tensor) -> bool:
+    """The question of `x.data = value` whether the types fit; torch asks no class but that of `x`."""
+    if isinstance(value, Wrapper) and not isinstance(x, Wrapper):
+        raise MixedError(
+            f"x.data = a distributed tensor, laid out [{value._spec.layout}], of a plain x, which then had no memory: "
+            "give value.full_tensor(), or replace it, as in module.weight = nn.Parameter(value)"
+        )
+    return torch.ops.aten._has_compatible_shallow_copy_type.default.redispatch(_BELOW_CLASSES, x, value)  # type: ignore[no-any-return]
+
+
+_BELOW_CLASSES = DispatchKeySet(DispatchKey.CPU)
+_LIBRARY = torch.library.Library("aten", "IMPL")
+for _key in ("AutogradCPU", "AutogradCUDA"):  # torch's own kernel precedes one for all
+    _LIBRARY.impl("_has_compatible_shallow_copy_type", _has_compatible_type, _key)
 
 
 def data(func: Function, args: Args, kwargs: Kwargs) -> Any:

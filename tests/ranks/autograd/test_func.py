@@ -624,3 +624,13 @@ def derivatives_within(plan: str | dshard.parallel.Auto) -> list[str]:
 @pytest.mark.parametrize("plan", ["data x megatron", dshard.parallel.Auto(seconds=0.3)], ids=["named", "auto"])
 def test_models_take_derivatives_in_their_forward_pass(ranks: RankPool, plan: str | dshard.parallel.Auto) -> None:
     assert ranks.run(derivatives_within, plan, timeout=120) == [[]] * 4
+
+
+def test_a_distributed_tensor_is_not_the_data_of_a_plain_one() -> None:
+    """It would have no memory, and end the process that uses it."""
+    mesh, weight = dshard.Mesh((2,), ("x",)), nn.Parameter(torch.ones(2, 3))
+    value = dshard.DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], shape=(2, 3))
+
+    with pytest.raises(MixedError, match="of a plain x, which then had no memory"):
+        weight.data = value
+    weight.data = torch.zeros(3)
