@@ -120,10 +120,10 @@ class ModelTrace:
 
     `parameters` are the dims of each parameter, `uses` its uses; `outputs` and `shapes` the dims, and the shape and
     itemsize, of module outputs, `inputs` the dims of the model's; `first_inputs` the number of the value that is the
-    first argument of each module; `order` the modules in the order in which they began; `heads` the number of heads of
-    each attention; `parts` each factor as a dim, and whether views made it the major part of one; `experts` what layers
-    of experts have. `packed` are the dims that were split into equal pieces, with the number of these; `step` is the
-    pass as it was recorded.
+    first argument of each module; `order` the modules in the order in which they began; `heads` the dims and number of
+    heads of each attention; `parts` each factor as a dim, and whether views made it the major part of one; `experts`
+    what layers of experts have. `packed` are the dims that were split into equal pieces, with the number of these;
+    `step` is the pass as it was recorded.
     """
 
     parameters: dict[str, Dims]
@@ -133,7 +133,7 @@ class ModelTrace:
     first_inputs: dict[str, int]
     order: list[str]
     shapes: dict[str, tuple[tuple[int, ...], int]]
-    heads: list[int]
+    heads: list[tuple[int, int]]
     parts: list[tuple[TracedDim, bool]]
     experts: ExpertClasses
     packed: dict[TracedDim, int]

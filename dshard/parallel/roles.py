@@ -112,7 +112,7 @@ def roles_of(traced: ModelTrace) -> Roles:
     second = traced.inputs[0][1].group if traced.inputs and len(traced.inputs[0]) > 1 else None
     sequences = {traced.outputs[name][out.sequence].group for name, out in outputs.items() if out.sequence}
     of_inputs = second is not None and second in sequences
-    heads = min(traced.heads, default=None)
+    heads = min(traced.heads, default=(0, None))[1]
     n_rows = next((dims[0].size for dims in traced.inputs if dims and dims[0].group is not None), 1)
     return Roles(parameters, outputs, products, shared, width, n_rows, bool(sequences), of_inputs, heads)
 

@@ -168,7 +168,7 @@ class GraphRecorder:
         self.written: dict[int, int] = {}  # by a tensor's id the value that was written to its memory through another
         self.places = [_Place("", 0)]
         self.modules = ModulesRun(Counter(), {}, {}, [])
-        self.heads: list[int] = []  # of each attention
+        self.heads: list[tuple[int, int]] = []  # of each attention, as `_heads_of` has them
         self.paused = False
 
     # -- values
@@ -469,13 +469,16 @@ def _slots(operands: int) -> tuple[Args, Kwargs]:
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
-def _heads_of(func: Function, args: Args, kwargs: Kwargs) -> Sequence[int]:
-    """The number of heads of an attention, or of a matmul that may be attention written as matmuls; of others none."""
+def _heads_of(func: Function, args: Args, kwargs: Kwargs) -> Sequence[tuple[int, int]]:
+    """The number of heads of an attention, or of a matmul that may be attention written as matmuls; of others none.
+
+    Before it stands the number of dims: of matmuls with more than others, as of chunks of a sequence, it tells less.
+    """
     if func is F.scaled_dot_product_attention:
         query = args[0] if args else kwargs["query"]
-        return [query.shape[-3] if query.dim() > 2 else 1]
+        return [(4, query.shape[-3] if query.dim() > 2 else 1)]
     if func in _PRODUCTS and all(isinstance(x, Tensor) and x.dim() > 3 for x in args):
-        return [*{args[0].shape[-3]} & {args[1].shape[-3]}]
+        return [(x.dim(), x.shape[-3]) for x in args[:1] if x.shape[-3] == args[1].shape[-3]]
     return ()
 
 

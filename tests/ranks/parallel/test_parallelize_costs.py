@@ -259,6 +259,26 @@ def test_attention_that_cannot_be_split_by_heads() -> None:
             planned(strategy, mesh, 64, 8)
 
 
+class Chunked(nn.Module):
+    """Attention within one chunk of the sequence, written as products, before that of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(self.norm(x)).unflatten(-1, (4, 4)).transpose(1, 2)
+        chunks = heads.unflatten(2, (1, -1))
+        within = ((chunks @ chunks.transpose(-1, -2)).softmax(-1) @ chunks).flatten(2, 3)
+        return x + self.down(F.scaled_dot_product_attention(heads, heads, within).transpose(1, 2).flatten(2))
+
+
+def test_chunks_of_a_sequence_are_no_heads() -> None:
+    layers = nn.Sequential(Chunked(), Chunked()).to("meta")
+    plan = plan_model(layers, Mesh((4,), ("cp",)), "ulysses", torch.empty(4, 8, 16, device="meta"))
+    assert plan.attention == ("h",)
+
+
 def test_ulysses_takes_attention_to_its_heads_and_back() -> None:
     """Of four tensors of a quarter of the tokens each rank keeps a quarter: DeepSpeed-Ulysses, section 3.2."""
     tokens, hidden, batch, ranks = 32, 256, 4, 4
