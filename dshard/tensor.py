@@ -29,7 +29,7 @@ from dshard.core.torch_placements import check_blocks_of_torch
 from dshard.core.torch_wrappers import UNNAMED
 from dshard.core.transforms import constant, is_differentiating_forward, refuse_constants, with_tangent
 from dshard.core.view_sync import copy_memory
-from dshard.core.wrapper import Wrapper, is_leaf, wrap
+from dshard.core.wrapper import UnlessAssigned, Wrapper, is_leaf, wrap
 from dshard.dispatch import torch_calls
 from dshard.dispatch.function_table import QUERIES
 from dshard.dispatch.operator import dispatch
@@ -306,7 +306,7 @@ class DTensor(Wrapper):
         with no_torch_function():
             return names, compile_metadata(self._spec, is_leaf(self), self.requires_grad)
 
-    @staticmethod
+    @UnlessAssigned
     def __tensor_unflatten__(
         parts: dict[str, Tensor], flat: CompileMetadata, size: Sequence[int], stride: Sequence[int]
     ) -> DTensor:

@@ -109,6 +109,10 @@ def set_data(func: Function, args: Args, kwargs: Kwargs) -> None:
     A plain value, where it is alike on all ranks, is laid out as `x` is.
     """
     x, value = args
+    if isinstance(value, Wrapper):
+        value._is_assigned = False
+    if value is x:
+        return
     if not isinstance(value, Wrapper):
         value, layout = alike_tensor(func, value.detach(), x._spec.layout.mesh), x._spec.layout
         value = None if value is None else redistribute(value, layout)

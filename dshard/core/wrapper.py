@@ -50,6 +50,15 @@ def _direct_attribute(name: str) -> property:
     return property(read, setter, deleter, attribute.__doc__)
 
 
+class UnlessAssigned(staticmethod):  # type: ignore[type-arg]
+    """A static method that instances do not have while they are to be assigned: torch looks for it before it swaps."""
+
+    def __get__(self, instance: Any, owner: type | None = None, /) -> Any:
+        if instance is not None and instance._is_assigned:
+            raise AttributeError(self.__name__)
+        return super().__get__(instance, owner)
+
+
 class Wrapper(Base):
     """A tensor without memory of its own: this rank's local tensor, and the spec of the global tensor.
 
@@ -72,6 +81,7 @@ class Wrapper(Base):
     _matmul: Any = None
     _moved: Any = None
     _replaced: Any = None
+    _is_assigned = False  # whether `module.to` is to assign this tensor to `data` of a parameter, and not to swap both
     _fsdp_flattened = FlattenedByFSDP()
 
     if TYPE_CHECKING:  # torch says only that they give a tensor

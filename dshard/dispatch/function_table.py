@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.backends import mkldnn
 
 from dshard.autograd.crossing import redistribute
+from dshard.autograd.gathered_weights import stored_part
 from dshard.autograd.gradients import (
     accumulating,
     data,
@@ -329,8 +330,22 @@ def grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def have_public_type(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether both tensors are distributed, and so may take each other's place."""
-    return all(type(x) is Wrapper.public for x in args)
+    """Whether both tensors are distributed, and so may take each other's place.
+
+    Asked by `module.to`, which then assigns to `data`, as it does of plain parameters: torch does not swap tensors that
+    something holds weakly, and what it would swap of a gathered weight is its graph.
+    """
+    x, other = args
+    if not (type(x) is type(other) is Wrapper.public):
+        return False
+    if x.grad_fn is not None and x.dtype is not other.dtype and stored_part(x) is not None:
+        raise LayoutError(
+            f"module.to({other.dtype}) in a forward pass, of a weight that is gathered for it in {x.dtype}, as its "
+            f"gradient is: convert the module before the step, by module.to({other.dtype})"
+        )
+    with no_torch_function():
+        other._is_assigned = func(x, other) and not torch.__future__.get_overwrite_module_params_on_conversion()
+    return True
 
 
 _T: Any = Tensor

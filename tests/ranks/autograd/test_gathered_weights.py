@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -448,6 +449,38 @@ def test_parameters_may_be_changed_within_a_forward_pass(first: Any, changes: An
             found.append([*losses, *(value for _, value in sorted(model.state_dict().items()))])
         for plain, distributed in zip(*found, strict=True):
             torch.testing.assert_close(whole(distributed), plain)
+
+
+def converts(model: ChangedWithin) -> None:
+    model.down.to(torch.float64)  # which it has
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_a_module_may_be_converted_to_what_it_is_within_a_forward_pass(strategy: str) -> None:
+    """Its parameters stay those of the graph, and may have weak references."""
+    mesh, x = Mesh((2,), ("x",)), torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    torch.manual_seed(0)
+    alone = ChangedWithin(dict.fromkeys(range(4), converts)).double()
+    alone(x).square().sum().backward()
+    with simulated(mesh):
+        model = copy.deepcopy(alone)
+        parallelize(model, mesh, strategy, x)
+        model.zero_grad()
+        held = [ref(parameter) for parameter in model.parameters()]
+        model(x).square().sum().backward()
+
+        for each, expected in zip(held, alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(each().grad), expected.grad)
+
+
+def test_a_gathered_weight_is_not_converted_within_a_forward_pass() -> None:
+    mesh, x = Mesh((2,), ("x",)), torch.ones(4, 6)
+    with simulated(mesh):
+        model = ChangedWithin({1: lambda m: m.up.to(torch.float64)}).float()
+        parallelize(model, mesh, "fsdp", x)
+        model(x)
+        with pytest.raises(LayoutError, match="convert the module before the step"):
+            model(x)
 
 
 def test_a_gathered_weight_gets_no_other_content() -> None:
