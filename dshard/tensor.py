@@ -17,7 +17,7 @@ from dshard.autograd.leaf_gradients import keep_gradient_layout, keep_hooks
 from dshard.autograd.local_tensors import AnyPlacement, Emptied, compare_gradients, from_local
 from dshard.callers import asked_by
 from dshard.comm import DeviceMesh, keep_moves, stored_chunks, traced
-from dshard.compile.graph_functions import skip_frames, traceable
+from dshard.compile.graph_functions import skip_frames, skip_frames_of_nodes, traceable
 from dshard.compile.graph_runs import wrap_graph_runs
 from dshard.compile.metadata import CompileMetadata, compile_metadata, concrete_sizes, with_concrete_sizes
 from dshard.core.local_checks import checked, gradient_layout
@@ -404,6 +404,7 @@ support_states()
 support_local_steps()
 support_synchronised_batch_norms()
 skip_frames(DTensor)
+skip_frames_of_nodes("dshard.autograd")
 
 
 def _attributes(x: DTensor) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, wraps
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
+from torch.autograd import Function
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import ParamSpec
 
@@ -66,8 +68,10 @@ def skip_frame(function: _F) -> _F:
     but wraps the function, and imports torch._dynamo, which takes long.
     """
     if set_code_exec_strategy is not None:
-        code = function.__code__
-        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        codes = [function.__code__]
+        for code in codes:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]  # functions within, such as hooks
     return function
 
 
@@ -77,6 +81,22 @@ def skip_frames(cls: type[object]) -> None:
         function = getattr(member, "__func__", member)
         if isinstance(function, FunctionType) and function.__code__ is not _FRONT:
             skip_frame(function)
+
+
+def skip_frames_of_nodes(package: str) -> None:
+    """Apply `skip_frame` to the functions and classes of a package's modules, and to all nodes of dshard.
+
+    Autograd's engine calls them where a compiled region calls `backward`, so no skipped caller is above them.
+    """
+    nodes = {cls for cls in Function.__subclasses__() if cls.__module__.startswith("dshard.")}
+    for module in [each for name, each in sys.modules.items() if name.startswith(f"{package}.")]:
+        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+        nodes.update(each for each in own if isinstance(each, type))
+        for function in own:
+            if isinstance(function, FunctionType) and function.__code__ is not _FRONT:
+                skip_frame(function)
+    for cls in nodes:
+        skip_frames(cls)
 
 
 _FRONT = traceable(skip_frames).__code__  # shared by all fronts, which torch.compile must trace

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.comm import own_coordinate
+from dshard.compile.graph_functions import skip_frames
 from dshard.core.plain_tensors import declare_shares, implicit_replication
 from dshard.core.signature import Context
 from dshard.core.trees import named_tensors, nested_tensors
@@ -218,3 +219,6 @@ class _WeighGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: object) -> Any:
         return grads[0] * ctx.weight, None
+
+
+skip_frames(_WeighGradient)

@@ -201,7 +201,7 @@ def set_boundary(model: nn.Module, boundary: Boundary) -> None:
             return None
         if boundary.has_processes:
             check_world(boundary.plan.mesh)
-        copies = list[GivenCopy]()
+        copies: list[GivenCopy] = []  # torch.compile cannot trace list[GivenCopy]()
         laid_out = boundary.inputs((args, kwargs), lambda: argument_names(module), copies)
         begin_call(boundary.given, None if is_dynamo_compiling() else sys._getframe(1), copies)
         boundary.sent = boundary.comparisons.sent()

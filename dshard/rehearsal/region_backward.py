@@ -24,6 +24,7 @@ from dshard.autograd.gathered_weights import GatheredUse
 from dshard.autograd.leaf_gradients import accumulating
 from dshard.comm import publish_failure
 from dshard.comm.events import LISTENERS, run_pending
+from dshard.compile.graph_functions import skip_frames
 from dshard.core.context import settings_in_force
 from dshard.core.observe import unobserved
 from dshard.core.signature import Context
@@ -95,6 +96,9 @@ class RegionNode(torch.autograd.Function):
         except Exception as error:
             publish_failure(error, run.record.contents.ranks)
             raise
+
+
+skip_frames(RegionNode)
 
 
 _apply = unchecked_apply(RegionNode)

@@ -317,6 +317,25 @@ def exported_with_replicated_parameters() -> None:
         torch.testing.assert_close(found.full_tensor(), model(x).full_tensor())
 
 
+def compiled_step_of_rows() -> None:
+    """A whole step as one compiled function, whose plain loss breaks the graph at its backward pass."""
+    net, loaded, count = nn.Linear(6, 3).double(), torch.arange(48.0, dtype=torch.float64).sin().view(8, 6), 4
+    model, mesh = copy.deepcopy(net), init_device_mesh("cpu", (count,), mesh_dim_names=("dp",))
+    parallelize(model, mesh, "data", loaded, inputs="per-data-rank", outputs="plain")
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    step(loaded.chunk(count)[torch.distributed.get_rank()])
+    net(loaded).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), net.weight.grad)
+
+
+def test_a_compiled_step_may_hold_the_backward_pass_of_plain_rows(ranks: RankPool) -> None:
+    ranks.run(compiled_step_of_rows)
+
+
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_a_model_of_replicated_parameters_is_exported(ranks: RankPool) -> None:
