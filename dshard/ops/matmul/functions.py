@@ -284,16 +284,22 @@ def bmm(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def einsum(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:
-    """`torch.einsum`: a matmul if there are two operands; for any other number torch decomposes it."""
+    """`torch.einsum`: a matmul if there are two operands; others, and products of two dtypes, torch decomposes."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if kwargs or not isinstance(equation, str) or len(operands) != 2:
         return NotImplemented
     rule = einsum_rule(equation, *(tuple(x.shape) for x in operands))
-    if rule is None:
+    if rule is None or (operands[0].dtype != operands[1].dtype and not _is_contracting(rule)):
         return NotImplemented
     return run(MatmulFunction("einsum", partial(torch.einsum, equation), lambda *shapes: rule, equation), operands)
+
+
+def _is_contracting(rule: Rule) -> bool:
+    """Whether a factor of the operands is not one of the output."""
+    inner, outer = ({factor for dims in each for dim in dims for factor in dim} for each in (rule.inputs, rule.outputs))
+    return inner > outer
 
 
 def addmm(func: Function, args: Args, kwargs: Kwargs, run: Function = matmul_of) -> Any:

@@ -101,6 +101,13 @@ def test_dtypes_that_disagree_are_refused(product):
         product(planned(4, 4), planned(4, 4, dtype=torch.float64))
 
 
+def test_products_without_a_sum_take_any_dtypes():
+    product = torch.einsum("ij,ij->ij", planned(4, 4), planned(4, 4, dtype=torch.float64))
+    assert product.dtype == torch.float64
+    with pytest.raises(DtypeError, match="a matmul takes one dtype"):
+        torch.einsum("ij,jk->ik", planned(4, 4), planned(4, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("product", [torch.mm, torch.matmul])
 def test_sizes_that_disagree_are_torchs_own_error(product):
     with pytest.raises(RuntimeError, match="same reduction dim"):
