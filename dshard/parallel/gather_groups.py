@@ -129,10 +129,11 @@ class GatherGroup:
 
     def begin(self) -> None:
         """Begin to gather the parameters, ahead of their use."""
-        stored = self.stored()
-        if self.ahead is not None or not self.plan.gathered or not _can_gather(stored):
+        if self.ahead is not None or not any(self.axes):
             return
-        if not any(x._local_tensor.is_inference() for x in stored):  # they tell of no writes before their use
+        stored = self.stored()
+        # those made in inference mode tell of no writes before their use
+        if _can_gather(stored) and not any(x._local_tensor.is_inference() for x in stored):
             self.ahead = GatheredWeights(stored, self.moves(stored))
 
     def gathered(self, stored: list[Wrapper]) -> GatheredWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -511,6 +512,19 @@ def test_what_a_collective_hides_is_at_most_the_work_beside_it() -> None:
     assert slow.hidden * (1 - 1e-9) <= medium.hidden <= medium.work
     assert fast.hidden > 0.5 * fast.communication
     assert all(max(cost.work, cost.communication) <= cost.seconds for cost in costs)
+
+
+def test_blocks_are_gathered_beside_work_also_where_some_parameters_are_not_gathered() -> None:
+    x, mesh = torch.empty(64, 16, 8, device="meta"), Mesh((4,), ("x",))
+    with use_topology(Topology.flat(1e9, 1e-9)), torch.device("meta"):
+        model = Stack(64, 4)
+        every = plan_model(model, mesh, "fsdp", x)
+        names = [name for name, _ in model.named_parameters()]
+        kept = {names[0]: (Replicate(),)}
+        gathers: dict[str, tuple[str, ...]] = {"": ()} | dict.fromkeys(names[1:], ("x",))
+        others = plan_model(model, mesh, replace(every, parameters={**every.parameters, **kept}, gathers=gathers), x)
+
+    assert others.cost.hidden > 0.9 * every.cost.hidden > 0
 
 
 def test_views_are_no_work() -> None:
