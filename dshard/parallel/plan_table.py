@@ -168,14 +168,19 @@ def plan_table(
                 done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
             begun += 1
     summary, skipped, left = model_summary(model, model_trace, roles), len(laid) - len(tried), len(turns) - begun
-    return ranked(PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left))
+    table = PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left)
+    return ranked(table, keeps_planned=PLANNED in strategies)
 
 
-def ranked(table: PlanTable) -> PlanTable:
-    """The table with one of its plans that are alike, the fastest that fit first, then the smallest of the others."""
+def ranked(table: PlanTable, *, keeps_planned: bool = False) -> PlanTable:
+    """The table with one of its plans that are alike, the fastest that fit first, then the smallest of the others.
+
+    A planned one that takes and holds more than one by name is left out unless the table `keeps_planned` ones.
+    """
     plans = table.plans
-    kept = [each for each in plans if each.plan.strategy != PLANNED or not any(_is_dearer(each, by) for by in plans)]
-    table = replace(table, plans=tuple(kept))
+    if not keeps_planned:
+        plans = tuple(x for x in plans if x.plan.strategy != PLANNED or not any(_is_dearer(x, by) for by in plans))
+    table = replace(table, plans=plans)
     alike: dict[tuple[str, ...], RankedPlan] = {}
     for each, row in zip(table.plans, table.rows(), strict=True):
         alike.setdefault((row[0], *row[3:]), each)

@@ -99,3 +99,5 @@ def test_a_planned_model_that_takes_and_holds_more_than_by_name_is_not_ranked() 
 
     assert {each.plan.cost.seconds for each in ranked(table).plans if each.plan.strategy == PLANNED} == {1.0, 3.0}
     assert [each.plan.cost.memory.peak for each in ranked(table).plans] == [15, 20, 30]
+    asked = ranked(table, keeps_planned=True).plans
+    assert len(asked) == len(ranked(table).plans) + 1, "it was asked for by name"
