@@ -6,7 +6,8 @@ those that later calls or the backward pass read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ class _Writer:
         self.contents, self.lifetimes, self.versions = contents, lifetimes, versions
         self.slots = {n: slot for slot, n in contents.sources.items()}
         self.first_calls = contents.first_calls
+        self.first_results = _by_call(self.first_calls)
+        self.last_uses = _by_call(lifetimes.last)
         self.drops: dict[int, list[int]] = {}
         for n, i in contents.dropped.items():
             result = contents.made.get(n)
@@ -98,8 +101,8 @@ class _Writer:
             attributes = ["_local_tensor"] if contents.made[n].copy is None else ["_local_tensor", "_view_sync"]
             pops = "; ".join(f"x.__dict__.pop({each!r}, None)" for each in attributes)
             lines += [f"x = o[{n}]", f"if R(x) == 3 and uses(x) == 1 and not weak(x): {pops}"]
-        results = {n: life.at(contents.made[n].slot) for n, at in self.first_calls.items() if at == i}
-        ending = {slot for slot, at in life.last.items() if at == i and slot not in life.kept}
+        results = {n: life.at(contents.made[n].slot) for n in self.first_results[i]}
+        ending = {slot for slot in self.last_uses[i] if slot not in life.kept}
         segment, given = life.segments[i], set(results.values())
         stored = {slot for each in segment for slot in each.made if slot not in ending}
         stay = {slot for each in segment for slot in (*reads(each), *each.made)} - (ending - given)
@@ -152,6 +155,14 @@ def _structured(structure: Any, outs: Sequence[str], code: Code) -> str:
     if structure == pytree.tree_structure([0] * len(outs)):
         return f"[{', '.join(outs)}]"
     return f"unflatten([{', '.join(outs)}], {code.constant(structure)})"
+
+
+def _by_call(calls: Mapping[Any, int]) -> defaultdict[int, list[Any]]:
+    """The keys by the number of the call that is their value."""
+    out = defaultdict[int, list[Any]](list)
+    for key, i in calls.items():
+        out[i].append(key)
+    return out
 
 
 # -- plans of a record: what runs once and in each call, and how long its values are kept

@@ -6,11 +6,13 @@ import re
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.debug import CommDebugMode
+from dshard.rehearsal import record
 from dshard.testing import RankPool
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
@@ -453,3 +456,48 @@ def test_a_hook_that_writes_to_what_is_read_after_it_is_an_error() -> None:
 
     assert said[9] == said[4] == "one of the variables needed for gradient computation has been mo"
     assert said[7:9] == ["", ""]
+
+
+class Walked(dict[Any, int]):
+    """A dict that counts how often it is walked over."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        self.walks += 1
+        return super().items()
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.up(x)
+        for i in range(30):
+            out = out + i
+        return out.square().mean()
+
+
+def walks_of_a_long_record() -> list[int]:
+    last, lifetimes_of = list[Walked](), record.lifetimes_of
+
+    def walked(*args: Any) -> Any:
+        lifetimes = lifetimes_of(*args)
+        last.append(Walked(lifetimes.last))
+        return replace(lifetimes, last=last[-1])
+
+    mesh, x = dshard.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.ones(4, 6)
+    model = dshard.parallelize(Summed(), mesh, "data", x)
+    with patch.object(record, "lifetimes_of", walked):
+        for _ in range(3):
+            model(x).backward()
+    return [each.walks for each in last if len(each) > 30]
+
+
+def test_a_record_of_many_calls_is_not_walked_over_for_each(ranks: RankPool) -> None:
+    """A loop over the positions of a sequence makes tens of thousands."""
+    for walks in ranks.run(walks_of_a_long_record):
+        assert walks
+        assert max(walks) < 10
