@@ -25,7 +25,7 @@ from dshard.launch.processes import PRELOADED
 from dshard.testing import RankPool, nccl_contract, rank_pool
 from dshard.testing.pool import shared_pools
 
-settings.register_profile("default", max_examples=12, deadline=None, derandomize=True, database=None)
+settings.register_profile("default", max_examples=10, deadline=None, derandomize=True, database=None)
 settings.register_profile(
     "thorough",
     max_examples=1000,

@@ -168,11 +168,10 @@ def plan_table(
                 done += _planned(search, StepTables(graph, _outer_inner(devices, within), topology))
             begun += 1
     summary, skipped, left = model_summary(model, model_trace, roles), len(laid) - len(tried), len(turns) - begun
-    table = PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left)
-    return ranked(table, keeps_planned=PLANNED in strategies)
+    return ranked(PlanTable(tuple(done), summary, memory, flops, topology, peak, skipped, left), PLANNED in strategies)
 
 
-def ranked(table: PlanTable, *, keeps_planned: bool = False) -> PlanTable:
+def ranked(table: PlanTable, keeps_planned: bool = False) -> PlanTable:
     """The table with one of its plans that are alike, the fastest that fit first, then the smallest of the others.
 
     A planned one that takes and holds more than one by name is left out unless the table `keeps_planned` ones.
