@@ -84,6 +84,7 @@ from dshard.comm.rank_tensors import (
     with_form,
 )
 from dshard.comm.recorded_calls import (
+    DRAW,
     ENDS,
     RECORDERS,
     numbers_of,

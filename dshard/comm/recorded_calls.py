@@ -40,6 +40,8 @@ _RECORDERS: Scoped[CallRecorder, CallRecorder | None] = Scoped(
 )
 ENDS = "end of a collective"
 """The key of the call that waits for one."""
+DRAW = "draw"
+"""The key of the call that takes the next random numbers, for calls that read them."""
 
 RECORDERS: Sequence[object] = _RECORDERS.anywhere
 """Empty while no thread records a step."""

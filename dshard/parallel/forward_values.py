@@ -198,6 +198,7 @@ class ForwardValues(_Rewriting):
         super().__init__()
         self.model, self.call = type(model).__name__, call
         self.answers: list[object] = []
+        self._random: Tensor | None = None  # the state in which the last random values left their generator
         self.results: dict[int, _Result] = {}
         self.kept: list[Tensor] = []  # so that their ids stay their own
         self.sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -289,6 +290,8 @@ class ForwardValues(_Rewriting):
         """Compute the results of a call, and first those of the calls that it depends on."""
         stack = [origin]
         with torch.no_grad(), torch.random.fork_rng(devices=()):
+            if self._random is not None:  # a loop that draws until a condition holds would not end
+                torch.set_rng_state(self._random)
             while stack:
                 call = stack[-1]
                 missing = [each for each in call.origins if each.results is None]
@@ -301,6 +304,7 @@ class ForwardValues(_Rewriting):
                 else:
                     args, kwargs = replace_leaves(call.operands, _value)
                     call.results = tensors_in(call.function(*args, **kwargs))
+            self._random = torch.get_rng_state()
 
     def _unknown(self, question: Origin) -> LayoutError:
         names = sorted(question.inputs)

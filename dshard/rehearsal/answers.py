@@ -15,7 +15,7 @@ from weakref import getweakrefcount
 
 from torch import Tensor
 
-from dshard.comm import ENDS
+from dshard.comm import DRAW, ENDS
 from dshard.core.view_sync import CopiedView, register_view, shown_of
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.calls import MISS, Autocast, CallConditions, RecordedCall, Ref, local_of, without_autocast
@@ -183,7 +183,7 @@ class Lifetimes:
         made_once: The slots of values that are random, or filled by other functions than operators.
         lost: The slots of values that nothing makes again of what is kept: made once, sent, written to, or of such.
         written: The slots whose memory is written to.
-        new_memory: The slots of values that operators made of others, and nothing writes to.
+        new_memory: The slots of values that operators made of others, and nothing fills or writes to.
     """
 
     once: list[Instruction]
@@ -206,7 +206,8 @@ class Lifetimes:
 def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
     """Plan what each call runs, keeps and frees; `alive` are the slots of what is alive after the forward pass."""
     raw, needs_grad = contents.instructions, bool(contents.needing)
-    made_once = _made_once(raw)
+    filled = _filled(raw)
+    made_once = filled | {out for each in raw if each.draws for out in each.made}
     computed = {out for each in raw if not each.is_view for out in each.made}
     saved = (alive & computed) | made_once if needs_grad else set()
     results = {n: x.slot for n, x in contents.made.items()}
@@ -249,15 +250,11 @@ def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
         made_once=frozenset(made_once),
         lost=frozenset(lost),
         written=frozenset(written),
-        new_memory=frozenset(new - written),
+        new_memory=frozenset(new - written - {same.get(slot, slot) for slot in filled}),
     )
 
 
-def _made_once(instructions: Iterable[Instruction]) -> set[Slot]:
-    slots = set[Slot]()
-    for each in instructions:
-        if each.draws:
-            slots.update(each.made)
-        elif each.operator is None and each.key not in (ENDS, "draw") and not each.begins:
-            slots.update(reads(each))
-    return slots
+def _filled(instructions: Iterable[Instruction]) -> set[Slot]:
+    """The slots of values that other functions than operators fill."""
+    fills = [x for x in instructions if x.operator is None and x.key not in (ENDS, DRAW) and not x.begins]
+    return {slot for each in fills for slot in reads(each)}

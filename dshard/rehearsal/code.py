@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dshard.comm import DRAW
 from dshard.core.torch_function import binding_of
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 
@@ -163,6 +164,16 @@ def roots_of(instructions: Iterable[Instruction]) -> dict[Slot, Slot]:
         if each.is_view:
             roots |= dict.fromkeys(each.made, roots.get(each.args[0], each.args[0]))
     return roots
+
+
+def unread_draws(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """The draws of random numbers that no instruction reads: what Python made of them would be the same each time."""
+    read, draws = set[Slot](), list[Instruction]()
+    for each in instructions:
+        read.update(reads(each))
+        if each.key == DRAW:
+            draws.append(each)
+    return [each for each in draws if read.isdisjoint(each.made)]
 
 
 def written_by(instructions: Sequence[Instruction]) -> set[Slot]:

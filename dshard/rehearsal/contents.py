@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from dshard.rehearsal.calls import Kind, RecordedCall, Ref, kind_of
-from dshard.rehearsal.code import reads, roots_of
+from dshard.rehearsal.code import reads, roots_of, unread_draws
 from dshard.rehearsal.local_recorder import Instruction, Slot, View
 from dshard.rehearsal.region_recording import (
     CallResult,
@@ -175,7 +175,10 @@ def _answerable(recording: RegionRecording) -> tuple[list[RecordedCall], str]:
     def before(i: int) -> list[RecordedCall]:
         return outside_of(recording.calls[i].checkpoint, recording.calls[:i])
 
+    unread = {id(each) for each in unread_draws(instructions_of(recording.calls))}
     for i, call in enumerate(recording.calls):
+        if not unread.isdisjoint(map(id, call.instructions)):
+            return before(i), f"{call.name} draws numbers that Python reads, at {call.line}"
         if not views.isdisjoint(ref for ref in call.outs if isinstance(ref, Ref)):
             return before(i), f"{call.name} gives a view that the program holds with its base, at {call.line}"
         for each in call.instructions:

@@ -29,6 +29,7 @@ from dshard.rehearsal.calls import RecordedCall, Ref, attention_kernels, is_read
 from dshard.rehearsal.code import reads, results_of
 from dshard.rehearsal.local_recorder import VIEWS_IF_POSSIBLE, Instruction, LocalRecorder, Slot, View, equal
 from dshard.rehearsal.region import Run
+from dshard.rehearsal.region_recording import is_size
 from dshard.rehearsal.session import run_eagerly
 from dshard.rehearsal.staged_backward import StagedBackward
 from dshard.torch_private import OpOverload, no_torch_function, pytree
@@ -521,7 +522,7 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
         derivation.begin_call(call)
         with _as_before(call), nullcontext() if hooks is None else saved_tensors_hooks(*hooks):
             args, kwargs = pytree.tree_map(
-                lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs)
+                lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs), is_leaf=is_size
             )
             results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
         made = dict[int, Any]()

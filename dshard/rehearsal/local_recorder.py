@@ -166,7 +166,13 @@ def _may_be_view(func: OpOverload) -> bool:
     )
 
 
-_ON_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_ON_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _reads_on_host(func: OpOverload) -> bool:
+    """Whether an operator reads numbers on the host: those made of others, such as `item`, are not tagged so."""
+    returns = [str(each.type) for each in func._schema.returns]
+    return not _ON_HOST.isdisjoint(func.tags) or (bool(returns) and not any("Tensor" in each for each in returns))
 
 
 SAVES = "state of torch's random numbers"
@@ -275,7 +281,7 @@ class LocalRecorder:
         return slot
 
     def _check(self, func: OpOverload, args: Args) -> None:
-        if any(tag in func.tags for tag in _ON_HOST) and (func is not aten.index.Tensor or any(map(selects, args[1]))):
+        if _reads_on_host(func) and (func is not aten.index.Tensor or any(map(selects, args[1]))):
             self.refuse(f"{func} reads numbers on the host, which Python may use")
         elif torch.Tag.inplace_view in func.tags:
             self.refuse(f"{func} changes the shape of a tensor in place")

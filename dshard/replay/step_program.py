@@ -24,7 +24,7 @@ from dshard.core.observe import OperatorMode
 from dshard.core.wrapper import Wrapper, wrap
 from dshard.errors import ReplayError
 from dshard.rehearsal.calls import autocast_now, kind_of, local_of, without_autocast
-from dshard.rehearsal.code import Code, parted, reads, results_of, simplified, variable, written_by
+from dshard.rehearsal.code import Code, parted, reads, results_of, simplified, unread_draws, variable, written_by
 from dshard.rehearsal.local_recorder import Instruction, Slot, StepRecorder, View, equal
 from dshard.replay.step_state import (
     FUNCTIONS,
@@ -161,6 +161,8 @@ def record(step: Callable[..., Any], call: StepCall, recorder: StepRecorder) -> 
     for x in recorder.externals.values():
         recorder.slot_of(x)  # which refuses those whose memory was replaced
     sources, options = _sources(call, state, recorder), options_of(state.groups)
+    for each in unread_draws(recorder.instructions):
+        recorder.refuse(f"the step draws numbers that Python reads, at {each.line}")
     if state.options_changed:
         recorder.refuse("the step changes options of its optimiser: let a schedule step outside")
     recorder.externals.clear()  # which would keep the tensors of this call

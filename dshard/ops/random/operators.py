@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from dshard.comm import are_simulated, compare_draws, has_only_shape, plain, recorded, traced
+from dshard.comm import DRAW, are_simulated, compare_draws, has_only_shape, plain, recorded, traced
 from dshard.core.call import LocalOp, overloads
 from dshard.core.moves import redistribute_local, run_on_ranks, write_local
 from dshard.core.signature import Args, Function, Kwargs
@@ -47,7 +47,7 @@ def draw_for(mesh: Mesh, what: object, generator: Generator | None = None) -> Dr
             f"{what}, within a compiled region: it draws random values that are not made element by element, "
             "and would draw the same each time; call it outside"
         )
-    call_draw = recorded("draw", next_draw, generator)
+    call_draw = recorded(DRAW, next_draw, generator)
     compare_draws(f"draw {call_draw.number} of seed {call_draw.seed}, for {what}", mesh)
     return call_draw
 
@@ -255,12 +255,13 @@ def multinomial(func: OpOverload, args: Args, kwargs: Kwargs) -> Wrapper:
     check(func, (x, count, replacement), {})
     call_draw = draw_for(mesh, func, generator)
     local = redistribute_local(x._local_tensor, x._spec, replicated(mesh), func)
-    sample = partial(_sample, count=count, replacement=replacement and count > 1, call_draw=call_draw)
-    out = run_on_ranks(mesh, lambda coordinate: sample, (local,), {})
+    sample = partial(_sample, count=count, replacement=replacement and count > 1)
+    key = func, count, replacement
+    out = run_on_ranks(mesh, lambda coordinate: lambda x: recorded(key, sample, x, call_draw), (local,), {})
     return wrap(out, contiguous_spec(replicated(mesh), shape, torch.int64, x._spec.device))
 
 
-def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> Tensor:
+def _sample(weights: Tensor, call_draw: Draw, count: int, replacement: bool) -> Tensor:
     """Sample indices: with replacement, by the cumulative weights; without, the first of an exponential race."""
     if has_only_shape(weights):
         return weights.new_empty((*weights.shape[:-1], count), dtype=torch.int64)
@@ -280,7 +281,8 @@ def _sample(weights: Tensor, count: int, replacement: bool, call_draw: Draw) -> 
 def _drawn(shape: tuple[int, ...], distribution: Distribution, call_draw: Draw, device: torch.device) -> Tensor:
     """All elements of a random tensor."""
     out = torch.empty(shape, dtype=torch.float64, device=device)
-    draw.fill(out, shape, tuple(map(range, shape)), call_draw, distribution)
+    region = tuple(map(range, shape))
+    recorded(("all elements", shape), lambda x, of: draw.fill(x, shape, region, of, distribution), out, call_draw)
     return out
 
 
@@ -313,12 +315,16 @@ def seeded_alike(what: str, mesh: Mesh, device: torch.device) -> AbstractContext
 
 def seeded_op(func: OpOverload, mesh: Mesh, device: torch.device, kwargs: Kwargs) -> LocalOp:
     """Run `func` by torch's generator, seeded alike on every rank: for operators that dshard does not draw itself."""
-    seed = _seed_of(draw_for(mesh, func, kwargs.get("generator")))
+    call_draw = draw_for(mesh, func, kwargs.get("generator"))
 
     def call(*args: object, **kwargs: object) -> Any:
         kwargs.pop("generator", None)
-        with seeded(seed, device):
-            return func(*args, **kwargs)
+
+        def run(call_draw: Draw, *operands: object) -> Any:
+            with seeded(_seed_of(call_draw), device):
+                return func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
+
+        return recorded((func, *kwargs), run, call_draw, *args, *kwargs.values())
 
     return call
 
