@@ -257,7 +257,6 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.norm.ScalarOpt_dim_dtype: norm,
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
-    aten.native_group_norm_backward.default: group_norm_backward,
     aten._weight_norm_interface_backward.default: weight_norm_backward,
     aten.multi_margin_loss.default: multi_margin,
     aten._scaled_dot_product_flash_attention_for_cpu.default: flash_attention,

@@ -1,8 +1,9 @@
-"""Softmax, layer norm, rms norm: the dims that they work along are whole, or one or two small reductions are sent."""
+"""Softmax and norms: the dims that they work along are whole, or one or two small reductions are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from torch.backends import cudnn
 from dshard.autograd.crossing import redistribute
 from dshard.autograd.gradients import data
 from dshard.comm import has_only_shape, sum_dtype, traced
-from dshard.core.call import Call, Operator, OperatorForm
+from dshard.core.call import Call, Composed, LocalOp, Operator, OperatorForm, RankCall, arguments_by_name
 from dshard.core.checks import check_dim
 from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
@@ -26,7 +27,8 @@ from dshard.core.torch_function import autocast_dtype, bind_arguments
 from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout, placed
 from dshard.ops.composite import Local, run_chosen
-from dshard.ops.custom import accept_call
+from dshard.ops.custom import accept_call, decomposed
+from dshard.ops.decompositions import group_norm_backward as decomposed_group_norm_backward
 from dshard.ops.small_reductions import (
     SMALL_REDUCTIONS,
     all_sharded,
@@ -37,6 +39,7 @@ from dshard.ops.small_reductions import (
 from dshard.placements import Partial, Replicate, Shard
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
+from dshard.torch_private import OpOverload, decomposition_table
 
 
 def along(call: Call) -> Rule:
@@ -90,6 +93,60 @@ def rms_norm_form(args: Args, kwargs: Kwargs) -> OperatorForm:
     normalized = " ".join(f"[n{i}]" for i in range(len(shape)))
     rule = parse_rule(f"... {normalized}, *{normalized} -> ... {normalized}", [tuple(t.shape) for t in tensors])
     return OperatorForm(tensors, rule, ((SMALL_REDUCTIONS, all_sharded(rule)),))
+
+
+# -- group norm: rows and groups of channels may be sharded; sharded within a group, it is made of other operators
+
+
+_GROUP_NORM = torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default
+_GROUPS = {_GROUP_NORM[0]: (0, 6), _GROUP_NORM[1]: (1, 8)}
+"""The places of the input and of the number of groups among the arguments."""
+
+
+def group_norm(call: Call) -> Rule:
+    """Rows and groups may be sharded; the channels and positions of a group may not."""
+    return _in_groups(call, "{x}, *{channels} -> {x}, {groups}, {groups}")
+
+
+def group_norm_backward(call: Call) -> Rule:
+    """Rows and groups may be sharded; sharded rows leave the gradients of the parameters partial."""
+    outputs = zip(("{x}", "{channels}", "{channels}"), call.argument("output_mask"), strict=True)
+    gradients = ", ".join(term for term, is_needed in outputs if is_needed)
+    return _in_groups(call, f"{{x}}, {{x}}, {{groups}}, {{groups}}, *{{channels}} -> {gradients}", passes=linear(0))
+
+
+def _in_groups(call: Call, text: str, **options: Any) -> Rule:
+    groups, channels = call.argument("group"), call.argument("C")
+    rule = call.rule(text.format(x="n (g [c]) [...]", channels="(g [c])", groups="n g"), **options)
+    return replace(rule, sizes=(("g", groups), ("c", channels // groups)))
+
+
+def _of_local_groups(call: RankCall) -> LocalOp:
+    """The operator with the sizes of the rank's part."""
+    n, channels, *positions = call.local_shape()
+    groups = call.argument("group") * channels // call.argument("C")
+    sizes = {"N": n, "C": channels, "HxW": prod(positions), "group": groups}
+    return lambda *args, **kwargs: call.func(**arguments_by_name(call.func, args, kwargs) | sizes)
+
+
+def _is_cut_within_groups(func: OpOverload, args: Args) -> bool:
+    """Whether a mesh axis shards positions, or channels within a group; without elements torch takes it apart, too."""
+    x, groups = (args[place] for place in _GROUPS[func])
+    if not isinstance(x, Wrapper):
+        return False
+    mesh, ranks = x._spec.layout.mesh, 1
+    for axis, placement in enumerate(x._spec.layout.placements):
+        if isinstance(placement, Shard) and placement.dim and mesh.shape[axis] > 1:
+            ranks *= mesh.shape[axis] if placement.dim == 1 else groups + 1
+    return bool(groups % ranks) or 0 in x._spec.shape
+
+
+_TAKEN_APART = {
+    func: Composed(decomposed(function), partial(_is_cut_within_groups, func))
+    for func, function in zip(
+        _GROUP_NORM, (decomposition_table[_GROUP_NORM[0]], decomposed_group_norm_backward), strict=True
+    )
+}
 
 
 # -- batch norm over sharded rows in one message forward and one backward: each rank's mean and variance, gathered
@@ -228,6 +285,8 @@ RULES: dict[str, Operator] = {
     "aten::native_layer_norm_backward": Operator(
         norm_backward, alternatives=(small_reductions("sum", "sum", operand=1),)
     ),
+    "aten::native_group_norm": Operator(group_norm, _of_local_groups, composed=_TAKEN_APART),
+    "aten::native_group_norm_backward": Operator(group_norm_backward, _of_local_groups, composed=_TAKEN_APART),
     "aten::_fused_rms_norm": Operator(norm, alternatives=(small_reductions("sum"),)),
     "aten::_fused_rms_norm_backward": Operator(norm_backward, alternatives=(small_reductions("sum", operand=1),)),
 }

@@ -123,13 +123,33 @@ class Vision(nn.Module):
         return out
 
 
+class Noise(nn.Module):
+    """Residual blocks of convolutions between group norms, as those of diffusion models."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Linear(WIDTH, 10)
+        self.norms = nn.ModuleList(nn.GroupNorm(8, WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Conv2d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(F.silu(norm(x)))
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
 MODELS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
     "llama": (lambda n: Words(Llama, n), (LENGTH,), (LENGTH,)),
     "gpt": (lambda n: Words(GPT, n), (LENGTH,), (LENGTH,)),
     "experts": (lambda n: Words(Experts, n), (LENGTH,), (LENGTH,)),
     "vit": (Vision, (3, 8, 8), ()),
+    "noise": (Noise, (3, 8, 8), ()),
 }
 STRATEGIES = ("data", "megatron", "fsdp")
+WHOLE = (("experts", "megatron"), ("noise", "megatron"))
+"""Models that a strategy leaves whole."""
 
 
 def kernels_of(name: str, strategy: str, rows: int, n: int) -> Counter[str]:
@@ -148,7 +168,7 @@ def kernels_of(name: str, strategy: str, rows: int, n: int) -> Counter[str]:
     with fake_cuda_world(), nothing_compared():  # of which a group that sends nothing would never have enough
         with torch.device("cuda"):
             model = make(n)
-            x = torch.zeros(rows, *size, dtype=torch.float32 if name == "vit" else torch.long)
+            x = torch.zeros(rows, *size, dtype=torch.long if of_target else torch.float32)
             target = torch.zeros(rows, *of_target, dtype=torch.long)
         if strategy:
             mesh = dshard.init_device_mesh("cuda", (RANKS,), mesh_dim_names=("x",))
@@ -182,6 +202,8 @@ if __name__ == "__main__":
     cases = [
         (name, strategy) for name in MODELS for strategy in STRATEGIES if f"{name} under {strategy}".count(pattern)
     ]
-    cases = [case for case in cases if case != ("experts", "megatron")]  # whose experts are whole there
+    cases = [
+        case for case in cases if case not in (("experts", "megatron"), ("noise", "megatron"))
+    ]  # which are whole there
     print(json.dumps({f"{name} under {strategy}": compared(name, strategy) for name, strategy in cases}), flush=True)
     os._exit(0)  # the thread of a backward pass may still free objects, which an interpreter that ends does not let it

@@ -275,6 +275,8 @@ NETWORKS: dict[str, Sample] = {
     "log_softmax": (torch.log_softmax, (x, -1)),
     "layer_norm": (F.layer_norm, (cube, (3,), reals(3), reals(3))),
     "layer_norm two": (F.layer_norm, (cube, (2, 3))),
+    "group_norm": (F.group_norm, (reals(5, 6, 3), 3, reals(6), reals(6))),
+    "group_norm of positions": (F.group_norm, (reals(3, 4, 2, 2), 1)),
     "embedding": (F.embedding, (ids(7, 5, 2), reals(7, 3))),
     "embedding padded": (F.embedding, (ids(7, 5, 2), reals(7, 3), 1)),
     "embedding_bag": (F.embedding_bag, (ids(7, 5, 2), reals(7, 3))),
