@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.testing import assert_close
 
 from dshard import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, trace
 from dshard.ops import optimiser_steps
@@ -273,6 +274,18 @@ def test_a_step_that_fails_leaves_nothing_behind(ranks: RankPool) -> None:
     ranks.run(failing)
 
 
+def half_precision(name: str, dtype: torch.dtype) -> None:
+    values, gradient = torch.linspace(-1, 1, 300).to(dtype), torch.linspace(1, 2, 300).to(dtype)
+    plain = Parameter(values.clone())
+    sharded: Any = Parameter(distribute_tensor(values, init_device_mesh("cpu", (4,)), [Shard(0)]))
+    for p in (plain, sharded):
+        optimiser = OPTIMISERS[name]([p])
+        for _ in range(2):
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if p is sharded else gradient.clone()
+            optimiser.step()
+    assert_close(sharded.full_tensor(), plain.detach(), rtol=0.02, atol=0.01)
+
+
 def test_a_step_counts_as_a_write(ranks: RankPool) -> None:
     ranks.run(counted_writes)
 
@@ -288,3 +301,8 @@ def test_steps_that_are_watched_are_of_distributed_tensors(ranks: RankPool) -> N
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_gradient_scaler_steps_alike(name: str, ranks: RankPool) -> None:
     ranks.run(scaled, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_steps_as_on_one_device(dtype: torch.dtype, ranks: RankPool) -> None:
+    ranks.run(half_precision, "momentum", dtype)
