@@ -215,9 +215,7 @@ class ContractWork(dist.Work):
         """Make the results visible, as `wait` does."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Make the results visible, as `wait` does."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Ask on the host whether the operation has run; if so, its results become visible."""
@@ -291,8 +289,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         """The name of the backend."""
         return "nccl_contract"
 
-    def _get_backend_name(self) -> str:
-        return "nccl_contract"
+    _get_backend_name = getBackendName
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if device.type == "cuda" else super()._get_backend(device)
@@ -310,9 +307,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             channel.close()
         self._channels.clear()
 
-    def abort(self) -> None:
-        """End the threads of all communicators."""
-        self.shutdown()
+    abort = shutdown
 
     # -- how the communicator is made
 

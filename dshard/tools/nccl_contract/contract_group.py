@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, wraps
-from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
@@ -249,13 +248,9 @@ class NcclContract(CommunicatorGroup):
             refuse("gathered_size", f"gather of {x.numel()} elements into {[out.numel() for out in outs]}")
 
         def run(read: list[Bytes]) -> list[Bytes]:
-            return transfers.gather(self._gloo, read[0], self.size()) if outs else self._only_send(read[0])
+            return transfers.gather(self._gloo, read[0], self.size())[: len(outs)]
 
         return self._begin("gather", [Entry(_call("gather", x, root), [x], outs, run)])
-
-    def _only_send(self, x: Bytes) -> list[Bytes]:
-        transfers.gather(self._gloo, x, self.size())
-        return []
 
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> dist.Work:
         """A tensor of one size for each rank on the root -> one on each."""
@@ -265,10 +260,10 @@ class NcclContract(CommunicatorGroup):
         check_root("scatter", root, self.size())
         if any(x.numel() != out.numel() for x in pieces):
             refuse("scattered_size", f"scatter of {[x.numel() for x in pieces]} elements into {out.numel()}")
-        nbytes, starts = out.numel() * out.element_size(), list(accumulate([0] * self.size()))
+        nbytes = out.numel() * out.element_size()
 
         def run(read: list[Bytes]) -> list[Bytes]:
-            send = read or [torch.empty(0, dtype=torch.uint8) for _ in starts]
+            send = read or [torch.empty(0, dtype=torch.uint8)] * self.size()
             sizes = [nbytes if rank == root else 0 for rank in range(self.size())]
             return [transfers.exchange(self._gloo, send, sizes)[root]]
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dshard.tools.nccl_contract.contract_rules import memory
+from dshard.tools.nccl_contract.contract_rules import meet, memory
 from dshard.tools.nccl_contract.launch_order import Launches, Ranks
 
 Bytes: TypeAlias = Tensor
@@ -76,7 +76,7 @@ class Entry:
         return any(
             _bytes_of(x) != data
             for x, data in zip(self.inputs, self.read, strict=True)
-            if not any(max(memory(x).start, out.start) < min(memory(x).stop, out.stop) for out in outs)
+            if not any(meet(memory(x), out) for out in outs)
         )
 
     def deliver(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -152,14 +153,8 @@ class ProcessState:
         if self.error is None:
             self.error = str(error)
             if dist.is_initialized() and CURRENT.state is self:
-                _quietly(lambda: put(_FAILED, f"rank {dist.get_rank()}: {error}"))
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except RuntimeError:  # the store ends with the process that has it
-        return
+                with suppress(RuntimeError):  # the store ends with the process that has it
+                    put(_FAILED, f"rank {dist.get_rank()}: {error}")
 
 
 class _Current:
