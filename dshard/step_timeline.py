@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -29,8 +29,6 @@ from dshard.cost import StepClock, copy_seconds, predicted_seconds
 from dshard.mesh import Mesh
 from dshard.topology import Topology
 
-Phase: TypeAlias = Literal["forward", "backward", "step"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 Queue: TypeAlias = Literal["compute", "network"]
 
 
@@ -45,7 +43,6 @@ class Event:
     """
 
     name: str
-    phase: Phase
     queue: Queue
     seconds: float
     flops: float = 0.0
@@ -76,7 +73,7 @@ def place_events(events: Iterable[Event]) -> tuple[PlacedEvent, ...]:
     Work and collectives wait for each other, but that collectives without `waits` delay the work that follows by all
     but their `overlap`.
 
-    >>> a, b = Event("reduce", "backward", "network", 2.0, waits=False), Event("gemm", "backward", "compute", 3.0)
+    >>> a, b = Event("reduce", "network", 2.0, waits=False), Event("gemm", "compute", 3.0)
     >>> [[slot.begin for slot in place_events((replace(a, overlap=part), b))] for part in (0.0, 0.5, 1.0)]
     [[0.0, 2.0], [0.0, 1.0], [0.0, 0.0]]
     """
@@ -99,16 +96,15 @@ def makespan(slots: Sequence[PlacedEvent]) -> float:
     return max((slot.end for slot in slots), default=0.0)
 
 
-def chrome_trace(slots: Sequence[PlacedEvent], rank: int = 0) -> str:
+def chrome_trace(slots: Sequence[PlacedEvent]) -> str:
     """The timeline in the Chrome trace format, for Perfetto or a browser's about:tracing."""
-    queues: tuple[Queue, ...] = ("compute", "network")
-    return to_chrome((_slice(slot, rank) for slot in slots), [(rank, queue) for queue in queues])
+    return to_chrome(map(_slice, slots), [(0, "compute"), (0, "network")])
 
 
-def _slice(slot: PlacedEvent, rank: int) -> Bar:
+def _slice(slot: PlacedEvent) -> Bar:
     event = slot.event
     shown = {"bytes": event.nbytes, "flops": event.flops, "axes": " ".join(event.axes)}
-    return Bar(event.name, event.phase, (rank, event.queue), slot.begin, event.seconds, shown)
+    return Bar(event.name, "step", (0, event.queue), slot.begin, event.seconds, shown)
 
 
 _COPY = "copy"
@@ -227,19 +223,19 @@ class StepTimeline:
         """Record the host's time of a distributed operator, before the work within it."""
         seconds = host_seconds(decision.op, self.topology or decision.topology)
         if seconds:
-            self.add(Event(decision.op, "step", "compute", seconds))
+            self.add(Event(decision.op, "compute", seconds))
 
     def _copied(self, nbytes: int) -> None:
         """Record the copies in memory of a step of a redistribution, priced as the planner does."""
         topology = self.topology or planning_context().topology_of(Mesh((1,)))
-        self.add(Event(_COPY, "step", "compute", copy_seconds(nbytes, topology)))
+        self.add(Event(_COPY, "compute", copy_seconds(nbytes, topology)))
 
     def _sent(self, event: Sent) -> None:
         self.sends = True
         seconds = event_seconds(event, self.topology)
         decision = self.running[-1] if self.running and self.running[-1].members else None
         axes = tuple(event.axis.split(","))
-        collective = Event(event.collective, "step", "network", seconds, 0.0, event.nbytes, 1, axes)
+        collective = Event(event.collective, "network", seconds, 0.0, event.nbytes, 1, axes)
         if decision is not None:  # kept, so that no other has its id
             topology = self.topology or planning_context().topology_of(event.mesh)
             collective = replace(collective, waits=False, overlap=topology.overlap(event.mesh, axes))
@@ -249,7 +245,7 @@ class StepTimeline:
     def _waited(self, decision: Decision) -> None:
         """Record that the following events wait for a joined collective."""
         if id(decision) in self.joined:
-            self.add(Event("wait", "step", "compute", 0.0, needs=self.joined[id(decision)][0]))
+            self.add(Event("wait", "compute", 0.0, needs=self.joined[id(decision)][0]))
 
 
 def _work_of(call: LocalCall, topology: Topology) -> Event | None:
@@ -257,7 +253,7 @@ def _work_of(call: LocalCall, topology: Topology) -> Event | None:
     if not call.works:
         return None
     flops = call.flops()
-    return Event(str(call.func.overloadpacket.__name__), "step", "compute", call.seconds(flops, topology), flops)
+    return Event(str(call.func.overloadpacket.__name__), "compute", call.seconds(flops, topology), flops)
 
 
 def event_seconds(event: Sent, topology: Topology | None = None) -> float:

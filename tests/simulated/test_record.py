@@ -70,7 +70,7 @@ def test_simulated_and_real_steps_are_the_same(name: str, ranks: int) -> None:
 
 
 def test_overlap_never_takes_longer_and_hides_no_more_than_there_is() -> None:
-    work, sent = Event("a", "forward", "compute", 1.0), Event("b", "forward", "network", 2.0, waits=False)
+    work, sent = Event("a", "compute", 1.0), Event("b", "network", 2.0, waits=False)
     blocking, partly, hidden = (
         makespan(place_events([work, replace(sent, overlap=overlap)] * 3)) for overlap in (0.0, 0.25, 1.0)
     )
