@@ -267,7 +267,7 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
                 event_seconds(event),
                 user_line(),
                 at,
-                _common_path([path for path, _ in members]) if members else modules.current(),
+                common_module([path for path, _ in members]) if members else modules.current(),
                 event.measured,
                 bool(running) and running[0].explicit,
                 members,
@@ -279,10 +279,10 @@ def trace(*, measure: bool = False) -> Iterator[Trace]:
         yield recorded
 
 
-def _common_path(paths: Sequence[str]) -> str:
-    """The path of the innermost module that has all of these.
+def common_module(paths: Sequence[str]) -> str:
+    """The path of the innermost module within which all of these are.
 
-    >>> _common_path(["Net.blocks.0.q", "Net.blocks.0.norm"])
+    >>> common_module(["Net.blocks.0.q", "Net.blocks.0.norm"])
     'Net.blocks.0'
     """
     together = zip(*(path.split(".") for path in paths), strict=False)

@@ -25,6 +25,7 @@ from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
 from dshard.rules.strategy import Strategy
 from dshard.torch_private import OpOverload
+from dshard.trace import common_module
 
 Kind: TypeAlias = Literal["parameter", "buffer", "input", "constant", "made"]
 """Where a value comes from: a constant is made from none of the others, a made one by a call from some of them."""
@@ -270,17 +271,6 @@ def _same(x: Any) -> Any:
 def is_copy(call: GraphCall) -> bool:
     """Whether a call is a "copy", which `StepGraph.copies` has made."""
     return call.function is _same
-
-
-def common_module(modules: Sequence[str]) -> str:
-    """The path of the innermost module within which all of these are.
-
-    >>> common_module(["blocks.0.attn.q", "blocks.0.attn.k"])
-    'blocks.0.attn'
-    """
-    names = [module.split(".") for module in modules]
-    n = next((i for i, each in enumerate(zip(*names, strict=False)) if len({*each}) > 1), min(map(len, names)))
-    return ".".join(names[0][:n])
 
 
 def copy_call(x: Value, module: str) -> GraphCall:

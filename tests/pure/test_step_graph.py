@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dshard.parallel import register_experts
 from dshard.parallel.trace_step import record_step
-from dshard.planning.step_graph import GraphCall, StepGraph, Value, common_module
+from dshard.planning.step_graph import GraphCall, StepGraph, Value
 from dshard.rules.rule import factor_sizes
+from dshard.trace import common_module
 
 
 class Words(nn.Module):
