@@ -8,8 +8,7 @@ are needed and missing. The others have a fallback, given beside them. Three kin
 - operators below `torch.ops`, which torch keeps stable by their schemas;
 - methods that torch calls on a tensor subclass: `PROTOCOLS`.
 
-All were seen in torch 2.13; where a row says `seen`, in those versions, too. docs/design/0015-private-names-of-torch.md
-justifies what goes beyond calling a function.
+All were seen in torch 2.13. docs/design/0015-private-names-of-torch.md justifies what goes beyond calling a function.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ SEEN = "2.13"
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """A private name of torch, the use of it that fails without it, and the versions of torch it was seen in."""
+    """A private name of torch, and the use of it that fails without it."""
 
     path: str
     use: str
     is_needed: bool = True
-    seen: str = SEEN
 
     def __str__(self) -> str:
         return f"{self.path}: {self.use}"

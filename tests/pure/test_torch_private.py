@@ -124,7 +124,7 @@ def test_every_name_in_the_table_is_used() -> None:
 
 def test_every_name_says_what_it_is_for_and_is_in_this_torch() -> None:
     assert torch_private.MISSING == []
-    assert all(name.use and name.seen and name.path.startswith("torch.") for name in NAMES.values())
+    assert all(name.use and name.path.startswith("torch.") for name in NAMES.values())
 
 
 def test_the_methods_that_torch_calls_are_listed() -> None:
