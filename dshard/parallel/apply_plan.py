@@ -328,11 +328,6 @@ def _output_hook(plan: ModelPlan, name: str) -> Any:
     return place
 
 
-def distribute_inputs(inputs: object, plan: ModelPlan) -> Any:
-    """The inputs of a model as distributed tensors, laid out by the plan."""
-    return lay_out(inputs, plan, InputLayouts(plan), [])
-
-
 def lay_out(inputs: object, plan: ModelPlan, layouts: InputLayouts, copies: list[GivenCopy]) -> Any:
     """The inputs of a model as distributed tensors: those with the batch as first dim by the plan, others replicated.
 

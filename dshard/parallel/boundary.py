@@ -37,8 +37,8 @@ from dshard.core.trees import GivenCopy, map_tensors, nested_tensors
 from dshard.errors import ArgumentError, CompileError, LayoutError, PeerError
 from dshard.layout import Layout, layout_of
 from dshard.mesh import Mesh
-from dshard.parallel.apply_plan import distribute_inputs
-from dshard.parallel.batch_rows import Rows, argument_names, data_axes, data_coordinate, rows_alone
+from dshard.parallel.apply_plan import lay_out
+from dshard.parallel.batch_rows import InputLayouts, Rows, argument_names, data_axes, data_coordinate, rows_alone
 from dshard.parallel.given_containers import GivenCopies, begin_call, end_call
 from dshard.parallel.inputs import STATES, Input, InputModes, Inputs, have_values, row_of
 from dshard.parallel.numbered_hooks import after, before
@@ -277,7 +277,7 @@ def distribute_batch(model: nn.Module, batch: BatchT) -> BatchT:
         loss = F.cross_entropy(model(x), y)
     """
     boundary = boundary_of(model)
-    distributed: BatchT = distribute_inputs(boundary.inputs(batch), boundary.plan)
+    distributed: BatchT = lay_out(boundary.inputs(batch), boundary.plan, InputLayouts(boundary.plan), [])
     return distributed
 
 

@@ -120,7 +120,7 @@ def by_cost() -> FunctionReplacement:
 
 
 class InputsInGraph:
-    """Lays out the inputs of a model as `distribute_inputs` does, by calls in the graph that is traced."""
+    """Lays out the inputs of a model as `apply_plan.lay_out` does, by calls in the graph that is traced."""
 
     def __init__(self, mesh: Mesh, layouts: InputLayouts) -> None:
         self.keys = layouts.keys

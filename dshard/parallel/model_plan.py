@@ -40,7 +40,7 @@ from dshard.parallel.precision import Precision
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import Roles, roles_of
 from dshard.parallel.same_program import digests_of
-from dshard.parallel.step_price import StepPrices, price
+from dshard.parallel.step_price import StepPrices
 from dshard.parallel.strategies import StrategyName, axes_of, fitted_roles, idle_experts, lay_out, refined
 from dshard.parallel.trace_step import RecordedStep, record_step, stand_in_for
 from dshard.placements import Placement, Replicate
@@ -91,7 +91,7 @@ def plan_model(
             raise _other_mesh(chosen.mesh, pure)
         chosen = replace(chosen, cost=None)  # type: ignore[arg-type]  # which was that of another batch
     with use_strategy(routing=routing):
-        return chosen if chosen.cost is not None else replace(chosen, cost=price(model, chosen, args, kwargs))
+        return chosen if chosen.cost is not None else replace(chosen, cost=StepPrices(model, args, kwargs)(chosen))
 
 
 def parallelize(

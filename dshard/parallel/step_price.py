@@ -127,11 +127,6 @@ def _is_of_distributed(
     return needs_data or not isinstance(error, DShardError)
 
 
-def price(model: nn.Module, plan: ModelPlan, args: Sequence[object], kwargs: Mapping[str, object]) -> Cost:
-    """The cost of a forward and a backward pass of `model` under one plan, as `StepPrices` has it."""
-    return StepPrices(model, args, kwargs)(plan)
-
-
 def _run(prices: StepPrices, plan: ModelPlan) -> _Run:
     """Run a step in which the forward pass reads the answers as host values."""
     model, reached = prices.model, prices.reached

@@ -69,7 +69,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if launch.is_reporting():
         if arguments.plot is not None:
             arguments.plot.write_text(demo.draw(rows))
-        print_result(arguments, report.demo_data(rows), report.demo_table(rows, settings))
+        print_result(arguments, {"rows": list(map(asdict, rows))}, report.demo_table(rows, settings))
     return 0
 
 

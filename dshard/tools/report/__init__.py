@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from io import StringIO
 from os import PathLike
 from pathlib import Path
@@ -141,11 +140,6 @@ def predictions(ranked: Sequence[Predicted]) -> str:
     first, *rest = (f"{predicted.seconds * 1e3:.1f} ms" for predicted in ranked)
     others = ", ".join(f"{predicted.strategy} {ms}" for predicted, ms in zip(ranked[1:], rest, strict=True))
     return f"auto: {ranked[0].strategy}, predicted to communicate for {first} in a step ({others})"
-
-
-def demo_data(rows: Sequence[Row]) -> dict[str, object]:
-    """The demo's results as JSON values."""
-    return {"rows": [asdict(row) for row in rows]}
 
 
 def plan_table(moved: Plan, itemsize: int, topology: Topology, why: str) -> Group:
