@@ -221,28 +221,13 @@ def mlp(activation: Callable[[Tensor], Tensor], rows: Tensor, ends: Tensor, *par
 _LIBRARY = torch.library.Library("dshard", "FRAGMENT")
 _LIBRARY.define("experts(Tensor x, Tensor index, Tensor weight, Tensor[] parameters, str rule, int flops) -> Tensor")
 _LIBRARY.define("experts_backward(Tensor grad, Tensor[] operands, int flops) -> Tensor[]")
+_LIBRARY.impl("experts", lambda x, *rest: torch.empty_like(x), "Meta")
+_LIBRARY.impl("experts_backward", lambda grad, operands, flops: [*map(torch.empty_like, operands)], "Meta")
 
 
-def _experts(x: Tensor, index: Tensor, weight: Tensor, parameters: Sequence[Tensor], rule: str, flops: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _experts_backward(grad: Tensor, operands: Sequence[Tensor], flops: int) -> list[Tensor]:
-    return [torch.empty_like(operand) for operand in operands]
-
-
-_LIBRARY.impl("experts", _experts, "Meta")
-_LIBRARY.impl("experts_backward", _experts_backward, "Meta")
-
-
-@register_flop_formula(torch.ops.dshard.experts)
-def _flops(x: Any, index: Any, weight: Any, parameters: Any, rule: str, flops: int, *, out_shape: Any = None) -> int:
-    return flops
-
-
-@register_flop_formula(torch.ops.dshard.experts_backward)
-def _backward_flops(grad: Any, operands: Any, flops: int, *, out_shape: Any = None) -> int:
-    return flops
+@register_flop_formula([torch.ops.dshard.experts, torch.ops.dshard.experts_backward])
+def _flops(*arguments: Any, out_shape: Any = None) -> Any:
+    return arguments[-1]
 
 
 def experts_without_data(tensors: Sequence[Tensor], *, held: int, pairs: int, rule: str = "") -> Tensor:
