@@ -41,16 +41,11 @@ def without_data(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The result for meta tensors of every dtype: torch's own form refuses those that its kernels of GPUs do."""
-    match a.dim(), b.dim():
-        case 2, 2:
-            shape = [0 if offs is None else offs.shape[0], a.shape[0], b.shape[1]]
-        case 2, 3:
-            shape = [a.shape[0], b.shape[2]]
-        case 3, 2:
-            shape = [a.shape[1], b.shape[1]]
-        case _:
-            shape = [a.shape[0], a.shape[1], b.shape[2]]
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+    *operands, out = (term.split() for term in _TERMS[a.dim(), b.dim()])
+    sizes = {"[e]": 0 if offs is None else offs.shape[0]}
+    for term, x in zip(operands, (a, b), strict=True):
+        sizes |= zip(term, x.shape, strict=True)
+    return a.new_empty([sizes[factor] for factor in out], dtype=out_dtype or a.dtype)
 
 
 META: dict[Any, Function] = {_GROUPED: without_data}
