@@ -384,15 +384,12 @@ _NOT_ELEMENTWISE: dict[str, ForEach] = {
 _FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 
 
-def _run_of(name: str) -> ForEach:
-    return _NOT_ELEMENTWISE.get(name, elementwise)
-
-
 FOREACH: dict[OpOverload, ForEach] = {
     **{
-        func: by_mesh(counted(_run_of(name)) if name.endswith("_") else _run_of(name))
+        func: by_mesh(counted(plan) if name.endswith("_") else plan)
         for name in dir(torch)
         if name.startswith("_foreach_")
+        for plan in [_NOT_ELEMENTWISE.get(name, elementwise)]
         for func in overloads(name)
     },
     **{func: by_mesh(counted(fused)) for name in _FUSED for func in overloads(name)},
