@@ -36,7 +36,7 @@ from dshard.ops import (
     views,
 )
 from dshard.ops.custom import answered, decomposed, has_out, into_out, no_resize, number
-from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS
+from dshard.ops.decompositions import DECOMPOSITIONS, QUESTIONS, vector_norm
 from dshard.ops.experts.local_experts import RULES as CALLS_WITHOUT_DATA
 from dshard.ops.foreach import INDEPENDENT_OF_VALUES
 from dshard.ops.matmul import rules as matmul
@@ -58,11 +58,7 @@ def _has_no_dim(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
 
 COMPOSED: dict[OpOverload, Composed] = {
     **{func: Composed(decomposed(function)) for func, function in DECOMPOSITIONS.items()},
-    **{
-        func: Composed(decomposed(function), is_requested=_has_no_dim)
-        for func, function in DECOMPOSITIONS.items()
-        if func._schema.name in ("aten::norm", "aten::linalg_vector_norm")
-    },
+    _ATEN.linalg_vector_norm.default: Composed(decomposed(vector_norm), is_requested=_has_no_dim),
     **{func: Composed(answered(function)) for func, function in QUESTIONS.items()},
     **{func: Composed(function) for func, function in RANDOM.items()},
     **{func: Composed(in_place) for func in VIEWS_IN_PLACE},

@@ -77,13 +77,6 @@ def root(sums: Tensor, ord: float) -> Tensor:
     return sums.sqrt() if ord == 2 else sums.pow(1 / ord)
 
 
-def norm(
-    x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """`torch.norm`."""
-    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
 def dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
     """`torch.dist`: the norm of the difference."""
     return vector_norm(x - other, p)
@@ -210,11 +203,6 @@ def allclose(x: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08,
     return not bool(torch.isclose(x, other, rtol, atol, equal_nan).logical_not().any())
 
 
-def is_same_size(x: Tensor, other: Tensor) -> bool:
-    """Whether the shapes are equal."""
-    return x.shape == other.shape
-
-
 def is_pinned(x: Any, device: object = None) -> bool:
     """Whether the local tensor of this rank lies in pinned memory."""
     return bool(x.to_local().is_pinned())
@@ -251,10 +239,6 @@ DECOMPOSITIONS: dict[OpOverload, Function] = {
     aten.std.correction: variance(root=True),
     aten.std_mean.correction: variance(root=True, and_mean=True),
     aten.linalg_vector_norm.default: vector_norm,
-    aten.norm.Scalar: norm,
-    aten.norm.ScalarOpt_dim: norm,
-    aten.norm.ScalarOpt_dtype: lambda x, p, *, dtype: norm(x, p, dtype=dtype),
-    aten.norm.ScalarOpt_dim_dtype: norm,
     aten.dist.default: dist,
     aten.logsumexp.default: logsumexp,
     aten._weight_norm_interface_backward.default: weight_norm_backward,
@@ -281,7 +265,6 @@ META: dict[OpOverload, Function] = {
 QUESTIONS: dict[OpOverload, Function] = {
     aten.equal.default: equal,
     aten.allclose.default: allclose,
-    aten.is_same_size.default: is_same_size,
     aten.is_pinned.default: is_pinned,
     aten.record_stream.default: record_stream,
     aten._has_same_storage_numel.default: lambda x, other: (
