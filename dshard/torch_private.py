@@ -438,4 +438,12 @@ PROTOCOLS = {
 }
 """The methods that torch calls on tensor subclasses, and what does not work in a torch that calls them otherwise."""
 
+GLOBAL_HOOKS: list[dict[int, Any]] = [
+    value
+    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name, value in vars(import_module(module)).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+"""torch's tables of the hooks of all modules and optimisers."""
+
 check()

@@ -208,7 +208,9 @@ def _plan_for(
         case str() | Auto():
             args, kwargs = _example(model, args, kwargs)
             dims = [x.dim() for x in nested_tensors((args, kwargs)) if x.dim()]
-            return replace(planned(model, mesh, checked, options, args, kwargs), ndim=dims[0] if dims else 1)
+            with torch.autograd.set_detect_anomaly(False):  # gradients without data have no nan to look for
+                found = planned(model, mesh, checked, options, args, kwargs)
+            return replace(found, ndim=dims[0] if dims else 1)
         case _:
             return options.of(by_name(model, mesh, checked))
 

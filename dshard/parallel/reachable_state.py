@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dshard.torch_private import GLOBAL_HOOKS
+
 _LIBRARIES = frozenset({"torch", "dshard", "numpy", *sys.stdlib_module_names})
 """Packages whose classes and global variables are no state of a model: only their instances and closures are."""
 
@@ -66,7 +68,7 @@ class ReachableState:
         self._packages = {cls.__module__.partition(".")[0] for cls in {*map(type, modules)}} - _LIBRARIES
         enter: dict[type, Callable[[Any], Iterable[Any]]] = {}
         seen: dict[int, object] = {}  # which keeps them, so that their ids stay their own
-        stack = [*roots, *_global_generators()]
+        stack = [*roots, *GLOBAL_HOOKS, *_global_generators()]
         while stack:
             x = stack.pop()
             kind = type(x)  # whatever its `__class__` answers

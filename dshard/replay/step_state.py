@@ -26,16 +26,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, is_tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dshard.caches import cached
 from dshard.core.wrapper import Wrapper
 from dshard.rehearsal.local_recorder import Instruction
-from dshard.torch_private import no_torch_function, pytree
+from dshard.torch_private import GLOBAL_HOOKS, no_torch_function, pytree
 
 Option: TypeAlias = tuple[int, str, int]
 """A number: that of a group, the name of its entry, and its number there."""
@@ -95,12 +93,6 @@ def with_values(each: Instruction, new: Mapping[int, Any]) -> Instruction:
 _PLAIN = (bool, int, float, complex, str, type(None))
 _MANY = 4096
 """Containers of more values are data, not state of a step."""
-_GLOBAL_HOOKS = [
-    value
-    for names in (vars(torch_module), vars(torch_optimizer))
-    for name, value in names.items()
-    if name.startswith("_global_") and isinstance(value, dict)
-]
 
 
 class StepState:
@@ -118,7 +110,7 @@ class StepState:
         self.groups: list[dict[str, Any]] = []
         self._options = list[Options]()  # of the groups when they were reached
         self._seen: dict[int, object] = {}
-        self.add(*_variables(function).values(), *_GLOBAL_HOOKS)
+        self.add(*_variables(function).values(), *GLOBAL_HOOKS)
 
     def add(self, *values: object) -> None:
         """Add what these objects lead to."""

@@ -323,6 +323,22 @@ class ByPointer(nn.Module):
         return out
 
 
+def test_hooks_of_all_modules_keep_no_calls_of_planning() -> None:
+    seen = list[str]()
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(type(module).__name__))
+    try:
+        plan_model(nn.Linear(8, 4), MESH, "fsdp", X)
+    finally:
+        hook.remove()
+    assert not seen
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_auto_plans_while_anomalies_are_looked_for() -> None:
+    with torch.autograd.detect_anomaly():
+        assert plan_model(nn.Linear(8, 4), MESH, "auto", X).cost is not None
+
+
 def test_what_needs_memory_is_traced_on_copies_of_an_example_with_data() -> None:
     model = seeded(ByPointer)
     before = picture(model)
