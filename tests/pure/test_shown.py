@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from dshard import Mesh
 from dshard.parallel import plan_model
 from dshard.tables import short_line
+from dshard.tools.report import drawing_of
+from dshard.trace import EXPERT_HEADINGS, Trace, TracedExperts
 
 
 def test_lines_are_shown_from_the_packages_or_from_where_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +47,12 @@ def test_the_search_for_the_cheapest_plan_is_counted_on_a_terminal_of_rank_0(
     assert "auto: 1 plans priced" in said[0]
     assert said[0].endswith("\r\x1b[K")  # the line is empty again
     assert said[1:] == ["", ""]
+
+
+def test_the_table_of_a_trace_has_the_headings_of_layers_of_experts() -> None:
+    counts = torch.tensor([3, 1])
+    call = TracedExperts("Net.moe", "net.py:3", "ragged", 4, 6, 32, counts, True, (range(1), range(1, 2)))
+
+    drawn: Any = drawing_of(Trace(experts=[call]))
+
+    assert [column.header for column in drawn.renderables[-1].columns] == [*EXPERT_HEADINGS]

@@ -43,8 +43,7 @@ from dshard.tools.report.console import waiting as waiting
 from dshard.tools.report.timelines import simulation_table, step_timeline, timeline_table
 from dshard.tools.selftest import Result, SelfTest
 from dshard.topology import BYTES, Topology
-from dshard.trace import HEADINGS, Trace, expert_rows
-from dshard.trace import HEADINGS as EXPERT_HEADINGS
+from dshard.trace import EXPERT_HEADINGS, HEADINGS, Trace, expert_rows
 from dshard.trace import NUMBERS as EXPERT_NUMBERS
 
 Exported: TypeAlias = (
