@@ -59,7 +59,7 @@ def count_traffic() -> Iterator[Traffic]:
     traffic, within = Traffic(), list[Any]()
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace not in _NAMESPACES or func in _SILENT:
+        if func.namespace not in _NAMESPACES or func._schema.name in _SILENT:
             return func(*args, **kwargs)
         traffic.collectives.append(_collective(func, arguments_by_name(func, args, kwargs)))
         within.append(func)
@@ -90,7 +90,7 @@ this rank receives, and the bytes of an element."""
 
 def _collective(func: Any, bound: Arguments) -> CountedCollective:
     name = func._schema.name
-    count = _COUNTS.get(func) or _FUSED.get(name)
+    count = _COUNTS.get(name)
     assert count is not None, f"{name} is a collective that count_traffic does not know"
     group = _group(bound)
     sizes, itemsize = count(bound, dist.get_rank(group), group.size())
@@ -197,12 +197,11 @@ def _one(bound: Arguments, *names: str) -> Tensor:
 
 
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
-_functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
 _SILENT = {
-    _functional.wait_tensor.default,
-    _functional._wrap_tensor_autograd.default,
-    _c10d.barrier.default,
-    _c10d.monitored_barrier_.default,
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+    "c10d::barrier",
+    "c10d::monitored_barrier_",
 }
 _CONTRACT: dict[str, tuple[str, Count]] = {
     "all_gather_into_tensor": ("_allgather_base_", _ring_gather),
@@ -212,26 +211,23 @@ _CONTRACT: dict[str, tuple[str, Count]] = {
     "all_to_all": ("alltoall_", _pairwise),
     "broadcast": ("broadcast_", _broadcast),
 }
-_FUSED: dict[str, Count] = {
+_COUNTS: dict[str, Count] = {
     "symm_mem::fused_all_gather_matmul": _fused_gather,
     "symm_mem::fused_matmul_reduce_scatter": _fused_reduce_scatter,
-}
-"""Operators by name, which torch defines with a module that is imported late."""
-_COUNTS: dict[Any, Count] = {
-    _functional.all_gather_into_tensor.default: _ring_gather,
-    _functional.reduce_scatter_tensor.default: _ring_reduce_scatter,
-    _functional.all_reduce.default: _ring_all_reduce,
-    _functional.all_reduce_.default: _ring_all_reduce,
-    _functional.all_to_all_single.default: _pairwise,
-    _functional.broadcast.default: _broadcast,
-    _functional.broadcast_.default: _broadcast,
-    _c10d.broadcast_.default: _broadcast,
-    _c10d.allreduce_.default: _ring_all_reduce,
-    _c10d._allgather_base_.default: _ring_gather,
-    _c10d._reduce_scatter_base_.default: _ring_reduce_scatter,
-    _c10d.alltoall_base_.default: _pairwise,
-    _c10d.alltoall_.default: _pieces,
-    _c10d.send.default: _sent,
-    _c10d.recv_.default: _received,
-    _c10d.recv_any_source_.default: _received,
+    "_c10d_functional::all_gather_into_tensor": _ring_gather,
+    "_c10d_functional::reduce_scatter_tensor": _ring_reduce_scatter,
+    "_c10d_functional::all_reduce": _ring_all_reduce,
+    "_c10d_functional::all_reduce_": _ring_all_reduce,
+    "_c10d_functional::all_to_all_single": _pairwise,
+    "_c10d_functional::broadcast": _broadcast,
+    "_c10d_functional::broadcast_": _broadcast,
+    "c10d::broadcast_": _broadcast,
+    "c10d::allreduce_": _ring_all_reduce,
+    "c10d::_allgather_base_": _ring_gather,
+    "c10d::_reduce_scatter_base_": _ring_reduce_scatter,
+    "c10d::alltoall_base_": _pairwise,
+    "c10d::alltoall_": _pieces,
+    "c10d::send": _sent,
+    "c10d::recv_": _received,
+    "c10d::recv_any_source_": _received,
 }
