@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -296,29 +297,13 @@ def _foldings(devices: int, within: int, roles: Roles, name: str, kind: str) -> 
         "rows": [n for n in divisors if roles.rows % devices and roles.rows % (devices // n) == 0][:1],
         "any": divisors,
     }[kind]
-    for size in sizes:
-        if len(axes) == 2:
-            yield Mesh((devices // size, size), names)
-        else:  # further axes share what is outside as evenly as may be
-            yield from (Mesh((*outer, size), names) for outer in _products(devices // size, len(axes) - 1))
+    for size in sizes:  # further axes share what is outside in all ways
+        shares = product([1, *divisors, devices], repeat=len(axes) - 1)
+        yield from (Mesh((*outer, size), names) for outer in shares if prod(outer) * size == devices)
 
 
 def _ndim(strategy: str) -> int:
     return sum(len(STRATEGIES.get(part, ())) for part in strategy.split(" x ")) or 1
-
-
-def _products(n: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write `n` as so many factors.
-
-    >>> [*_products(4, 2)]
-    [(1, 4), (2, 2), (4, 1)]
-    """
-    if factors == 1:
-        yield (n,)
-        return
-    for first in range(1, n + 1):
-        if n % first == 0:
-            yield from ((first, *rest) for rest in _products(n // first, factors - 1))
 
 
 def model_summary(model: nn.Module, model_trace: ModelTrace, roles: Roles) -> str:
