@@ -128,19 +128,14 @@ def _body(
     return own.forward(local, rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
 
 
-_DERIVED: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def run_as_operators(model: nn.Module, in_graphs: bool = True) -> list[nn.Module]:
     """Let each layer of experts in `model` run as one operator, also `in_graphs` of torch.compile; the modules."""
     found = [(module, form) for module in model.modules() if (form := experts_form(module)) is not None]
     for module, form in found:
         cls = type(module)
         _arguments(cls)
-        if cls not in _DERIVED:
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            _DERIVED[cls] = type(cls.__name__, (ExpertsModule, cls), {**names, "experts_class": cls})
-        module.__class__ = _DERIVED[cls]
+        module.__class__ = own = derived(ExpertsModule, cls)
+        own.experts_class = cls
         module.__dict__["_experts_form"] = form
         module.__dict__["_experts_body"] = ExpertBody(_body_in_graphs(module, cls, form)) if in_graphs else None
     return [module for module, _ in found]
@@ -164,3 +159,21 @@ def experts_as_operators(model: nn.Module) -> Iterator[None]:
         for module in modules:
             module.__class__ = module.experts_class
             del module.__dict__["_experts_form"], module.__dict__["_experts_body"]
+
+
+# -- classes that derive from those of modules, by the same names
+
+_DERIVED: dict[tuple[type, type], Any] = {}
+
+
+def derived(mixin: type, cls: type) -> Any:
+    """The class of the name of `cls` that derives from `mixin` and `cls`, the same one each time."""
+    if (mixin, cls) not in _DERIVED:
+        _DERIVED[mixin, cls] = newly_derived(mixin, cls)
+    return _DERIVED[mixin, cls]
+
+
+def newly_derived(mixin: type, cls: type) -> type:
+    """A class of the name of `cls` that derives from `mixin` and `cls`."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (mixin, cls), names)

@@ -28,6 +28,7 @@ from dshard.ops.random import seeded_alike
 from dshard.parallel.apply_plan import take_inputs
 from dshard.parallel.batch_rows import Rows, data_axes
 from dshard.parallel.boundary import PASSING, Boundary, Outputs, boundary_of, data_ranks, end_boundary, set_boundary
+from dshard.parallel.expert_modules import derived
 from dshard.parallel.inputs import InputModes, Inputs
 from dshard.parallel.numbered_hooks import before
 from dshard.parallel.plan_values import ModelPlan
@@ -292,19 +293,3 @@ def _adopt_one(model: Any, library: Any, boundary: Boundary) -> None:
         model.config.distributed_config = library.distributed.DistributedConfig(**sizes)
         if shared > 1 and plan.mesh.device_type != "cpu":
             model._tp_size = shared  # for which accelerate loads the same rows; it knows no such groups on a CPU
-
-
-_DERIVED: dict[tuple[type, type], type] = {}
-
-
-def derived(base: type, cls: type) -> type:
-    """The class of the name of `cls` that derives from `base` and `cls`, the same one each time."""
-    if (base, cls) not in _DERIVED:
-        _DERIVED[base, cls] = newly_derived(base, cls)
-    return _DERIVED[base, cls]
-
-
-def newly_derived(base: type, cls: type) -> type:
-    """A class of the name of `cls` that derives from `base` and `cls`."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (base, cls), names)

@@ -22,7 +22,8 @@ from dshard.errors import ArgumentError, MeshError
 from dshard.layout import Shape, layout_of
 from dshard.mesh import Mesh
 from dshard.parallel.distributed_parameters import replace_parameters
-from dshard.parallel.integrations.huggingface import ParallelizedModel, newly_derived
+from dshard.parallel.expert_modules import newly_derived
+from dshard.parallel.integrations.huggingface import ParallelizedModel
 from dshard.parallel.model_plan import PlanArgument, chosen_plan, parallelize
 from dshard.parallel.plan_values import ModelPlan, plan_options
 from dshard.placements import Placement, Replicate, Shard
