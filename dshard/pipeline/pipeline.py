@@ -218,8 +218,7 @@ def _check_options(batch: Sequence[str], reduction: object, loss: object, timeou
 def _check_tied(stages: Sequence[Stage]) -> None:
     seen: dict[int, tuple[int, str]] = {}
     for number, stage in enumerate(stages):
-        named = stage.module.named_parameters() if isinstance(stage.module, nn.Module) else ()
-        for name, parameter in named:
+        for name, parameter in stage.named_parameters().items():
             other, there = seen.setdefault(id(parameter), (number, name))
             if other != number:
                 raise ScheduleError(

@@ -83,18 +83,19 @@ class Stage:
             return layout_of(self.layout_mesh, self.placements[name], ndim)
         return replicated(self.layout_mesh)
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The stage's parameters by name; none where its module is a function, or on other ranks."""
+        return dict(self.module.named_parameters()) if isinstance(self.module, nn.Module) else {}
+
     def parameters(self) -> list[nn.Parameter]:
         """The stage's parameters that require a gradient."""
-        candidates = self.module.parameters() if isinstance(self.module, nn.Module) else ()
-        return [parameter for parameter in candidates if parameter.requires_grad]
+        return [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
 
     def check(self, number: int) -> None:
         """Refuse a module that cannot run on the mesh; called by the ranks of the mesh only."""
         if self.module is None:
             raise ScheduleError(f"stage {number} has no module on a rank of its mesh: only ranks outside may pass None")
-        if not isinstance(self.module, nn.Module):
-            return
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.named_parameters().items():
             if not isinstance(parameter, DTensor):
                 raise MixedError(
                     f"the parameter {name} of stage {number} is a plain tensor: lay the module out with "

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from dshard.autograd.crossing import redistribute
 from dshard.comm import device_of, gather_objects
@@ -39,7 +38,7 @@ class Tied:
         self.copies = tuple(copies)
         mine = next((copy for copy in copies if copy.stage == number), None)
         self._number = number
-        self._parameter: Any = None if mine is None else _parameter(stage, mine.name)
+        self._parameter: Any = None if mine is None else stage.named_parameters().get(mine.name)
         self._device = device_of(stage.layout_mesh)
         self._before: Any = None
 
@@ -128,13 +127,9 @@ def _names(group: Sequence[str], n_stages: int) -> Names:
     return tuple(copies)
 
 
-def _parameter(stage: Stage, name: str) -> Any:
-    return dict(stage.module.named_parameters())[name] if isinstance(stage.module, nn.Module) else None
-
-
 def _described(stage: Stage, number: int, name: str) -> TiedCopy | str:
     """The copy, or the text of an error, as all ranks must know of it before any of them raises."""
-    named = dict(stage.module.named_parameters()) if isinstance(stage.module, nn.Module) else {}
+    named = stage.named_parameters()
     if name not in named:
         return f"tied='{number}.{name}': stage {number} has no parameter {name}; it has {', '.join(named) or 'none'}"
     parameter: Any = named[name]  # the stage has been checked: a DTensor
