@@ -437,7 +437,7 @@ def plan_options(model: nn.Module, precision: object, group: object) -> PlanOpti
 
 def _matches(selector: object, modules: dict[str, nn.Module], model: str, way_out: str) -> list[str]:
     if isinstance(selector, str):
-        paths = [path for path in modules if _is_like(path.split("."), selector.split("."))]
+        paths = [path for path in modules if is_like(path, selector)]
     elif isinstance(selector, nn.Module):
         paths = [path for path, module in modules.items() if module is selector]
     else:
@@ -450,6 +450,7 @@ def _matches(selector: object, modules: dict[str, nn.Module], model: str, way_ou
     return paths
 
 
-def _is_like(names: list[str], patterns: list[str]) -> bool:
-    """Whether each name of a path matches its pattern: "layers.*" are the layers, not their submodules."""
+def is_like(path: str, pattern: str) -> bool:
+    """Whether each name of a path matches that of a pattern: "layers.*" are the layers, not their submodules."""
+    names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from dshard.core.signature import Args, Kwargs
 from dshard.distribute import distribute_module, distribute_tensor
 from dshard.errors import ArgumentError, LayoutError, MeshError, MixedError, ShapeError
 from dshard.mesh import Mesh
+from dshard.parallel.plan_values import is_like
 from dshard.placements import Partial, Placement, Replicate, Shard
 from dshard.tensor import DTensor
 from dshard.validate import as_int, check_type
@@ -395,7 +395,8 @@ def parallelize_module(
     plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     _check(plan)
     for name, style in plan.items():
-        submodules = _matching(module, name.split(".") if name else [])
+        modules = module.named_modules(remove_duplicate=False)
+        submodules = dict.fromkeys([each for path, each in modules if is_like(path, name)])
         if not submodules:
             warnings.warn(
                 f"parallelize_module: {name!r} names no submodule of {type(module).__name__} and does nothing",
@@ -418,12 +419,3 @@ def _check(plan: object) -> None:
             raise LayoutError(
                 f"parallelize_plan[{name!r}] is {style!r}: give a ParallelStyle, such as ColwiseParallel()"
             )
-
-
-def _matching(module: nn.Module, parts: list[str]) -> list[nn.Module]:
-    """The submodules whose path matches the patterns `parts`, name by name."""
-    if not parts:
-        return [module]
-    first, *rest = parts
-    children = [child for name, child in module.named_children() if fnmatch(name, first)]
-    return [match for child in children for match in _matching(child, rest)]
