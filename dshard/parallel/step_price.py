@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -137,10 +136,24 @@ def _run(prices: StepPrices, plan: ModelPlan) -> _Run:
     known = [*(own._local_tensor for own in state.values()), *nested_tensors((args, kwargs))]
     topology, loops = planning_context().topology_of(plan.mesh), list[str]()
 
+    def note_loops(decision: Decision) -> None:
+        """Note the loops of a layer of experts."""
+        if decision.op == "experts" and decision.strategy is not None:
+            names = decision.strategy.inputs[0].mesh.names
+            rows = zip(names, decision.strategy.rows, strict=True)
+            loops.append(decision.strategy.name or " ".join([f"{name}:{row}" for name, row in rows if row is not None]))
+
     def step(timeline: StepTimeline) -> tuple[Trace, int, int]:
         """What a step sends, how much of it forward, and the bytes alive between its passes."""
-        planned = planning(topology.backend), _as_planned(model, plan, reached, stand_ins)
-        with planned[0], planned[1], trace() as sent, observing(_loops_noted(loops)), timeline.recorded():
+        with (
+            planning(topology.backend),
+            reached.replaced(stand_ins),
+            experts_as_operators(model),
+            applied(model, plan),
+            trace() as sent,
+            observing(note_loops),
+            timeline.recorded(),
+        ):
             with HostReads(prices.answers):
                 out = model(*args, **kwargs)
             between = len(sent.events), timeline.memory.alive()
@@ -167,27 +180,6 @@ def _run(prices: StepPrices, plan: ModelPlan) -> _Run:
     flops = sum(event.flops for event in timeline.events)
     cost = Cost(_moves(sent, in_forward), memory, work, hidden if hidden > 1e-9 * (work + network) else 0.0, flops)
     return _Run(cost, loops, slots)
-
-
-def _loops_noted(loops: list[str]) -> Callable[[Decision], None]:
-    """An observer that notes the loops of layers of experts."""
-
-    def note(decision: Decision) -> None:
-        if decision.op == "experts" and decision.strategy is not None:
-            names = decision.strategy.inputs[0].mesh.names
-            rows = zip(names, decision.strategy.rows, strict=True)
-            loops.append(decision.strategy.name or " ".join([f"{name}:{row}" for name, row in rows if row is not None]))
-
-    return note
-
-
-@contextmanager
-def _as_planned(
-    model: nn.Module, plan: ModelPlan, reached: ReachableState, stand_ins: Mapping[int, Tensor]
-) -> Iterator[None]:
-    """Within the block `model` runs by the plan, on these stand-ins for its tensors."""
-    with reached.replaced(stand_ins), experts_as_operators(model), applied(model, plan):
-        yield
 
 
 def _ends(out: object) -> list[Tensor]:

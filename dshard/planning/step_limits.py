@@ -30,10 +30,8 @@ class StoredLimit(NamedTuple):
         """Those of the layouts in which it may be stored."""
         if self.only is not None:
             return (self.only,)
-        return tuple([layout for layout in layouts if layout != self.never and self._is_whole(layout)])
-
-    def _is_whole(self, layout: Layout) -> bool:
-        return all(isinstance(layout.placements[axis], Replicate) for axis in self.whole)
+        are_whole = [each for each in layouts if all(each.placements[axis] == Replicate() for axis in self.whole)]
+        return tuple([layout for layout in are_whole if layout != self.never])
 
 
 class CallLimit(NamedTuple):
