@@ -355,13 +355,7 @@ def _overlap(topology: Topology, mesh: Mesh, axes: tuple[str, ...]) -> float:
 def _link_within(
     topology: Topology, mesh: Mesh, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
 ) -> tuple[Link, tuple[int, Hardware | None] | None]:
-    groups = _peers_of(mesh, axes)
+    first = [coordinate for coordinate in mesh.coordinates() if not any(coordinate[mesh.axis(axis)] for axis in axes)]
+    groups = [mesh.group(axes, coordinate) for coordinate in first]
     messages = tuple(sorted({(min(group[i], group[j]), max(group[i], group[j])) for group in groups for i, j in pairs}))
     return link_within(topology.measured, topology.layers, messages), nodes_of(topology.layers, messages)
-
-
-@cached("network", 256)
-def _peers_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each group along these axes, in the order of its coordinates."""
-    first = [coordinate for coordinate in mesh.coordinates() if not any(coordinate[mesh.axis(axis)] for axis in axes)]
-    return tuple([tuple(map(mesh.rank, mesh.peers(axes, coordinate))) for coordinate in first])
