@@ -35,7 +35,7 @@ from dshard.parallel.batch_rows import InputLayouts, argument_names
 from dshard.parallel.expert_modules import ExpertsModule
 from dshard.parallel.gather_groups import GatherGroup, gather_for, gather_groups
 from dshard.parallel.given_containers import GivenCopies, begin_call
-from dshard.parallel.in_graphs import InputsInGraph, by_cost, by_loops, by_schedule, plain_replicated
+from dshard.parallel.in_graphs import InputsInGraph, by_loops, by_schedule, plain_replicated
 from dshard.parallel.numbered_hooks import after, before, without_earlier_hooks
 from dshard.parallel.plan_values import ModelPlan
 from dshard.placements import Replicate, Shard
@@ -89,7 +89,7 @@ def take_inputs(
         blocks.append(_around(partial(_by_loops, plan.attention, plan.routing), by_loops(plan.attention)))
     followed = FollowedModules(plan) if plan.calls else None
     if followed is not None:
-        blocks.append(_around(followed.enter, by_cost()))
+        blocks.append(_around(followed.enter, None))  # graphs are laid out by cost
     layouts = InputLayouts(plan, plan.ndim, argument_names(model) if len(plan.inputs) > 1 else None)
     in_graph = InputsInGraph(plan.mesh, layouts)
 
@@ -245,8 +245,8 @@ def pin_schedules(model: nn.Module, plan: ModelPlan) -> dict[str, Any]:
     return pins
 
 
-def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) -> tuple[Any, Any]:
-    """A function that enters a block, and a hook that leaves it; `traced` is the same block as a mode for graphs.
+def _around(block: Callable[[], Callable[[], None]], mode: TorchFunctionMode | None) -> tuple[Any, Any]:
+    """A function that enters a block, and a hook that leaves it; `mode` is the same for graphs, or None.
 
     `block` enters it, and returns the function that leaves it.
     """
@@ -254,7 +254,8 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
 
     def enter() -> None:
         if is_dynamo_compiling():
-            traced.__enter__()
+            if mode is not None:
+                mode.__enter__()
             return
         while stack and (frame := stack[-1][0]) is not None and not is_running(frame):
             stack.pop()[1]()  # that of a call that has ended without a hook
@@ -264,8 +265,8 @@ def _around(block: Callable[[], Callable[[], None]], traced: TorchFunctionMode) 
     def leave(module: nn.Module, args: object, out: object) -> None:
         if stack:
             stack.pop()[1]()
-        elif is_dynamo_compiling():
-            traced.__exit__(None, None, None)
+        elif mode is not None and is_dynamo_compiling():
+            mode.__exit__(None, None, None)
 
     return enter, leave
 

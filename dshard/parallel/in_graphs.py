@@ -114,11 +114,6 @@ def by_loops(loops: AttentionLoops | None) -> FunctionReplacement:
     return FunctionReplacement({F.scaled_dot_product_attention: as_graph_function(_with_loops, loops)})
 
 
-def by_cost() -> FunctionReplacement:
-    """The mode in which calls that a plan has are laid out by cost, as graphs are."""
-    return FunctionReplacement({})
-
-
 class InputsInGraph:
     """Lays out the inputs of a model as `apply_plan.lay_out` does, by calls in the graph that is traced."""
 
