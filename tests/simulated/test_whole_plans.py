@@ -31,7 +31,7 @@ from dshard.parallel.factors import trace_factors
 from dshard.parallel.model_plan import plan_by_name, step_graph
 from dshard.parallel.reachable_state import ReachableState
 from dshard.parallel.roles import roles_of
-from dshard.parallel.step_price import StepPrices, price
+from dshard.parallel.step_price import StepPrices
 from dshard.parallel.trace_step import record_step
 from dshard.parallel.whole_plan import as_plan
 from dshard.planning.plan_step import plan_step
@@ -276,7 +276,7 @@ def test_prices_of_the_planner_are_those_of_the_traced_step() -> None:
     graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, topology))
     with use_topology(topology):
-        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+        cost = StepPrices(model, args, {})(as_plan(graph, chosen, mesh))
 
     assert chosen.parts.work == pytest.approx(cost.work, rel=0.02)
     assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.1)
@@ -309,7 +309,7 @@ def test_weights_are_planned_in_the_dtype_in_which_they_are_used() -> None:
     topology = Topology.preset("dgx-h100")
     chosen = plan_step(StepTables(graph, mesh, topology))
     with use_topology(topology):
-        cost = price(model, replace(as_plan(graph, chosen, mesh), precision=policy), args, {})
+        cost = StepPrices(model, args, {})(replace(as_plan(graph, chosen, mesh), precision=policy))
 
     # the planner counts what is packed for joined collectives with these, a recorded step with its work
     moved = chosen.parts.exposed + chosen.parts.beside
@@ -327,7 +327,7 @@ def test_adapters_share_the_latencies_of_their_own_reductions(preset: str) -> No
     graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, topology))
     with use_topology(topology):
-        cost = price(model, as_plan(graph, chosen, mesh), args, {})
+        cost = StepPrices(model, args, {})(as_plan(graph, chosen, mesh))
 
     assert chosen.parts.exposed + chosen.parts.beside == pytest.approx(cost.communication, rel=0.25)
 
@@ -365,9 +365,9 @@ def test_results_of_which_a_loss_is_made_have_no_gradient_of_their_own() -> None
         model, tokens = Logged(32000, 256, 4), torch.empty(8, 64, dtype=torch.long)
     plan = plan_by_name(roles_of(trace_factors(model, (tokens, tokens), {})), "data", mesh)[0]
     with use_topology(topology):
-        with_logits = price(model, plan, (tokens, tokens), {})
+        with_logits = StepPrices(model, (tokens, tokens), {})(plan)
         model.register_forward_hook(lambda model, args, out: out["loss"])
-        assert with_logits.work == price(model, plan, (tokens, tokens), {}).work
+        assert with_logits.work == StepPrices(model, (tokens, tokens), {})(plan).work
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
