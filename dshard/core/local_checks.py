@@ -27,13 +27,17 @@ def check_strided(x: object, what: str, kind: str) -> None:
         raise ArgumentError(
             f"{what} takes {kind}, a torch.Tensor, not {shown(x)}, {article(x)}: make one, as by torch.as_tensor"
         )
-    if isinstance(x, Wrapper):
-        return
-    if type(x) not in (Tensor, Parameter):  # which most are
+    if type(x) not in (Tensor, Parameter) and not isinstance(x, Wrapper):  # which most are
         refuse_own_rules(what, [type(x)], LayoutError)
-    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+    refuse_other_forms(x, f"{what} of a tensor that")
+
+
+def refuse_other_forms(x: Tensor, what: str) -> None:
+    """Refuse a tensor that is sparse, nested or quantized; `what` is the subject of the sentence that says so."""
+    if not isinstance(x, Wrapper) and (x.layout is not torch.strided or x.is_quantized or x.is_nested):
         actual = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise LayoutError(f"{what} of a tensor that is {actual}: a DTensor is strided; make it dense first")
+        by = "to_padded_tensor(0.0)" if x.is_nested else "dequantize()" if x.is_quantized else "to_dense()"
+        raise LayoutError(f"{what} is {actual}: a DTensor is strided; make it dense first, by {by}")
 
 
 @cached("local specs", 4096)

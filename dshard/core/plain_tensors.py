@@ -46,6 +46,7 @@ from dshard.comm import (
     user_frame,
 )
 from dshard.core.comparisons import Comparisons, comparisons_on
+from dshard.core.local_checks import refuse_other_forms
 from dshard.core.moves import wrap_counting
 from dshard.core.operands import plain_value
 from dshard.core.signature import Args, Context, Function, Kwargs
@@ -398,6 +399,7 @@ def replicated_tensor(x: Tensor, mesh: Mesh, device: torch.device | None = None)
     Given a `device`, it has no data: that of others without data, meta in plans, another on ranks outside the mesh.
     """
     layout, x = replicated(mesh), as_plain(x)
+    refuse_other_forms(x, "a plain tensor that counts as replicated")
     shape = tuple(map(int, x.shape))  # in a graph those that it is traced with
     if not x.requires_grad:
         spec = contiguous_spec(layout, shape, x.dtype, x.device if device is None else device)

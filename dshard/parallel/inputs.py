@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from dshard.comm import checksum, comparing, gather_rows, has_data, simulated_ranks, warn_user
 from dshard.core.comparisons import ALIKE, EVERY, comparisons_on, is_quiet
+from dshard.core.local_checks import refuse_other_forms
 from dshard.core.signature import Args, Kwargs
 from dshard.core.transforms import has_tangent, is_differentiating_forward, unfollowed, unwrapped
 from dshard.core.trees import GivenCopy, map_given, named_tensors, nested_tensors
@@ -157,11 +157,7 @@ class Inputs:
         """Gather each rank's number of rows, and the ids of tensors that have the rows as first dim on all ranks."""
         named = self.named(inputs, names)
         for each in named:
-            if each.x.layout is not torch.strided:
-                raise LayoutError(
-                    f"the input {each.name} has layout {each.x.layout}, and a distributed tensor is strided: give "
-                    f"{each.name}.to_dense()"
-                )
+            refuse_other_forms(each.x, f"the input {each.name}")
         own = row_of(named, compares)
         named.sort(key=lambda each: each.path)
         of_rank = gather_rows(own, self.plan.mesh, is_check=not self.per_data_rank)

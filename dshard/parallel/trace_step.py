@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dshard.comm import has_only_shape, plain
+from dshard.core.local_checks import refuse_other_forms
 from dshard.core.observe import observing
 from dshard.core.trees import map_tensors, nested_tensors
 from dshard.core.wrapper import Wrapper
@@ -74,6 +75,10 @@ def record_step(
     try:
         return _recorded(model, args, kwargs, reached, without_data)
     except Exception as error:
+        for path, x in argument_tensors(model, tuple(args), kwargs):
+            refuse_other_forms(x, f"the input {'.'.join(path)}")
+        for name, x in model.named_buffers():
+            refuse_other_forms(x, f"the buffer {name}")
         if all(type(x) in (Tensor, nn.Parameter) and not has_only_shape(x) for x in reached.tensors):
             return _recorded(model, args, kwargs, reached, torch.clone)._replace(answers=None)
         if not isinstance(error, NotImplementedError | RuntimeError) or isinstance(error, LayoutError):

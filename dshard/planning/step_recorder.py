@@ -217,7 +217,8 @@ class GraphRecorder:
 
     def run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator without data, and record it."""
-        op, tensors = find(func), tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
+        op = find(func) if all(x.layout == torch.strided for x in tensors) else None  # of sparse ones no rule is asked
         if func.namespace in _COLLECTIVES and WAITED_FOR.in_force() and not all(map(has_only_shape, tensors)):
             raise MeshError(
                 f"{func}: a collective in the forward pass of a model that the first rank plans while the others wait: "

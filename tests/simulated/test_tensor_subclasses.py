@@ -264,3 +264,36 @@ class Ragged(nn.Module):
 def test_models_that_make_tensors_with_own_rules_are_not_planned(strategy: str) -> None:
     with pytest.raises(MixedError, match=r"\bNestedTensor\b.*has its own rules"):
         plan_model(Ragged(), MESH, strategy, torch.ones(6, 4), torch.tensor([0, 2, 6]))
+
+
+class Propagated(nn.Module):
+    """Linear features, multiplied by a matrix that it holds or is given."""
+
+    def __init__(self, matrix: Tensor, held: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        if held == "buffer":
+            self.register_buffer("matrix", matrix)
+        else:
+            self.matrix = matrix if held == "attribute" else None
+
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        matrix = self.matrix if matrix is None else matrix
+        assert matrix is not None
+        return matrix @ self.linear(x)
+
+
+@pytest.mark.parametrize("held", ["input", "buffer", "attribute"])
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_sparse_tensors_of_models_are_refused_in_words(sparse: Callable[[Tensor], Tensor], held: str) -> None:
+    matrix = sparse(torch.eye(4))
+    model, args = Propagated(matrix, held), (torch.randn(4, 3), *[matrix] * (held == "input"))
+    with simulated(MESH), pytest.raises(LayoutError, match=rf"is of layout {matrix.layout}: .* to_dense"):
+        parallelize(model, MESH, "data", *args)(*args)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_examples_are_refused_by_name(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(n, 3) for n in (2, 4)], layout=layout)
+    with pytest.raises(LayoutError, match=r"the input input is nested: .* by to_padded_tensor"):
+        plan_model(nn.Linear(3, 2), MESH, "data", nested)

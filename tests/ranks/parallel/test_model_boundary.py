@@ -239,7 +239,7 @@ def given_different_data() -> str:
         rows(x[:, : 6 - (rank == 2)])
     with pytest.raises(LayoutError, match=r"different data, x, on ranks \[0\] and ranks \[1\]"):
         rows(x[: 4 - (rank == 1)])
-    with pytest.raises(LayoutError, match=r"the input x has layout torch.sparse_coo, .* give x.to_dense\(\)"):
+    with pytest.raises(LayoutError, match=r"the input x is of layout torch.sparse_coo: .* by to_dense\(\)"):
         model(x.to_sparse(), y)
     model(x, y)  # raised on all ranks: they are still in step
     torch.manual_seed(rank)
