@@ -47,12 +47,18 @@ Member = tuple[list[Place], tuple[str, ...]]
 def blocks_of(model: nn.Module) -> Iterator[str]:
     """The paths of the modules whose weights are gathered together: the entries of the outermost lists of modules.
 
-    Without lists, the entries of the outermost `nn.Sequential`s. Other weights are gathered with the model itself.
+    Without lists, the entries of the outermost `nn.Sequential`s; of several of these, one of mere layers is a block
+    itself. Other weights are gathered with the model itself.
     """
     kind = nn.ModuleList if any(isinstance(m, nn.ModuleList) for m in model.modules()) else nn.Sequential
     containers = [path for path, module in model.named_modules() if isinstance(module, kind)]
-    for path in [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]:
-        for name, child in model.get_submodule(path).named_children():
+    outermost = [p for p in containers if not any(p != q and _is_within(p, q) for q in containers)]
+    for path in outermost:
+        entries = [*model.get_submodule(path).named_children()]
+        if kind is nn.Sequential and len(outermost) > 1 and not any([*child.children()] for _, child in entries):
+            yield path
+            continue
+        for name, child in entries:
             if next(child.parameters(), None) is not None:
                 yield f"{path}.{name}".lstrip(".")
 
