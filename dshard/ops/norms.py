@@ -21,12 +21,13 @@ from dshard.core.context import planning_context
 from dshard.core.executable import Executable, wrap_as
 from dshard.core.observe import Decision
 from dshard.core.operands import operand_of, plans_to
-from dshard.core.signature import Args, Function, Kwargs
+from dshard.core.signature import Args, Context, Function, Kwargs
 from dshard.core.spec import Spec, contiguous_spec
 from dshard.core.torch_function import autocast_dtype, bind_arguments
+from dshard.core.transforms import is_differentiating_forward
 from dshard.core.wrapper import Wrapper
 from dshard.layout import Layout, placed
-from dshard.ops.composite import Local, run_chosen
+from dshard.ops.composite import Local, recorded_gradients, run_chosen
 from dshard.ops.custom import accept_call, decomposed
 from dshard.ops.decompositions import group_norm_backward as decomposed_group_norm_backward
 from dshard.ops.small_reductions import (
@@ -39,7 +40,7 @@ from dshard.ops.small_reductions import (
 from dshard.placements import Partial, Replicate, Shard
 from dshard.rules.rule import Rule, linear
 from dshard.rules.rule_notation import parse_rule
-from dshard.torch_private import OpOverload, decomposition_table
+from dshard.torch_private import OpOverload, decomposition_table, is_transforming
 
 
 def along(call: Call) -> Rule:
@@ -256,8 +257,40 @@ def _statistics(n: int, x: Tensor) -> Tensor:
     """This rank's mean, its part of the variance around that, and its share of the `n` elements of each channel."""
     dims, wide = [d for d in range(x.dim()) if d != 1], x.to(sum_dtype(x.dtype))
     share = prod(x.shape[d] for d in dims) / n
-    var, mean = torch.var_mean(wide, dims, correction=0) if share else (wide.sum(dims), wide.sum(dims))
+    if not share:
+        var, mean = wide.sum(dims), wide.sum(dims)
+    elif _is_plain():
+        var, mean = _Moments.apply(wide, dims)  # type: ignore[no-untyped-call]
+    else:
+        var, mean = torch.var_mean(wide, dims, correction=0)
     return torch.stack([mean, var * share, torch.full_like(mean, share)]).unsqueeze(0)
+
+
+def _is_plain() -> bool:
+    """Whether neither a transform of torch.func nor a forward-mode derivative is at work: they want operators."""
+    return not (is_transforming() or is_differentiating_forward())
+
+
+class _Moments(torch.autograd.Function):
+    """Variance and mean along dims; the gradient of both is read and written once."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        ctx.save_for_backward(x, mean)
+        return var, mean
+
+    @staticmethod
+    def backward(ctx: Context, of_var: Tensor, of_mean: Tensor) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        n = prod(size for d, size in enumerate(x.shape) if d != 1)
+        slope = of_var * (2 / n)
+        return torch.addcmul(_beside(of_mean / n - slope * mean, x), x, _beside(slope, x)), None
+
+
+def _beside(numbers: Tensor, x: Tensor) -> Tensor:
+    """Numbers for each channel of `x`, with its dims."""
+    return numbers.view([-1 if d == 1 else 1 for d in range(x.dim())])
 
 
 def _merged(stats: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,11 +302,55 @@ def _merged(stats: Tensor) -> tuple[Tensor, Tensor]:
 
 def _normalized(eps: float, has_weight: bool, has_bias: bool, x: Tensor, stats: Tensor, *affine: Tensor) -> Tensor:
     mean, var = _merged(stats)
-    shape, rest = [-1 if d == 1 else 1 for d in range(x.dim())], list(affine)
+    rest = iter(affine)
+    weight, bias = (next(rest) if has else None for has in (has_weight, has_bias))
+    if not x.numel() or not _is_plain():  # torch's kernels divide by the number of elements
+        return _by_operators(eps, x, mean, var, weight, bias)
+    wide = [None if t is None else t.to(mean.dtype) for t in (weight, bias)]
+    return _Normalized.apply(eps, x, mean, var, *wide)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _by_operators(
+    eps: float, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     scale = torch.rsqrt(var + eps)
-    scale = scale * rest.pop(0) if has_weight else scale
-    out = (x - mean.view(shape)) * scale.view(shape)
-    return (out + rest[0].view(shape) if has_bias else out).to(x.dtype)
+    scale = scale if weight is None else scale * weight
+    out = (x - _beside(mean, x)) * _beside(scale, x)
+    return (out if bias is None else out + _beside(bias, x)).to(x.dtype)
+
+
+class _Normalized(torch.autograd.Function):
+    """Batch norm with statistics that have a gradient, by the kernels of evaluation, for which these are constant."""
+
+    @staticmethod
+    def forward(ctx: Context, eps: float, x: Tensor, mean: Tensor, var: Tensor, *affine: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, mean, var, *affine)
+        ctx.eps = eps
+        weight, bias = affine
+        return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, var, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            given = [x, mean, var, weight, bias]
+            has = [t is not None for t in given]
+
+            def recorded(operands: Sequence[Any]) -> Tensor:
+                rest = iter(operands)
+                return _by_operators(ctx.eps, *[next(rest) if each else None for each in has])  # type: ignore[arg-type]
+
+            tensors = [t for t in given if t is not None]
+            found = iter(recorded_gradients(recorded, tensors, grad, [t.requires_grad for t in tensors]))
+            return None, *[next(found) if each else None for each in has]
+        of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        scale = torch.rsqrt(var + ctx.eps)
+        of_scale = of_weight if weight is None else of_weight * weight
+        of_mean = -of_bias * (scale if weight is None else scale * weight)
+        of_var = -0.5 * of_scale * scale.square()
+        return None, of_x, of_mean, of_var, None if weight is None else of_weight, None if bias is None else of_bias
 
 
 RULES: dict[str, Operator] = {
