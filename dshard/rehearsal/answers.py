@@ -182,7 +182,7 @@ class Lifetimes:
         kept: The slots that a backward pass may read.
         made_once: The slots of values that are random, or filled by other functions than operators.
         lost: The slots of values that nothing makes again of what is kept: made once, sent, written to, or of such.
-        written: The slots whose memory is written to.
+        written: The slots whose memory is written to; `rewritten` those of results that get a gradient, and are kept.
         new_memory: The slots of values that operators made of others, and nothing fills or writes to.
     """
 
@@ -196,11 +196,16 @@ class Lifetimes:
     made_once: frozenset[Slot]
     lost: frozenset[Slot]
     written: frozenset[Slot]
+    rewritten: frozenset[Slot]
     new_memory: frozenset[Slot]
 
     def at(self, slot: Slot) -> Slot:
         """The slot whose value stands for that of `slot`."""
         return self.same.get(slot, slot)
+
+    def fresh(self, slots: Iterable[Slot]) -> list[int]:
+        """The numbers of those slots whose values the calls have made, and never written to."""
+        return [slot.number for slot in slots if self.maker.get(slot, -1) >= 0 and slot in self.new_memory]
 
 
 def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
@@ -250,6 +255,7 @@ def lifetimes_of(contents: Contents, alive: set[Slot]) -> Lifetimes:
         made_once=frozenset(made_once),
         lost=frozenset(lost),
         written=frozenset(written),
+        rewritten=frozenset(kept & written & {x.slot for x in contents.made.values() if x.kind[4]}),
         new_memory=frozenset(new - written - {same.get(slot, slot) for slot in filled}),
     )
 

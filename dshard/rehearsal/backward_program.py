@@ -102,13 +102,12 @@ def program_of(
         return frozenset(numbers)
 
     values = read - fixed
-    fresh = [slot.number for slot in values if life.maker.get(slot, -1) >= 0 and slot in life.new_memory]
     wraps = {n: result.wrap for n, result in results.items()}
     return BackwardProgram(
         run,
         [part.numbers for part in parts],
         wraps,
-        tuple(fresh),
+        tuple(life.fresh(values)),
         frozenset(values),
         operands(read),
         [operands(slot for each in instructions for slot in reads(each)) for instructions, _ in pairs],

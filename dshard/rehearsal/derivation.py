@@ -502,6 +502,14 @@ def _alias(x: Any, derivation: Derivation, may_be_leaf: bool, *, is_apart: bool)
     return alias
 
 
+def _to_write(x: Any, derivation: Derivation) -> Any:
+    """A tensor that a call may write to in place of `x`, which autograd takes for a leaf, or for saved."""
+    with no_torch_function(), derivation._unrecorded():
+        copy = x.clone()
+    share(derivation, copy, x)
+    return copy
+
+
 def _read_weight(read: Callable[[int], Tensor], place: int) -> Tensor:
     return read(place)
 
@@ -519,13 +527,16 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
         if call.checkpoint is not None:
             frame = frames.setdefault(call.checkpoint, Frame(derivation))
             derivation.taken, hooks = frame.taken, (frame.pack, frame.unpack)
+        operands = {n: inner[n] for n in call.refs}
+        rewritten = {n: _to_write(x, derivation) for n, x in operands.items() if n in call.writes and x.requires_grad}
+        inner.update(rewritten)
         derivation.begin_call(call)
         with _as_before(call), nullcontext() if hooks is None else saved_tensors_hooks(*hooks):
             args, kwargs = pytree.tree_map(
                 lambda x: inner[x.number] if isinstance(x, Ref) else x, (call.args, call.kwargs), is_leaf=is_size
             )
             results = pytree.tree_leaves(run_eagerly(call.func, args, kwargs))
-        made = dict[int, Any]()
+        made = dict[int, Any](rewritten)
         for ref, x in zip(call.outs, results, strict=True):
             if isinstance(ref, Ref):
                 is_ready(x)
@@ -537,7 +548,7 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
             with no_torch_function():
                 made = {n: x for n, x in made.items() if x.requires_grad}
             with derivation._unrecorded():
-                staged.add_call(made, {n: inner[n] for n in call.refs})
+                staged.add_call(made, operands)
             inner.update({n: _alias(x, derivation, True, is_apart=True) for n, x in made.items()})
 
 

@@ -29,6 +29,7 @@ from dshard.core.wrapper import Wrapper, wrap
 from dshard.dispatch.planned_calls import PLANNED, is_checkpoint, outermost_checkpoint
 from dshard.rehearsal.calls import MISS, RecordedCall, autocast_now, local_of, memory_of
 from dshard.rehearsal.gradient_order import GivenGradients
+from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
 from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, CallResult, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
@@ -62,8 +63,7 @@ class Run:
     def __init__(self, record: Record, inputs: Sequence[Tensor], use: GatheredUse | None) -> None:
         self.record, self.use = record, use
         self.inputs: list[Any] = [*inputs]
-        self.fixed = record.own.fixed
-        self.values: list[Any] = self.fixed.values.copy()
+        self.values: list[Any] = record.own.fixed.values.copy()
         self.tensors: list[Any] = record.tensors
         self.n_answered, self._missed = 0, (0, 0, "")
         self.answer: Answer | None = None
@@ -72,6 +72,7 @@ class Run:
         record.last = ref(self)
         self.given = GivenGradients(record.order.segments(record.own.are_hooked()), record.order.packs)
         self.overwritten: list[int] = []
+        self.rewritten: list[tuple[Slot, int]] = []  # those whose values calls have written to, with the versions
         self.hooks: OrderedDict[int, tuple[int, Callable[[Tensor], Any]]] = OrderedDict()
         self.tensors[: len(inputs)] = inputs
         for n, place in record.places.inputs:
@@ -91,6 +92,11 @@ class Run:
         """The leaves and inputs with these numbers."""
         leaves = self.record.contents.leaves
         return [leaves[n] if n in leaves else self.inputs[n] for n in numbers]
+
+    @property
+    def fixed(self) -> Any:
+        """The values that are the same in all runs."""
+        return self.record.own.fixed
 
     def session(self) -> Answer:
         """The function that answers calls."""
@@ -315,6 +321,9 @@ class Run:
         if not places.needing:
             self.values = []
         else:
+            values = self.values
+            written = [(slot, values[slot.number]) for slot in record.lifetimes.rewritten]
+            self.rewritten = [(slot, x._version) for slot, x in written if x is not None]
             self.versions |= _sharing(held)
             del held, x
             for slot in record.unread if self.is_whole else ():

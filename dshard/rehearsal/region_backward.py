@@ -195,9 +195,7 @@ def gradients(run: Run, asked: Sequence[int], grads: Sequence[Tensor | None], ct
     if [slot for slot in program.slots if values[slot.number] is None]:  # it ended when no known program read them
         return asked, _DerivedPass(run, None, asked, given, arrived).parts()
     _check_versions(run, program.reads)
-    for number in program.fresh:
-        if values[number]._version:
-            raise RuntimeError(OVERWRITTEN.format(tuple(values[number].shape)))
+    _check_values(_written_since(values, program.fresh, run), program.slots)
     if run.overwritten:
         _check_overwritten(run, program.slots)
     if keeps_graph():
@@ -245,6 +243,19 @@ Versions: TypeAlias = Mapping[int, tuple[Tensor, int]]
 _UNKNOWN: tuple[Tensor | None, int] = (None, 0)
 
 
+def _written_since(values: Sequence[Any], fresh: Iterable[int], run: Run) -> dict[int, tuple[int, ...]]:
+    """The places of values that others have written to, with their shapes: the run's own calls never did, or before."""
+    versions = [(n, 0) for n in fresh] + [(slot.number, version) for slot, version in run.rewritten]
+    pairs = [(n, values[n], version) for n, version in versions]
+    return {n: tuple(x.shape) for n, x, version in pairs if x is not None and x._version != version}
+
+
+def _check_values(written: Mapping[int, tuple[int, ...]], read: Iterable[Slot]) -> None:
+    for slot in read if written else ():
+        if slot.number in written:
+            raise RuntimeError(OVERWRITTEN.format(written[slot.number]))
+
+
 def _check_overwritten(run: Run, slots: Iterable[Slot]) -> None:
     for slot in slots:
         x = run.values[slot.number]
@@ -269,7 +280,8 @@ class _DerivedPass:
             needing = run.record.places.needing
             self._staged.begin({needing[i]: grad for i, grad in zip(given, grads, strict=True)})
             self._layouts = {n: inner[n]._spec.layout for n in asked if isinstance(inner[n], Wrapper)}
-            self._n_values = len(run.values)
+            self._n_values, life = len(run.values), run.record.lifetimes
+            self._written = _written_since(run.values, life.fresh(life.kept), run)
             if not (keeps_graph() or run.overwritten):
                 inner.clear()
                 derivation.let_go()
@@ -309,10 +321,13 @@ class _DerivedPass:
 
     def _end(self) -> None:
         run, record, derivation = self._run, self._run.record, self._derivation
+        given, life = [each.slot for each in self._results.values()], record.lifetimes
+        read = {
+            life.at(slot) for slot in derivation.read_by(derivation.instructions, given) if slot.number < self._n_values
+        }
         if run.overwritten:
-            given = [each.slot for each in self._results.values()]
-            read = [slot for slot in derivation.read_by(derivation.instructions, given) if slot.number < self._n_values]
-            _check_overwritten(run, map(record.lifetimes.at, read))
+            _check_overwritten(run, read)
+        _check_values(self._written, read)
         record.why_not = derivation.why_not or record.why_not
         if self._pattern is not None and not derivation.why_not and len(record.programs) < MAX_PATTERNS:
             *before, last = self._stages or [PassStage(0, [])]

@@ -403,8 +403,9 @@ class RegionRecording:
             raise Ends(recorder.reads_host)
         for x in written:
             with no_torch_function():
-                if x.requires_grad or id(x) not in self._numbers:
-                    raise Ends("a write to a tensor that needs a gradient", self._first_write(x))
+                may_be_seen = x.requires_grad or id(x) not in self._numbers
+            if may_be_seen and (call.checkpoint is not None or not self._becomes(x, results)):
+                raise Ends("a write to a tensor that needs a gradient", self._first_write(x))
             number = self._numbers[id(x)]
             if self._is_gathered(x):
                 raise Ends("a write to a gathered weight")
@@ -443,6 +444,21 @@ class RegionRecording:
         if base is None or origin.local is not x._local_tensor:
             raise Ends("a result is a view of a copy")
         return Copy(base, replace(origin, base=None, local=None))
+
+    def _becomes(self, x: Tensor, results: Sequence[object]) -> bool:
+        """Whether a result of an earlier call has become that of this one, which has overwritten it, and nothing else.
+
+        No other tensor has its memory, so that autograd has no views to know of.
+        """
+        n = self._numbers.get(id(x))
+        made = None if n is None else self.made.get(n)
+        if n is None or made is None or len(results) != 1 or results[0] is not x:
+            return False
+        if not made.kind[4] or made.copy is not None or self.recorder.slot_of(local_of(x)) != made.slot:
+            return False
+        storage = self._memory(n)
+        of_others = [self.recorder.storages.get(slot) for slot in self.sources]
+        return [m for m in self.made if self._memory(m) == storage] == [n] and storage not in of_others
 
     def _memory(self, n: int) -> StorageWeakRef | None:
         """The memory of a tensor, that of its base if it is a view with memory of its own."""

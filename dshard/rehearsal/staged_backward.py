@@ -197,8 +197,9 @@ class StagedBackward:
             call.run(call.length, self._came)
 
     def _begin(self, call: CallGraph) -> None:
-        for n, hook in self._hooks:
-            if n in call.results and n in self._came:
-                changed = hook(self._came[n])
-                self._came[n] = self._came[n] if changed is None else changed
+        called = [each for each in self._hooks if each[0] in call.results and each[0] in self._came]
+        for n, hook in called:
+            changed = hook(self._came[n])
+            self._came[n] = self._came[n] if changed is None else changed
+        self._hooks = [each for each in self._hooks if each not in called]  # of what it was before it was overwritten
         call.begin(self._came)
