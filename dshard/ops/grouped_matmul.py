@@ -13,6 +13,7 @@ from torch import Tensor
 from dshard.comm import numbers_of, with_form
 from dshard.core.call import Call, LocalOp, Operator, RankCall
 from dshard.core.signature import Function
+from dshard.errors import ShapeError
 from dshard.rules.rule import Rule, linear
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -41,7 +42,13 @@ def without_data(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The result for meta tensors of every dtype: torch's own form refuses those that its kernels of GPUs do."""
-    *operands, out = (term.split() for term in _TERMS[a.dim(), b.dim()])
+    dims = a.dim(), b.dim()
+    if dims not in _TERMS or (offs is None) != (dims == (3, 3)):
+        raise ShapeError(
+            f"a grouped matmul of shapes {tuple(a.shape)} and {tuple(b.shape)} {'without' if offs is None else 'with'} "
+            "offs: give operands of 2 or 3 dims, and offs, the ends of the groups, unless both have 3"
+        )
+    *operands, out = (term.split() for term in _TERMS[dims])
     sizes = {"[e]": 0 if offs is None else offs.shape[0]}
     for term, x in zip(operands, (a, b), strict=True):
         sizes |= zip(term, x.shape, strict=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dshard import DTensor, Layout, Mesh, Partial, Replicate, Shard, trace
+from dshard import DTensor, Layout, Mesh, Partial, Replicate, ShapeError, Shard, trace
 from dshard.layout import replicated
 from dshard.testing import distribute, simulated, whole
 
@@ -99,3 +99,11 @@ def test_ranks_that_share_the_tokens_compute_their_part_of_each_group(
         torch.testing.assert_close(whole(z.detach()), out.detach(), rtol=0, atol=0)
         for mine, theirs in zip((x, y), expected, strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shapes", [((8,), (4, 12, 20)), ((4, 4), (4, 4)), ((8, 12), (4, 12, 20))], ids=str)
+def test_operands_that_make_no_groups_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
+    with simulated(MESH):
+        a, b = (distribute(torch.ones(shape), replicated(MESH)) for shape in shapes)
+        with pytest.raises(ShapeError, match="without offs: give operands of 2 or 3 dims, and offs"):
+            grouped(a, b, None)
