@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from dshard.autograd.crossing import as_distributed, redistribute
@@ -48,15 +49,16 @@ class InnerGraph(Protocol):
 
 
 def _inner_graph(x: object) -> InnerGraph | None:
-    """The node that stands for operators which used `x`, beside the one that made it."""
-    if not isinstance(x, Wrapper):
+    """The node that stands for operators which used `x`, a tensor or an edge to it, beside the one that made it."""
+    if not isinstance(x, Wrapper | GradientEdge):
         return None
     with no_torch_function():
-        graph: InnerGraph | None = getattr(x.grad_fn, "inner", None)
+        node = x.grad_fn if isinstance(x, Wrapper) else x.node
+        graph: InnerGraph | None = getattr(node, "inner", None)
         return graph if graph is not None and graph.uses(x.output_nr) else None
 
 
-def _hook_within(x: Wrapper, graph: InnerGraph, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+def _hook_within(x: Wrapper | GradientEdge, graph: InnerGraph, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     with no_torch_function():
         return graph.add_hook(x.output_nr, hook)
 
@@ -167,7 +169,9 @@ def gradients(run: Function, args: Args, kwargs: Kwargs) -> Any:
         return run(*args, **kwargs)
     if options.get("is_grads_batched"):
         return _stacked_gradients(run, options)
-    options["inputs"] = inputs = [successor(x) for x in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    options["inputs"] = inputs = [
+        successor(x) for x in ([inputs] if isinstance(inputs, Tensor | GradientEdge) else inputs)
+    ]
     inner = [_inner_graph(x) for x in inputs]
     if any(inner):
         return _gradients_within(run, options, inputs, inner)

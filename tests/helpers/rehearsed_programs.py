@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -744,6 +745,17 @@ def gradient_for_an_activation() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         loss = model(x).square().mean()
         return [loss, *torch.autograd.grad(loss, [model.kept])]
+
+    return Keeping, step
+
+
+@program
+def gradient_for_the_edge_to_an_activation() -> tuple[Make, Step]:
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        loss = model(x).square().mean()
+        edge = get_gradient_edge(model.kept)
+        (first,) = torch.autograd.grad(loss, edge, retain_graph=True)
+        return [loss, first, *torch.autograd.grad(loss, [edge, model.kept])]
 
     return Keeping, step
 
