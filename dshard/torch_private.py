@@ -197,6 +197,9 @@ n_dispatch_modes: Callable[[], int] = _needed("torch._C._len_torch_dispatch_stac
 n_function_modes: Callable[[], int] = _needed(
     "torch._C._len_torch_function_stack", "steps of optimisers on local tensors only outside of modes"
 )
+asks_classes: Callable[[], bool] = _needed(
+    "torch._C._is_torch_function_enabled", "files that hooks of saved tensors write"
+)
 is_autocasting: Callable[[], bool] = _needed("torch._C._is_any_autocast_enabled", "autocast of composite operators")
 decomposition_table: dict[OpOverload, Callable[..., Any]] = _needed(
     "torch._decomp.decomposition_table", "operators without a rule that torch can take apart"

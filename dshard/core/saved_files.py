@@ -15,6 +15,7 @@ from dshard.comm import group_rank, is_absent, is_own, runtime_of, warn_here
 from dshard.core.spec import Spec
 from dshard.errors import CheckpointError
 from dshard.layout import Layout, Shape
+from dshard.torch_private import asks_classes
 
 _PICKLERS = frozenset({"dshard", "pickle", "dill", "cloudpickle"})
 """The packages whose code may lie between `torch.save` and the method that pickles a tensor."""
@@ -24,7 +25,12 @@ _WARNED: set[tuple[str, int]] = set()
 
 
 def torch_save_caller() -> FrameType | None:
-    """The frame of the program that called `torch.save`, if that is who pickles; None in pickles of other kinds."""
+    """The frame of the program that called `torch.save`, if that is who pickles; None in pickles of other kinds.
+
+    Those are, too, what a hook of saved tensors writes: autograd is to have it back as it was.
+    """
+    if not asks_classes():  # `__torch_function__`, which autograd's hooks of a distributed tensor run without
+        return None
     is_saving = False
     for frame in callers():
         name = frame.f_globals.get("__name__", "")

@@ -303,3 +303,34 @@ def test_safetensors_is_refused_with_the_lines_to_write(tmp_path: Path) -> None:
         ):
             call()
     assert not (tmp_path / "other").exists()
+
+
+# -- what autograd saves in files
+
+
+def gradients_by_files(strategy: str | None) -> list[Tensor]:
+    """The gradients of a step whose hooks of saved tensors keep these in files, as torch's tutorial has them."""
+    model, _ = trained(strategy, 0)
+
+    def in_file(x: Tensor) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save(x, file)
+        return file
+
+    def of_file(file: io.BytesIO) -> Any:
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    with torch.autograd.graph.saved_tensors_hooks(in_file, of_file):
+        loss = F.cross_entropy(model(TOKENS), (TOKENS + 1) % 10)
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_hooks_of_saved_tensors_may_write_files(strategy: str, ranks: RankPool) -> None:
+    of_ranks, expected = ranks.run(gradients_by_files, strategy)[0], ranks.run(gradients_by_files, None)[0]
+
+    for found, right in zip(of_ranks, expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
