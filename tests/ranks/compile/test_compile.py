@@ -278,10 +278,9 @@ def other_sizes(sizes: tuple[int, ...], backend: str) -> None:
     assert counter.frame_count == len(set(sizes))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("sizes", "backend"),
-    [((5, 1), "eager"), pytest.param((8, 5, 3, 8, 5, 1), "aot_eager", marks=pytest.mark.thorough)],
-    ids=str,
+    ("sizes", "backend"), [((5, 1), "eager"), ((8, 5, 3, 8, 5, 1), "aot_eager")], ids=["eager", "aot_eager"]
 )
 def test_each_size_has_its_graph(ranks: RankPool, sizes: tuple[int, ...], backend: str) -> None:
     ranks.run(other_sizes, sizes, backend)

@@ -195,6 +195,7 @@ def blocks_alike() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.thorough
 def test_a_model_and_its_loss_are_one_graph(ranks: RankPool) -> None:
     ranks.run(compiled_within_a_loss, "megatron", False, "eager", 0, timeout=300.0)
 
