@@ -245,9 +245,10 @@ _UNKNOWN: tuple[Tensor | None, int] = (None, 0)
 
 def _written_since(values: Sequence[Any], fresh: Iterable[int], run: Run) -> dict[int, tuple[int, ...]]:
     """The places of values that others have written to, with their shapes: the run's own calls never did, or before."""
-    versions = [(n, 0) for n in fresh] + [(slot.number, version) for slot, version in run.rewritten]
-    pairs = [(n, values[n], version) for n, version in versions]
-    return {n: tuple(x.shape) for n, x, version in pairs if x is not None and x._version != version}
+    written = {n: values[n] for n in fresh if values[n] is not None and values[n]._version}
+    rewritten = {slot.number: (values[slot.number], version) for slot, version in run.rewritten}
+    written |= {n: x for n, (x, version) in rewritten.items() if x is not None and x._version != version}
+    return {n: tuple(x.shape) for n, x in written.items()}
 
 
 def _check_values(written: Mapping[int, tuple[int, ...]], read: Iterable[Slot]) -> None:
