@@ -76,7 +76,7 @@ def collective_seconds(
     if n == 1:
         return 0.0
     if terms.messages:
-        crossing = _crossing_seconds(nbytes, along, _links_along(mesh, axes, topology)) if along else None
+        crossing = tuple(zip(_terms_along(mesh, axes, topology), along, strict=True)) if along else ()
         return terms.message_seconds(nbytes, 1 if collective == "permute" else peers, crossing)
     if not even and topology.backend == "nccl":
         nodes, _ = topology.nodes(mesh, axes) or (1, None)
@@ -170,15 +170,22 @@ class Terms(NamedTuple):
     latency: float
     messages: tuple[MessagePrice, ...] = ()
 
-    def message_seconds(self, nbytes: float, peers: int | None = None, crossing: float | None = None) -> float:
-        """Seconds of messages from so many peers, or all; bytes take `crossing`, or as long as over the link."""
-        over = self.link.seconds(nbytes) if crossing is None else crossing
-        return min(
-            [
-                begin + (most if peers is None else min(most, peers * one)) + slowed * over
-                for begin, one, most, slowed in self.messages
-            ]
-        )
+    def message_seconds(
+        self, nbytes: float, peers: int | None = None, crossing: Sequence[tuple[Terms, float]] = ()
+    ) -> float:
+        """Seconds of messages from so many peers, or all.
+
+        Where it is known what comes from elsewhere on each axis, by its terms alone, bytes take as long as along it.
+        """
+        found = []
+        for i, (begin, one, most, slowed) in enumerate(self.messages):
+            over = _crossing_seconds(nbytes, crossing, i) if crossing else slowed * self.link.seconds(nbytes)
+            found.append(begin + (most if peers is None else min(most, peers * one)) + over)
+        return min(found)
+
+    def bytes_seconds(self, nbytes: float, protocol: int) -> float:
+        """Seconds for the bytes of messages by the protocol of this number; a measured link has one for all."""
+        return self.messages[min(protocol, len(self.messages) - 1)].slowed * self.link.seconds(nbytes)
 
 
 @cached("network", 8192)
@@ -321,24 +328,23 @@ def hidden_seconds_lost(nbytes: float, seconds: float, topology: Topology) -> fl
 
 
 @cached("network", 1024)
-def _links_along(mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[Link | None, ...]:
-    """The link of an exchange along each of these axes alone; None along one of a single rank."""
-    return tuple(
-        [topology.link(mesh, (axis,), "exchange") if mesh.shape[mesh.axis(axis)] > 1 else None for axis in axes]
-    )
+def _terms_along(mesh: Mesh, axes: tuple[str, ...], topology: Topology) -> tuple[Terms, ...]:
+    """The terms of an exchange along each of these axes alone."""
+    return tuple([terms_of("exchange", mesh, (axis,), topology) for axis in axes])
 
 
-def _crossing_seconds(nbytes: float, along: Sequence[float], links: Sequence[Link | None]) -> float:
+def _crossing_seconds(nbytes: float, crossing: Sequence[tuple[Terms, float]], protocol: int) -> float:
     """Seconds for the bytes of an exchange, each over the slowest of the links along which it crosses an axis.
 
-    Bytes that cross one axis are not counted again on a faster one: what stays within a host does not load its link.
+    Bytes that cross one axis are not counted again on a faster one: what stays within a host does not load its link,
+    nor is it sent at the rate of a protocol between hosts.
     """
-    crossed = [(link, crossing) for link, crossing in zip(links, along, strict=True) if link is not None]
-    slowest_first = sorted(crossed, key=lambda pair: -pair[0].seconds(nbytes))
+    crossed = [each for each in crossing if each[0].messages]  # none along an axis of one rank
+    slowest_first = sorted(crossed, key=lambda each: -each[0].bytes_seconds(nbytes, protocol))
     seconds, left = 0.0, nbytes
-    for link, crossing in slowest_first:
-        seconds, left = seconds + link.seconds(min(left, crossing)), left - min(left, crossing)
-    return seconds + slowest_first[-1][0].seconds(left)
+    for terms, most in slowest_first:
+        seconds, left = seconds + terms.bytes_seconds(min(left, most), protocol), left - min(left, most)
+    return seconds + slowest_first[-1][0].bytes_seconds(left, protocol)
 
 
 def _log2(n: int) -> int:
