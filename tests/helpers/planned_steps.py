@@ -97,8 +97,11 @@ def model_and_batch(family: str) -> tuple[nn.Module, tuple[Any, ...]]:
 # -- what is planned
 
 
-def planned_step(family: str, shape: tuple[int, ...]) -> tuple[ModelPlan, list[Sent], Seconds]:
-    """The plan of a step in which bytes that are held have a price, all collectives that it says, and its seconds."""
+def planned_step(family: str, shape: tuple[int, ...]) -> tuple[ModelPlan, list[Sent], Seconds, dict[int, set[int]]]:
+    """The plan of a step in which bytes that are held have a price, all collectives that it says, and its seconds.
+
+    The functions that a view may separate from each function are those where its moves may run, too.
+    """
     (model, args), mesh = model_and_batch(family), mesh_of(shape)
     graph = record_step(model, args, {}).graph().copies()
     chosen = plan_step(StepTables(graph, mesh, SLOW), Weights(memory=1e-7))
@@ -106,7 +109,33 @@ def planned_step(family: str, shape: tuple[int, ...]) -> tuple[ModelPlan, list[S
     with use_topology(SLOW):
         cost = StepPrices(model, args, {})(plan)
         sent = [*planned_collectives(with_kept(graph, model, plan), chosen, SLOW)]
-    return replace(plan, cost=cost), sent, Seconds(cost.work, cost.communication, cost.hidden)
+    return replace(plan, cost=cost), sent, Seconds(cost.work, cost.communication, cost.hidden), beside_views(graph)
+
+
+MAY_VIEW = ("flatten", "reshape", "contiguous")
+"""Functions that copy only where a view does not do, which local tensors may decide otherwise than global ones."""
+
+
+def beside_views(graph: StepGraph) -> dict[int, set[int]]:
+    """For each function those that read what it makes, or make what it reads, with nothing but views between."""
+    views = {i for i, each in enumerate(graph.functions) if each.is_view or each.name in MAY_VIEW}
+    makers = {value: i for i, each in enumerate(graph.functions) for value in each.results}
+    beside: dict[int, set[int]] = {i: set() for i in range(len(graph.functions))}
+    for i, each in enumerate(graph.functions):
+        for maker in {makers[value] for value in each.operands if value in makers}:
+            if views & {i, maker}:
+                beside[i].add(maker)
+                beside[maker].add(i)
+
+    def reached(first: int) -> set[int]:
+        found, queue = {first}, [first]
+        while queue:
+            new = beside[queue.pop()] - found
+            found |= new
+            queue += new & views
+        return found
+
+    return {i: reached(i) for i in beside}
 
 
 def planned_collectives(graph: StepGraph, chosen: StepPlan, topology: Topology) -> Iterator[Sent]:
@@ -166,10 +195,11 @@ def with_kept(graph: StepGraph, model: nn.Module, plan: ModelPlan) -> StepGraph:
     return replace(graph, kept=frozenset([name for name, own in of.items() if len(own) > 1 or own <= {"", *last}]))
 
 
-def differences(planned: Sequence[Sent], *ran: Sequence[Sent]) -> list[str]:
+def differences(planned: Sequence[Sent], beside: dict[int, set[int]], *ran: Sequence[Sent]) -> list[str]:
     """The places, passes, kinds and axes of which the busiest of these ranks did not receive what was planned.
 
-    A collective of several parameters moves the bytes of all of them.
+    A collective of several parameters moves the bytes of all of them, also those that one alone would exchange. What
+    is planned at a function may run at one that only a view separates from it.
     """
     before, after = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     for event in planned:
@@ -177,7 +207,16 @@ def differences(planned: Sequence[Sent], *ran: Sequence[Sent]) -> list[str]:
     for events in zip(*ran, strict=True):
         after[events[0][:4]] += max(event.nbytes for event in events)
     for place, *how in [key for key in after if isinstance(key[0], tuple)]:
-        before[(place, *how)] = sum([before.pop(((name,), *how), 0) for name in place])
+        direction, kind, axis = how
+        kinds = (kind, "all_to_all") if len(place) > 1 else (kind,)
+        before[(place, *how)] = sum(
+            [before.pop(((name,), direction, each, axis), 0) for name in place for each in kinds]
+        )
+    for place, *how in [key for key in before if key not in after]:
+        for there in beside.get(place, ()):
+            if after[(there, *how)] == before[(place, *how)] and (there, *how) not in before:
+                before[(there, *how)] = before.pop((place, *how))
+                break
     keys = [key for key in before | after if before[key] != after[key]]
     return [f"{key}: {before[key]} planned, {after[key]} ran" for key in keys]
 

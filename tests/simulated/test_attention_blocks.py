@@ -176,7 +176,7 @@ def test_a_range_of_causal_queries_makes_no_mask(heads: int, key_heads: int) -> 
 
     memory = Allocations()
     with allocated(memory):
-        out = of_queries(rows, options)(q[..., 384:512, :], k, v)
+        out = of_queries(rows, n, options)(q[..., 384:512, :], k, v)
         found = out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     for mine, theirs in zip(found, expected, strict=True):

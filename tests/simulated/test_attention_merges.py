@@ -110,7 +110,7 @@ def check_gradients(panels: list[KeyPanel], grad: Tensor, out: Tensor, lse: Tens
 def test_the_price_of_loop_q_counts_the_operators_of_a_rank(rows: range) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 4).requires_grad_() for n in (len(rows), 12, 12))
-    attend, found = of_queries(rows, Options(True, None, False)), list[Tensor]()
+    attend, found = of_queries(rows, 12, Options(True, None, False)), list[Tensor]()
     (work,) = work_of([visible_blocks([rows], [range(12)], True)], len(rows), "gloo", False)
 
     assert work.blocks == (1 if rows.start == 0 else 2)

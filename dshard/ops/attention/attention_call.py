@@ -135,7 +135,7 @@ def _executable(
 def _attend_at(options: Options, rows: int, ranges: Sequence[range], keys: range) -> Attend:
     """The local attention of some of the query's rows: with a causal mask they see the keys that come before them."""
     queries = ranges[-1]
-    return of_queries(queries, options) if options.causal and len(queries) < rows else whole(options)
+    return of_queries(queries, rows, options) if options.causal and len(queries) < rows else whole(options)
 
 
 def _with_dropout(options: Options, dropout: float, needed: tuple[bool, ...], specs: Sequence[Spec]) -> ScoreFunctions:

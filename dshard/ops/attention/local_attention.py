@@ -62,16 +62,19 @@ def of_nothing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     return scores.softmax(-1) @ v
 
 
-def of_queries(queries: range, options: Options) -> Attend:
-    """Causal attention of a range of the queries to the keys that they may see.
+def of_queries(queries: range, rows: int, options: Options) -> Attend:
+    """Causal attention of a range of the queries, of so many rows, to the keys that they may see.
 
-    By blocks of the scores if the device has a kernel for them, so that no mask as large as the scores is made.
+    By blocks of the scores if the device has a kernel for them, so that no mask as large as the scores is made. Without
+    data the work is that of the last queries, which see most: so a step that is planned takes as long as on the rank
+    for which all others wait.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = range(rows - len(queries), rows) if has_only_shape(q) else queries
         if _has_blocks(q, k, v):
-            return cast(Tensor, _OfBlocks.apply(q, k, v, queries, options))  # type: ignore[no-untyped-call]
-        return _of_mask(q, k, v, queries, options)
+            return cast(Tensor, _OfBlocks.apply(q, k, v, own, options))  # type: ignore[no-untyped-call]
+        return _of_mask(q, k, v, own, options)
 
     return attend
 

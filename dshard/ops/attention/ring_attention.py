@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
 from dshard.caches import cached
-from dshard.comm import Program, Request, Session, begin, flat_exchange, request_alone, sum_dtype
+from dshard.comm import Program, Request, Session, begin, flat_exchange, has_only_shape, request_alone, sum_dtype
 from dshard.layout import Layout, Shape
 from dshard.mesh import Coordinate
 from dshard.ops.attention.block_kernels import BlockResult, KeyPanel, RowGradients, add_gradients, block_gradients
@@ -68,11 +69,32 @@ class RingAttention:
         shape = tuple(mesh.shape[axis] for axis in self.ring.axes)
         return ring_plan(shape, self.ranges(0, at), self.ranges(1, at), self.options.causal, self.reach)
 
+    @cached("rings", 4096)
+    def busiest(self, at: Coordinate) -> Coordinate:
+        """The rank that computes most of those whose local operands are as large as at `at`."""
+        mesh, rows = self.layouts[0].mesh, zip(self.layouts[:3], self.shapes[:3], strict=True)
+        along = {axis for layout, shape in rows for axis in layout.axes_of(len(shape) - 2)} - {*self.ring.axes}
+        busiest, most = at, -1
+        for first in product(*[range(n) if axis in along else (at[axis],) for axis, n in enumerate(mesh.shape)]):
+            pairs = map(sum, zip(*self.plan(first).pairs, strict=True))
+            for peer, seen in zip(mesh.peers(self.axes, first), pairs, strict=True):
+                if seen > most and self._sizes(peer) == self._sizes(at):
+                    busiest, most = peer, seen
+        return busiest
+
+    def _rank(self, functions: ScoreFunctions, at: Coordinate, space: Session, local: Tensor) -> _Rank:
+        """The rank at `at`, or, where its tensors have no data, the one for which the others wait."""
+        return _Rank(self, functions, self.busiest(at) if has_only_shape(local) else at, space)
+
+    def _sizes(self, at: Coordinate) -> list[Shape]:
+        """The shapes of the local operands of the rank at `at`."""
+        return [layout.local_shape(shape, at) for layout, shape in zip(self.layouts, self.shapes, strict=True)]
+
     def forward(
         self, functions: ScoreFunctions, at: Coordinate, space: Session, tensors: Sequence[Tensor]
     ) -> Program[tuple[Tensor, ...]]:
         """The program of one rank, from local operands to the wide local result and the log-sum-exp of its rows."""
-        rank = _Rank(self, functions, at, space)
+        rank = self._rank(functions, at, space, tensors[0])
         q, k, v = yield from rank.swapped(tuple(map(four_dims, tensors[:3])), (0, 1, 2))
         mask = rank.mask_of(tensors)
         result = BlockResult(q, v)
@@ -102,7 +124,7 @@ class RingAttention:
         `tensors` are the gradient of the result, its product with the result summed over the last dim, the log-sum-exp,
         and the operands.
         """
-        rank, operands = _Rank(self, functions, at, space), tensors[3:]
+        rank, operands = self._rank(functions, at, space, tensors[0]), tensors[3:]
         q, k, v, grad = yield from rank.swapped(tuple(map(four_dims, (*operands[:3], tensors[0]))), (0, 1, 2, 0))
         statistics = tuple(four_dims(x.unsqueeze(-1)) for x in tensors[1:3])
         delta, lse = (x.squeeze(-1) for x in (yield from rank.swapped(statistics, (0, 0))))

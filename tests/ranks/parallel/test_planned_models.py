@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -34,8 +35,8 @@ from dshard.testing.counter import count_traffic
 SLOW = Topology.preset("cpu")
 SIZES: dict[str, Any] = {"width": 64, "vocabulary": 512}
 COUNTED = 3
-LOSS = 16
-"""Bytes of the sum of the loss, a number, which ranks send each other in other rounds than its price has."""
+LOSS = 8
+"""Bytes of the sum of the loss, a number, for each rank but two: they send it in other rounds than its price has."""
 NOTHING: Mapping[str, Placement] = MappingProxyType({})
 PRICES = {"time": Weights(), "memory": Weights(memory=1e-7)}
 
@@ -93,11 +94,12 @@ def sends_as_planned(
 ) -> None:
     plan, expected = planned(family, shape, PRICES[price], stored)
 
-    for received, rehearsed in pool.run(trained, plan, family, 5):
-        step = received[-1]  # the first ones compare their inputs, and the order of gradients
-        assert abs(step["forward"] - expected["forward"]) <= LOSS
-        assert step["backward"] == expected["backward"]
-        assert "calls of torch in 0 records" not in rehearsed
+    ran = pool.run(trained, plan, family, 5)
+    steps = [received[-1] for received, _ in ran]  # the first ones compare their inputs, and the order of gradients
+    most = {direction: max(step[direction] for step in steps) for direction in expected}
+    assert abs(most["forward"] - expected["forward"]) <= LOSS * (prod(shape) - 2)
+    assert most["backward"] == expected["backward"]
+    assert all("calls of torch in 0 records" not in rehearsed for _, rehearsed in ran)
 
 
 @pytest.mark.ranks

@@ -10,15 +10,16 @@ from dshard.testing import RankPool, rank_pool
 
 
 def does_what_is_planned(pool: RankPool, family: str, shape: tuple[int, ...]) -> None:
-    plan, sent, seconds = planned_step(family, shape)
+    plan, sent, seconds, beside = planned_step(family, shape)
 
     steps = pool.run(ran_step, plan, family, timeout=180.0)
     assert sent
-    assert differences(sent, *[ran.sent for ran in steps]) == []
+    assert differences(sent, beside, *[ran.sent for ran in steps]) == []
+    busiest = max(steps, key=lambda ran: ran.seconds.work).seconds
+    assert busiest.work == pytest.approx(seconds.work, rel=0.02)
+    assert busiest.hidden == pytest.approx(seconds.hidden, rel=0.05)
     for ran in steps:
-        assert ran.seconds.work == pytest.approx(seconds.work, rel=0.02)
         assert ran.seconds.sent == pytest.approx(seconds.sent, rel=0.02)
-        assert ran.seconds.hidden == pytest.approx(seconds.hidden, rel=0.05)
         assert ran.rehearsed == ran.begun != []
 
 
