@@ -224,15 +224,17 @@ def linear_cross_entropy(
     (classes,). All may be plain, or distributed in any layout; plain ones beside distributed ones are the same on all
     ranks. The loss is a number, or has the shape of `target` with `reduction="none"`. It is that of
     `torch.nn.functional.cross_entropy`, with the classes in the last dim of the logits: ignored rows, class weights and
-    label smoothing count as there, and sums of half precision are made in single.
+    label smoothing count as there. In half precision logarithms are rounded as there, and the losses of rows summed in
+    single; a gradient of the weight in bfloat16 is rounded once for each of up to 16 chunks.
 
     The gradients of a loss that is a number are computed in the forward pass, chunk by chunk, and multiplied in the
     backward pass, so that logits are computed once (Liger Kernel, Hsu et al. 2024); those of `reduction="none"` are
     computed from the logits once more. Gradients of gradients are those of whole logits.
 
     A chunk has so many `rows` of each rank; without it an eighth of them, or fewer, so that its logits take no more
-    memory than `x`. Each mesh axis shards rows, classes or features, by price: sharded rows send one number, sharded
-    classes two numbers of each row (Shoeybi et al., Megatron-LM, section 3).
+    memory than `x`, or up to a quarter in half precision on GPUs. Each mesh axis shards rows, classes or features, by
+    price: sharded rows send one number, sharded classes two numbers of each row (Shoeybi et al., Megatron-LM, section
+    3).
 
     Raises:
         ShapeError: shapes that do not fit each other.

@@ -1,9 +1,9 @@
 """The program of a rank: the loss of its rows, and the gradients, one chunk of rows after the other.
 
-Of a chunk the logits are there, in a dtype in which sums are exact enough, and nothing else of their size. The
-gradients are those of a sum of the rows' losses, and accumulate with the loss: in the backward pass they are multiplied
-by the gradient of the result alone (Liger Kernel, Hsu et al. 2024). Ranks with some of the classes join two numbers of
-each row (Megatron-LM, vocab-parallel cross entropy), ranks with some of the features the logits of the chunk.
+Of a chunk the logits and their log probabilities are there, and nothing else of their size. The gradients are those of
+a sum of the rows' losses, and accumulate with the loss: in the backward pass they are multiplied by the gradient of the
+result alone (Liger Kernel, Hsu et al. 2024). Ranks with some of the classes join two numbers of each row (Megatron-LM,
+vocab-parallel cross entropy), ranks with some of the features the logits of the chunk.
 
 The loss of a row is share * log(sum exp logits) - own * logits[target] - sum(spread * logits): without class weights
 and label smoothing, share and own are 1 and spread is 0. It does not change if a number is added to all logits of a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class LossOptions:
 
 @dataclass(slots=True)
 class ChunkTargets:
-    """The targets of a chunk of rows, as far as the loss and its gradient need them, with a number for each row.
+    """The targets of rows, as far as the loss and its gradient need them, with a number for each row.
 
     `kept` are the rows that count, of which those `here` have a target among the rank's classes, at `index`. `own` and
     `share` are the factors of the target's logit and of log(sum exp), None for 1; `spread` that of each logit.
@@ -58,6 +58,17 @@ class ChunkTargets:
     own: Tensor | float
     share: Tensor | None
     spread: Tensor | float
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a row's loss is the logarithm of its target's probability, without class weights and smoothing."""
+        return self.share is None and not isinstance(self.spread, Tensor) and not self.spread
+
+    def part(self, rows: slice) -> ChunkTargets:
+        """Those of some rows."""
+        own = self.own[rows] if isinstance(self.own, Tensor) else self.own
+        each, share = (None if x is None else x[rows] for x in (self.each, self.share))
+        return ChunkTargets(self.kept[rows], self.here[rows], self.index[rows], each, own, share, self.spread)
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """What each row counts in the mean."""
@@ -84,19 +95,6 @@ def chunk_targets(
     return ChunkTargets(kept, here, index, each, own, share, spread)
 
 
-def linear_terms(shifted: Tensor, targets: ChunkTargets) -> Tensor:
-    """What the rank's classes add to the loss of each row: a multiple of their logits, or log probabilities."""
-    if shifted.shape[1] == 0:
-        return shifted.new_zeros(len(shifted))
-    picked = shifted.gather(1, targets.index.unsqueeze(1)).squeeze(1).where(targets.here, 0)
-    terms = picked.mul_(targets.own).neg_()
-    if isinstance(targets.spread, Tensor):
-        terms -= shifted.mv(targets.spread)
-    elif targets.spread:
-        terms -= shifted.sum(1).mul_(targets.spread)
-    return terms
-
-
 @dataclass(frozen=True, slots=True)
 class Probabilities:
     """Those of the rank's classes: the exponentials of `values`, or `values` times a number of each row."""
@@ -115,24 +113,30 @@ class Probabilities:
         return torch.mul(self.values, self.times.unsqueeze(1), out=out)
 
 
-def gradient_of_logits(probabilities: Probabilities, targets: ChunkTargets, dtype: torch.dtype) -> Tensor:
+def gradient_of_logits(
+    probabilities: Probabilities, targets: ChunkTargets, picked: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The gradient of each row's loss, by its logits of the rank's classes; `probabilities` may be written over.
 
-    That of a target is a small difference, and so computed before it is rounded.
+    `picked` are its values at the targets. The gradient of a target is a small difference, and so computed before it is
+    rounded.
     """
     values, index = probabilities.values, targets.index.unsqueeze(1)
-    is_plain = targets.share is None and not isinstance(targets.spread, Tensor) and not targets.spread
     if values.shape[1] == 0:
         return values.to(dtype)
-    if values.dtype != dtype and is_plain:
-        here = probabilities.of(values.gather(1, index).squeeze(1))
+    if (
+        targets.are_plain and probabilities.times is None and values.dtype == dtype
+    ):  # of rows that do not count nothing is added
+        return values.exp_().scatter_(1, index, picked.expm1().unsqueeze(1))
+    if targets.are_plain and values.dtype != dtype:
+        here = probabilities.of(picked)
         gradient = probabilities.written(torch.empty_like(values, dtype=dtype))
         own = torch.where(targets.here, here - targets.own, here).to(dtype)
         return gradient.scatter_(1, index, own.unsqueeze(1))
     gradient = probabilities.written(values)
     if targets.share is not None:
         gradient.mul_(targets.share.unsqueeze(1))
-    if not is_plain:
+    if not targets.are_plain:
         gradient.sub_(targets.spread)
     own = targets.here.to(gradient.dtype).mul_(targets.own).neg_()
     return gradient.scatter_add_(1, index, own.unsqueeze(1)).to(dtype)
@@ -141,26 +145,40 @@ def gradient_of_logits(probabilities: Probabilities, targets: ChunkTargets, dtyp
 FEWEST_CHUNKS, FEWEST_ROWS, ROWS = 8, 128, 1024
 """Rows of a chunk: an eighth of them, or fewer, but of few rows at least 128, and of many 1024: each chunk reads and
 writes the sum of the weight's gradient, which takes as long as a product with few rows."""
+FEWEST_OF_HALF, FEWEST_LOGITS = 4, 2**25
+"""Products of half precision are so fast that chunks are larger: as many rows as features, or so many logits, up to a
+quarter of the rows; so kernels of a chunk take longer than their launches, and the weight's gradient is summed seldom.
+"""
+MOST_ROUNDED = 16
+"""The most chunks over which the gradient of the weight is summed in bfloat16: more of them round it too often."""
 
 
 ON_HOST = 2**22
 """Logits of a chunk on a CPU: larger tensors get new pages from the system each time, and leave its caches."""
+FEWEST_OF_FEATURES = 4
+"""Rows of a chunk on a CPU are at least a part of the features: fewer wait for the sum of the weight's gradient."""
 
 
-def rows_of_chunk(rows: int, classes: int, features: int, device: str = "cuda") -> int:
+def rows_of_chunk(
+    rows: int, classes: int, features: int, device: str = "cuda", dtype: torch.dtype = torch.float32
+) -> int:
     """The rows of a chunk: so many that their logits take about as much memory as all rows, or an eighth.
 
-    On a CPU chunks are smaller.
+    On a CPU chunks are smaller, and of half precision elsewhere larger.
 
     >>> rows_of_chunk(65536, 32768, 1024), rows_of_chunk(8192, 32768, 1024), rows_of_chunk(200, 32768, 1024)
     (2048, 1024, 128)
     >>> rows_of_chunk(8192, 8192, 1024, "cpu")
     512
+    >>> rows_of_chunk(65536, 32768, 4096, dtype=torch.bfloat16), rows_of_chunk(8192, 8192, 512, dtype=torch.bfloat16)
+    (8192, 2048)
     """
     eighth, alike = -(-rows // FEWEST_CHUNKS), -(-rows * features // max(1, classes))
     size = min(eighth, max(alike, ROWS))
     if device == "cpu":
-        size = min(size, ON_HOST // max(1, classes))
+        size = min(size, max(ON_HOST // max(1, classes), features // FEWEST_OF_FEATURES))
+    elif dtype.itemsize == 2:
+        size = min(-(-rows // FEWEST_OF_HALF), max(alike, features, FEWEST_LOGITS // max(1, classes)))
     return max(1, min(rows, max(size, FEWEST_ROWS)))
 
 
@@ -186,7 +204,7 @@ class ChunkedLoss:
 
     `operands` are x (rows..., d), weight (classes, d) and target (rows...), and perhaps bias and class weights, both
     (classes,). `classes` is the layout of the weight. `most` are the rows of the rank with the most, `size` those of a
-    chunk.
+    chunk; the gradient of the weight is summed over chunks in the dtype `sums`.
     """
 
     options: LossOptions
@@ -194,6 +212,7 @@ class ChunkedLoss:
     has_weight: bool
     most: int
     size: int
+    sums: torch.dtype
     joining: Joining | None = None
     classes: Layout | None = None
 
@@ -218,27 +237,20 @@ class ChunkedLoss:
         """
         rank, is_number = _Rank(self, at, space, tensors), self.options.reduction != "none"
         gradients = _Gradients(rank, [is_needed and is_number for is_needed in needed])
-        losses, total, count = [], rank.zero(), rank.zero()
+        losses, kept = _Losses(rank), rank.targets.kept
         for part in rank.parts():
-            targets = rank.targets(part)
-            loss, probabilities = yield from rank.rows_loss(part, targets, gradients.any)
-            loss = loss.where(targets.kept, 0)
-            if not is_number:
-                losses.append(loss)
-                continue
-            total += loss.sum()
-            if self.options.reduction == "mean":
-                count += targets.weights(rank.wide).sum()
+            probabilities, picked = yield from losses.add(part, gradients.any)
             if probabilities is not None:
-                gradient = gradient_of_logits(probabilities, targets, rank.x.dtype)
-                del probabilities  # which is as large, and of a wider dtype
-                gradients.add(part, gradient, targets.kept)
+                gradient = gradient_of_logits(probabilities, rank.targets.part(part), picked, rank.x.dtype)
+                del probabilities  # which is as large, and may be of a wider dtype
+                gradients.add(part, gradient, kept)
                 del gradient  # before the logits of the next chunk are there
+        of_rows = losses.of_rows().where(kept, 0)
         if not is_number:
-            rows = yield from rank.joined(torch.cat(losses), rank.axes("classes"), "sum", rank.most_rows)
+            rows = yield from rank.joined(of_rows, rank.axes("classes"), "sum", rank.most_rows)
             return (rows.to(rank.result).reshape(rank.target_shape),)
-        loss, factor = yield from self._reduced(rank, total, count)
-        return (loss, factor, *gradients.results())
+        loss, factor = yield from self._reduced(rank, of_rows.sum())
+        return (loss, factor, *gradients.results(kept))
 
     def gradients(
         self, needed: Sequence[bool], at: Coordinate, space: Session, tensors: Sequence[Tensor]
@@ -246,17 +258,16 @@ class ChunkedLoss:
         """The gradients of x, weight and bias, of rows whose losses have gradients of their own, the first tensor."""
         grad, *operands = tensors
         rank = _Rank(self, at, space, operands)
-        gradients, of_rows = _Gradients(rank, needed), grad.reshape(-1).to(rank.wide)
+        gradients, losses = _Gradients(rank, needed), _Losses(rank)
+        factor = grad.reshape(-1).to(rank.wide).where(rank.targets.kept, 0)
         for part in rank.parts():
-            targets = rank.targets(part)
-            _, probabilities = yield from rank.rows_loss(part, targets, True)
+            probabilities, picked = yield from losses.add(part, True)
             assert probabilities is not None
-            factor = of_rows[part].where(targets.kept, 0)
-            gradient = gradient_of_logits(probabilities, targets, rank.x.dtype)
+            gradient = gradient_of_logits(probabilities, rank.targets.part(part), picked, rank.x.dtype)
             del probabilities
             gradients.add(part, gradient, factor)
             del gradient
-        return gradients.results()
+        return gradients.results(factor)
 
     @staticmethod
     def scaled(grad: Tensor, factor: Tensor, *gradients: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
@@ -267,15 +278,34 @@ class ChunkedLoss:
             for each, dtype in zip(gradients, dtypes, strict=True)
         )
 
-    def _reduced(self, rank: _Rank, total: Tensor, count: Tensor) -> Program[tuple[Tensor, Tensor]]:
+    def _reduced(self, rank: _Rank, total: Tensor) -> Program[tuple[Tensor, Tensor]]:
         """The sum or mean of all rows, and the factor of its gradient: none where no row counts."""
         axes = (*rank.axes("rows"), *rank.axes("classes"))
         if self.options.reduction == "sum":
             total = yield from rank.joined(total.reshape(1), axes, "sum", 1)
             return total.reshape(()).to(rank.result), total.new_ones(())
+        count = rank.targets.weights(rank.wide).sum()
         numbers = torch.stack([total, count if rank.is_first("classes") else torch.zeros_like(count)])
         total, count = (yield from rank.joined(numbers, axes, "sum", 2)).unbind()
         return (total / count).to(rank.result), count.reciprocal().where(count != 0, 0)
+
+
+def of_rows(
+    options: LossOptions,
+    has: tuple[bool, bool],
+    x: tuple[int, int],
+    classes: int,
+    held: tuple[torch.dtype, str],
+    rows: int | None,
+) -> ChunkedLoss:
+    """The loss of a rank that has all classes and features, with chunks of so many `rows`, or as many as suit it.
+
+    `x` are the numbers of rows and features, `held` the dtype and device of x; `has` tells of a bias and class weights.
+    """
+    (most, features), (dtype, device) = x, held
+    size = rows_of_chunk(most, classes, features, device, dtype) if rows is None else max(1, min(rows, most))
+    is_rounded = dtype is torch.bfloat16 and most <= MOST_ROUNDED * size
+    return ChunkedLoss(options, *has, most, size, dtype if is_rounded else sum_dtype(dtype))
 
 
 class _Rank:
@@ -284,15 +314,12 @@ class _Rank:
     def __init__(self, loss: ChunkedLoss, at: Coordinate, space: Session, tensors: Sequence[Tensor]) -> None:
         self.loss, self.at, self.space, self.held = loss, at, space, loss.held(at)
         x, self.weight, target, *rest = tensors
-        self.shape, self.target_shape, self.target = x.shape, target.shape, target.reshape(-1).long()
+        self.shape, self.target_shape = x.shape, target.shape
         self.x = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         self.bias = rest[0] if loss.has_bias else None
-        self.class_weight = rest[-1] if loss.has_weight else None
         self.wide, self.result = sum_dtype(x.dtype), loss.options.dtype or x.dtype
-
-    def zero(self) -> Tensor:
-        """A sum of nothing."""
-        return self.x.new_zeros((), dtype=self.wide)
+        class_weight = rest[-1] if loss.has_weight else None
+        self.targets = chunk_targets(target.reshape(-1).long(), self.held, class_weight, loss.options, self.wide)
 
     def parts(self) -> Iterator[slice]:
         """Yield the rows of each chunk, of which there are equally many on all ranks."""
@@ -312,35 +339,7 @@ class _Rank:
         """Whether this is the first of the ranks that share a row's classes, or its features."""
         return not any(self.at[axis] for axis in self.axes(what))
 
-    def targets(self, part: slice) -> ChunkTargets:
-        """The targets of a chunk."""
-        return chunk_targets(self.target[part], self.held, self.class_weight, self.loss.options, self.wide)
-
-    def rows_loss(
-        self, part: slice, targets: ChunkTargets, differentiated: bool
-    ) -> Program[tuple[Tensor, Probabilities | None]]:
-        """What this rank's classes add to the loss of each row, and their probabilities, if these are needed."""
-        logits = yield from self._logits(part)
-        if not self.axes("classes"):
-            wide = logits.to(self.wide)
-            del logits
-            logarithms = wide.log_softmax(1)
-            del wide
-            return linear_terms(logarithms, targets), Probabilities(logarithms) if differentiated else None
-        rows, n = self.loss.size, len(logits)
-        most = logits.amax(1) if logits.shape[1] else logits.new_full((n,), -torch.inf)
-        most = yield from self.joined(most.to(self.wide), self.axes("classes"), "max", rows)
-        wide = logits.sub_(most.unsqueeze(1)) if logits.dtype == self.wide else logits - most.unsqueeze(1)
-        del logits
-        loss = linear_terms(wide, targets)
-        exponentials = wide.exp_()
-        total = yield from self.joined(exponentials.sum(1), self.axes("classes"), "sum", rows)
-        if self.is_first("classes"):
-            log_sum = total.log()
-            loss += log_sum if targets.share is None else log_sum.mul_(targets.share)
-        return loss, Probabilities(exponentials, total.reciprocal()) if differentiated else None
-
-    def _logits(self, part: slice) -> Program[Tensor]:
+    def logits(self, part: slice) -> Program[Tensor]:
         """The logits of this rank's classes, of some rows."""
         x, bias = self.x[part], self.bias
         if not self.axes("features"):
@@ -367,34 +366,100 @@ class _Rank:
         return result
 
 
+class _Losses:
+    """What a rank's classes add to the losses of its rows: of each chunk a few numbers of a row, put together at last.
+
+    `picked` are the values of targets, logits minus a number of each row: the largest, where ranks join classes, or
+    log(sum exp).
+    """
+
+    def __init__(self, rank: _Rank) -> None:
+        self.rank, self.picked = rank, rank.x.new_zeros(len(rank.x), dtype=rank.wide)
+        spread = rank.targets.spread
+        self.spread = torch.zeros_like(self.picked) if isinstance(spread, Tensor) or spread else None
+        joins = rank.axes("classes") and rank.is_first("classes")
+        self.log_sums = torch.zeros_like(self.picked) if joins else None
+
+    def add(self, part: slice, differentiated: bool) -> Program[tuple[Probabilities | None, Tensor]]:
+        """Add some rows; returns their probabilities, if these are needed, and the values of these at the targets.
+
+        Where nothing but the target's is read of the logarithms they have the dtype of the logits, as those of torch's
+        loss in that dtype have.
+        """
+        rank = self.rank
+        logits = yield from rank.logits(part)
+        if not rank.axes("classes"):
+            is_rounded = rank.targets.are_plain and rank.result == logits.dtype
+            wide = logits if is_rounded else logits.to(rank.wide)
+            del logits
+            logarithms = wide.log_softmax(1)
+            del wide
+            return Probabilities(logarithms) if differentiated else None, self._picked(part, logarithms)
+        rows, n = rank.loss.size, len(logits)
+        most = logits.amax(1) if logits.shape[1] else logits.new_full((n,), -torch.inf)
+        most = yield from rank.joined(most.to(rank.wide), rank.axes("classes"), "max", rows)
+        shifted = logits.sub_(most.unsqueeze(1)) if logits.dtype == rank.wide else logits - most.unsqueeze(1)
+        del logits
+        picked = self._picked(part, shifted).exp_()
+        exponentials = shifted.exp_()
+        total = yield from rank.joined(exponentials.sum(1), rank.axes("classes"), "sum", rows)
+        if self.log_sums is not None:
+            self.log_sums[part] = total.log()
+        return Probabilities(exponentials, total.reciprocal()) if differentiated else None, picked
+
+    def _picked(self, part: slice, values: Tensor) -> Tensor:
+        """The values of the targets of some rows, which are noted, with what others add to the loss."""
+        targets = self.rank.targets
+        if values.shape[1] == 0:
+            return values.new_zeros(len(values))
+        picked = values.gather(1, targets.index[part].unsqueeze(1)).squeeze(1)
+        self.picked[part] = picked
+        if self.spread is not None:
+            spread = targets.spread
+            self.spread[part] = values.mv(spread) if isinstance(spread, Tensor) else values.sum(1).mul_(spread)
+        return picked
+
+    def of_rows(self) -> Tensor:
+        """The terms of all rows."""
+        targets = self.rank.targets
+        terms = self.picked.where(targets.here, 0).mul_(targets.own).neg_()
+        if self.spread is not None:
+            terms -= self.spread
+        if self.log_sums is not None:
+            terms += self.log_sums if targets.share is None else self.log_sums * targets.share
+        return terms
+
+
 class _Gradients:
-    """The gradients of x, weight and bias, which sum over chunks, in a dtype in which sums are exact enough."""
+    """The gradients of x, weight and bias, of which the last two sum over chunks."""
 
     def __init__(self, rank: _Rank, needed: Sequence[bool]) -> None:
-        self.rank, wide = rank, rank.wide
-        for_x, for_weight, for_bias = needed
+        self.rank = rank
+        for_x, self.for_weight, for_bias = needed
         self.any = any(needed)
         self.of_x = torch.empty_like(rank.x, memory_format=torch.contiguous_format) if for_x else None
-        self.of_weight = torch.zeros_like(rank.weight, dtype=wide) if for_weight else None
-        self.of_bias = None if rank.bias is None or not for_bias else torch.zeros_like(rank.bias, dtype=wide)
+        self.of_weight: Tensor | None = None
+        self.of_bias = None if rank.bias is None or not for_bias else torch.zeros_like(rank.bias, dtype=rank.wide)
 
     def add(self, part: slice, gradient: Tensor, factor: Tensor) -> None:
         """Add what a chunk adds, of the gradient by its logits and a factor for each row."""
-        rank = self.rank
+        rank, rows = self.rank, factor[part].to(gradient.dtype)
         if self.of_bias is not None and rank.is_first("features"):
-            self.of_bias += factor.to(gradient.dtype) @ gradient
-        rows = factor.to(gradient.dtype).unsqueeze(1)
-        if self.of_weight is not None:
-            scaled = rank.x[part] * rows
-            if self.of_weight.dtype == gradient.dtype:
+            self.of_bias += rows @ gradient
+        if self.for_weight:
+            scaled, sums = rank.x[part] * rows.unsqueeze(1), rank.loss.sums
+            if self.of_weight is None:
+                self.of_weight = (gradient.t() @ scaled).to(sums)
+            elif sums == gradient.dtype:
                 torch.addmm(self.of_weight, gradient.t(), scaled, out=self.of_weight)
             else:
                 self.of_weight += gradient.t() @ scaled
         if self.of_x is not None:
-            self.of_x[part] = (gradient @ rank.weight).mul_(rows)
+            torch.mm(gradient, rank.weight, out=self.of_x[part])
 
-    def results(self) -> tuple[Tensor, ...]:
-        """The gradients; those of which there are none have no elements."""
-        empty = self.rank.x.new_empty(0)
-        of_x = empty if self.of_x is None else self.of_x.view(self.rank.shape)
-        return (of_x, *(empty if each is None else each for each in (self.of_weight, self.of_bias)))
+    def results(self, factor: Tensor) -> tuple[Tensor, ...]:
+        """The gradients, with the factor of each row; those of which there are none have no elements."""
+        rank, empty = self.rank, self.rank.x.new_empty(0)
+        of_x = empty if self.of_x is None else self.of_x.mul_(factor.to(empty.dtype).unsqueeze(1)).view(rank.shape)
+        of_weight = self.of_weight if self.for_weight else empty
+        return of_x, cast(Tensor, of_weight), empty if self.of_bias is None else self.of_bias

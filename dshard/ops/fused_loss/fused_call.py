@@ -30,7 +30,7 @@ from dshard.core.wrapper import Wrapper, is_recorded, wrap
 from dshard.errors import ArgumentError, DtypeError, ShapeError
 from dshard.layout import replicated
 from dshard.ops.composite import recorded_gradients, run_executable
-from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, LossOptions, Reduction, rows_of_chunk
+from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, LossOptions, Reduction, of_rows
 from dshard.ops.fused_loss.fused_choice import CLASSES, FEATURES, FusedCandidates, FusedChoice, fused_loss_rule
 from dshard.ops.lookup import refuse_targets
 from dshard.ops.losses import cross_entropy
@@ -149,13 +149,8 @@ def _autocast(call: FusedCall) -> FusedCall:
 def _run_plain(call: FusedCall) -> Any:
     x, _, target, *_ = call.tensors
     refuse_targets(call.options.classes, call.options.ignored, target)
-    most = prod(x.shape[:-1])
-    size = (
-        rows_of_chunk(most, call.options.classes, x.shape[-1], x.device.type)
-        if call.rows is None
-        else max(1, min(call.rows, most))
-    )
-    loss = ChunkedLoss(call.options, *call.has, most, size)
+    size, held = (prod(x.shape[:-1]), x.shape[-1]), (x.dtype, x.device.type)
+    loss = of_rows(call.options, call.has, size, call.options.classes, held, call.rows)
     return run_recorded_loss(LocalFusedLoss(loss, partial(_recorded, call.template)), call.present)
 
 
@@ -289,7 +284,8 @@ class FusedLoss(ComposedExecutable):
         pairs = list(zip(choice.specs, choice.strategy.gradients, strict=True))
         of_operands = [pairs[i] for i in (0, 1, 3)[: 2 + self.loss.has_bias]]
         self.of_operands = [contiguous_spec(at, s.shape, s.dtype, s.device) for s, at in of_operands]
-        self.summed = [self.of_operands[0], *(spec.with_dtype(wide) for spec in self.of_operands[1:])]
+        x_spec, weight, *bias = self.of_operands
+        self.summed = [x_spec, weight.with_dtype(self.loss.sums), *(spec.with_dtype(wide) for spec in bias)]
 
     def _run(self, tensors: Args, kwargs: Kwargs) -> Any:
         moved = [redistribute(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]

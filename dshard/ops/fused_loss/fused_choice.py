@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from math import prod
 
 import torch
@@ -24,7 +25,7 @@ from dshard.core.spec import Spec, contiguous_spec
 from dshard.cost import PlannedCollective
 from dshard.layout import Layout, Shape
 from dshard.mesh import Mesh
-from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, Joining, LossOptions, rows_of_chunk
+from dshard.ops.fused_loss.chunked_loss import ChunkedLoss, Joining, LossOptions, of_rows
 from dshard.placements import ReduceOp, Replicate, Shard
 from dshard.rules.expand import Expansion, expansions
 from dshard.rules.rule import Rule
@@ -114,7 +115,7 @@ class FusedCandidates:
     def _bound(self, price: Price, expansion: Expansion, loss: ChunkedLoss) -> float:
         """Seconds that a candidate takes at least: without the operators that run for each chunk alone."""
         sent = sum(each.seconds for each in self._sent(loss))
-        logits = loss.most * loss.most_classes * sum_dtype(self.specs[0].dtype).itemsize
+        logits = loss.most * loss.most_classes * self.specs[0].itemsize
         passes = FEWEST_PASSES * (1 + any(self.needed)) * logits / self.topology.memory_bandwidth
         return price.bound(expansion).seconds(price) + sent + passes
 
@@ -152,13 +153,9 @@ class FusedCandidates:
             tuple(axis for axis, row in enumerate(rows) if row == FEATURES),
             self.topology,
         )
-        most = prod(shape[:-1])
-        size = (
-            rows_of_chunk(most, matrix[0], shape[-1], self.mesh.device_type)
-            if self.rows is None
-            else max(1, min(self.rows, most))
-        )
-        return ChunkedLoss(self.options, *self.has, most, size, joining, weight)
+        size, held = (prod(shape[:-1]), shape[-1]), (self.specs[0].dtype, self.mesh.device_type)
+        loss = of_rows(self.options, self.has, size, matrix[0], held, self.rows)
+        return replace(loss, joining=joining, classes=weight)
 
     def _sent(self, loss: ChunkedLoss) -> tuple[PlannedCollective, ...]:
         """The collectives of the program of a rank, in order."""
@@ -248,7 +245,8 @@ class LocalWork:
         x, weight, _, *rest = self.operands(rows)
         kept = [t for t, is_needed in zip((x, weight, *rest[:1]), self.of_operands, strict=False) if is_needed]
         number = wide.new_empty((), dtype=torch.float32 if x.dtype.itemsize < 4 else x.dtype)
-        gradients = [t.to(number.dtype) if i or not self.needed[0] else t for i, t in enumerate(kept)]
+        sums = (x.dtype, loss.sums, number.dtype)
+        gradients = [t.to(dtype) for t, dtype in zip(kept, compress(sums, self.of_operands), strict=True)]
         dtypes = [t.dtype for t in kept]
         return seconds_of_local_work(lambda: loss.scaled(number, number, *gradients, dtypes=dtypes), self.topology)
 
