@@ -520,6 +520,7 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
     For a backward pass in stages each call gets aliases of the results of others.
     """
     frames: dict[object, Frame] = {}
+    of_module = inner.keys() - {*run.record.contents.trained}  # its own tensors, whose hooks are none of this pass
     for call in run.answered():
         derivation.number = -2
         derivation.taken = []
@@ -548,7 +549,7 @@ def run_again(run: Run, derivation: Derivation, inner: dict[int, Any], staged: S
             with no_torch_function():
                 made = {n: x for n, x in made.items() if x.requires_grad}
             with derivation._unrecorded():
-                staged.add_call(made, operands)
+                staged.add_call(made, {n: x for n, x in operands.items() if n not in of_module})
             inner.update({n: _alias(x, derivation, True, is_apart=True) for n, x in made.items()})
 
 

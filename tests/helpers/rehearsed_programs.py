@@ -793,6 +793,19 @@ def hooks_of_leaves_that_a_step_does_not_use() -> tuple[Make, Step]:
 
 
 @program
+def weights_are_thawed() -> tuple[Make, Step]:
+    """A hook on a weight is called again once the weight is no longer frozen."""
+
+    def step(model: Any, x: Tensor, i: int) -> list[Any]:
+        if i == 0:
+            model.a.weight.register_hook(lambda grad: grad * 3)
+        model.a.requires_grad_(i in (0, 5, 6, 7))
+        return squares(model, x)
+
+    return Model, step
+
+
+@program
 def hook_on_a_parameter() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         if i == 4:

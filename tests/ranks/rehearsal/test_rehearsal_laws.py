@@ -35,7 +35,7 @@ FEW = (
     *("a_checkpoint_ends_with_what_it_saves", "checkpointed_calls_change", "checkpointed_as_a_whole"),
     *("a_record_ends_within_a_checkpoint", "bags_of_rows", "gradients_of_an_input_once"),
     *("created_graph_of_attention", "writes_to_a_plain_sum_in_turn", "gradient_for_an_activation"),
-    "gradient_for_the_edge_to_an_activation",
+    *("gradient_for_the_edge_to_an_activation", "weights_are_thawed"),
 )
 
 
