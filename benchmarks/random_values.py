@@ -3,7 +3,8 @@
     python benchmarks/random_values.py [--json] [--device cuda]
 
 No processes: a part of a tensor is drawn as a rank would draw it. `row shard` is a quarter of the rows, `column shard`
-a quarter of the columns; `odd columns` begin and end within blocks. The time of torch is that for as many elements.
+a quarter of the columns; `odd columns` begin and end within pairs of words. The time of torch is that for as many
+elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The generator against its published vectors, its values against their distributions, and the same in any company."""
+"""The generator against its definition, its values against their distributions, and the same in any company."""
 
 from __future__ import annotations
 
@@ -23,52 +23,46 @@ from dshard.ops.random.distributions import (
     normal,
     uniform,
 )
-from dshard.ops.random.draw import MASK, philox, words
+from dshard.ops.random.draw import MULTIPLIERS, keys, words
 from dshard.ops.random.state import Draw
 
 N = 40_000
 
 
-# -- Philox
+# -- words
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((MASK,) * 4, (MASK, MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
-def test_philox_gives_the_published_vectors(counter, key, expected) -> None:
-    """Those that the authors distribute with Random123, as numbers and as tensors."""
-    assert tuple(philox(counter, key)) == expected
-    assert tuple(word.item() for word in philox(tuple(torch.tensor([word]) for word in counter), key)) == expected
+def word(index: int, number: int, seed: int) -> int:
+    """The word of an index by whole numbers of Python, of 64 bits with a sign."""
+    x, whole = index, 1 << 64
+    for i, (factor, key) in enumerate(zip(MULTIPLIERS, keys(number, seed), strict=True)):
+        x = (key - factor * x + whole // 2) % whole - whole // 2
+        x ^= x >> 32 if i < 3 else 0
+    return x
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_words_of_a_block_are_those_of_its_counter(wide) -> None:
-    blocks = torch.tensor([0, 1, 2, 77, MASK] + [MASK + 1, 3 << 40] * wide)
+def test_words_are_those_of_their_indices() -> None:
+    indices = torch.tensor([0, 1, 2, 77, 2**32 - 1, 2**32, 3 << 40, 2**63 - 1])
     number, seed = 5 + (9 << 32), 0xDEADBEEF12345678
+    assert words(indices, number, seed).tolist() == [word(i, number, seed) for i in indices.tolist()]
 
-    found = words(blocks, number, seed, wide)
 
-    for block, column in zip(blocks.tolist(), found.T.tolist(), strict=True):
-        counter = (block & MASK, block >> 32, number & MASK, number >> 32)
-        assert column == philox(counter, (seed & MASK, seed >> 32))
+def test_draws_and_seeds_have_nothing_in_common() -> None:
+    """Neighbouring draws, seeds, and both changed for each other: their words are as far apart as independent ones."""
+    pairs = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2**63, 0), (0, 2**64 - 1)]
+    found = torch.stack([words(torch.arange(N), *pair) for pair in pairs])
+    bits = torch.stack([(found >> k) & 1 for k in range(64)], -1).double().flatten(1) - 0.5
+    together = bits @ bits.T / bits.shape[1] * 4 - torch.eye(len(pairs))
+    assert together.abs().max() < 5 / sqrt(bits.shape[1])
 
 
 def test_each_bit_is_set_half_of_the_time_and_bits_are_independent() -> None:
-    found = words(torch.arange(N), 3, 17).flatten()
-    bits = torch.stack([(found >> k) & 1 for k in range(32)]).double() - 0.5
+    found = words(torch.arange(N), 3, 17)
+    bits = torch.stack([(found >> k) & 1 for k in range(64)]).double() - 0.5
 
     bound = 5 / sqrt(bits.shape[1])
     assert (bits.mean(1).abs() * 2).max() < bound
-    assert ((bits @ bits.T / bits.shape[1] * 4) - torch.eye(32)).abs().max() < bound
+    assert ((bits @ bits.T / bits.shape[1] * 4) - torch.eye(64)).abs().max() < bound
     assert (bits[:, 1:] * bits[:, :-1] * 4).mean(1).abs().max() < bound  # neighbours
 
 
@@ -117,11 +111,11 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 def test_a_value_is_the_same_in_any_company(name) -> None:
     """Whatever the size and alignment of the batch it is computed in: vectors, tails of vectors, alone."""
     distribution = DISTRIBUTIONS[name]
-    together = distribution.values(words(torch.arange(1000), 1, 2))
-    for first in range(0, 80, 19):
-        for length in (*range(1, 40), 100, 333):
+    together, group = distribution.values(words(torch.arange(1000), 1, 2)), distribution.group
+    for first in range(0, 80 * group, 19 * group):
+        for length in (*range(group, 40 * group, group), 100, 334):
             some = distribution.values(words(torch.arange(first, first + length), 1, 2))
-            assert torch.equal(some, together[:, first : first + length])
+            assert torch.equal(some, together[first : first + length])
 
 
 # -- distributions
@@ -232,9 +226,7 @@ def test_uniform_values_are_as_fine_as_those_of_torch(dtype, bits) -> None:
 
 
 def reference(index: int) -> float:
-    block, lane = divmod(index, 4)
-    counter = (block & MASK, block >> 32, 7, 0)
-    return (philox(counter, (2024, 0))[lane] >> 8) * 2.0**-24
+    return (word(index, 7, 2024) >> 40) * 2.0**-24 + 0.5
 
 
 @pytest.mark.parametrize(
@@ -288,8 +280,8 @@ def peak(rows: int, held: range, distribution: Distribution) -> int:
 )
 def test_memory_beside_the_part_is_that_of_a_tile(distribution, held, monkeypatch) -> None:
     """However large the part, and much less for a smaller tile; nothing for an empty part."""
-    monkeypatch.setattr(draw, "CPU_BLOCKS", 1 << 12)
+    monkeypatch.setattr(draw, "CPU_WORDS", 1 << 12)
     small, large = peak(32, held, distribution), peak(256, held, distribution)
 
-    assert 0 < small == large < 20 * 4 * 8 * draw.CPU_BLOCKS
+    assert 0 < small == large < 20 * 8 * draw.CPU_WORDS
     assert peak(0, held, distribution) == 0

@@ -166,14 +166,14 @@ FACTORIES: dict[str, Callable[..., DTensor]] = {
 def test_factories_make_the_values_of_one_rank(name: str, mesh: Mesh, shape: tuple[int, ...], data: Any) -> None:
     """Two draws, in any layout, by tiles of a few blocks."""
     made, placements = [], data.draw(layouts(mesh, len(shape), partial=())).placements
-    blocks, draw.CPU_BLOCKS = draw.CPU_BLOCKS, data.draw(st.sampled_from([3, 1 << 15]))
+    blocks, draw.CPU_WORDS = draw.CPU_WORDS, data.draw(st.sampled_from([3, 1 << 15]))
     try:
         for where, laid in ((ONE, None), (mesh, placements)):
             with simulated(where):
                 dshard.manual_seed(7)
                 made.append([whole(FACTORIES[name](*shape, device_mesh=where, placements=laid)) for _ in range(2)])
     finally:
-        draw.CPU_BLOCKS = blocks
+        draw.CPU_WORDS = blocks
 
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][1], made[1][1])

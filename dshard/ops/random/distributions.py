@@ -1,4 +1,4 @@
-"""Distributions: the four random words of 32 bits of one block give four values or two wider ones.
+"""Distributions: a random word of 64 bits gives a value, or two words two values.
 
 Only operators are used that are exact, or correctly rounded one by one, so that values are the same on every device.
 """
@@ -17,16 +17,17 @@ from typing_extensions import ParamSpec
 
 _P = ParamSpec("_P")
 WORD = 1 << 32
+"""The values of half a word."""
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """The random bits of a uniform number, as in torch: those of its mantissa."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution: (4, n) random words -> (`per_block`, n) values."""
+    """A distribution: (n,) random words, of whole groups -> (n,) values, each of the words of its group."""
 
-    per_block: int
     values: Callable[[Tensor], Tensor]
+    group: int = 1
     constructor: tuple[str, tuple[object, ...]] = ("", ())
 
     def __str__(self) -> str:
@@ -66,10 +67,11 @@ def uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribu
     bits = BITS[dtype]
 
     def values(words: Tensor) -> Tensor:
-        unit = _unit(words) if bits == 53 else (words >> (32 - bits)).to(torch.float32).mul_(2.0**-bits)
-        return _moved(unit, low, high - low)
+        wide = torch.float64 if bits == 53 else torch.float32
+        unit = (words >> (64 - bits)).to(wide).mul_(2.0**-bits)  # words have a sign
+        return _moved(unit.add_(0.5), low, high - low)
 
-    return Distribution(2 if bits == 53 else 4, values)
+    return Distribution(values)
 
 
 @_constructor
@@ -78,53 +80,56 @@ def normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribut
     double = dtype == torch.float64
 
     def values(words: Tensor) -> Tensor:
+        first, second = words.view(-1, 2).unbind(1)
         if double:
-            chance, angle = _opens(words[:2]), _unit(words[2:]).sub_(0.5).mul_(pi / 2)
+            chance, angle = _opens(first), (second >> 11).to(dtype).mul_(2.0**-53).mul_(pi / 2)
         else:
-            chance = words[0::2].to(torch.float32).add_(0.5).mul_(1.0 / WORD)
-            angle = (words[1::2] >> 8).to(torch.float32).sub_(2.0**23).mul_(pi / 2**25)
+            chance = _half(first).to(torch.float32).add_(0.5).mul_(1.0 / WORD)
+            angle = (second >> 40).to(torch.float32).mul_(pi / 2**25)
         return _moved(_box_muller(chance, angle), mean, std)
 
-    return Distribution(2 if double else 4, values)
+    return Distribution(values, 2)
 
 
 def _box_muller(chance: Tensor, angle: Tensor) -> Tensor:
-    """Pairs of standard normal values; `angle` within pi/4 of 0."""
+    """Pairs of standard normal values, one after the other; `angle` within pi/4 of 0."""
     radius = root(log_(chance).mul_(-2.0))
     sine, cosine = sine_cosine_(angle)
-    return torch.stack([cosine.mul_(radius), sine.mul_(radius)], 1).flatten(0, 1)
+    pairs = radius.new_empty((len(radius), 2))
+    for i, each in enumerate((cosine, sine)):
+        torch.mul(each, radius, out=pairs[:, i])
+    return pairs.flatten()
 
 
 @_constructor
 def bernoulli(p: float) -> Distribution:
-    """True with probability `p`, to within 2^-32."""
-    threshold = round(p * WORD)
-    return Distribution(4, lambda words: words < threshold)
+    """True with probability `p`, to within 2^-53."""
+    threshold = round(p * 2.0**64) - (1 << 63)  # words have a sign
+    return Distribution(lambda words: words < threshold if threshold < 1 << 63 else words == words)
 
 
 @_constructor
 def integers(low: int, count: int) -> Distribution:
-    """Whole numbers from `low` to `low + count - 1`, by one word where `count` is small beside 2^32, else by two."""
+    """Whole numbers from `low` to `low + count - 1`, by half a word where `count` is small beside 2^32."""
     if count <= 1 << 28:
-        return Distribution(4, lambda words: (words * count >> 32).add_(low))
+        return Distribution(lambda words: _half(words).mul_(count).bitwise_right_shift_(32).add_(low))
 
-    def values(words: Tensor) -> Tensor:
-        wide = (words[0::2] << 32).bitwise_or_(words[1::2])
+    def values(wide: Tensor) -> Tensor:
         if count <= 1 << 63:
-            wide = wide.bitwise_and_((1 << 63) - 1)
+            wide = wide & (1 << 63) - 1
             return wide.add_(low) if count == 1 << 63 else wide.remainder_(count).add_(low)
         # beyond 63 bits: subtract the count once from those not below it, compared as if they had no sign
         least = -(1 << 63)
         above = (wide ^ least) >= count - (1 << 63) if count < 1 << 64 else torch.zeros_like(wide, dtype=torch.bool)
         return torch.where(above, wide - (count - (1 << 64)), wide) + low
 
-    return Distribution(2, values)
+    return Distribution(values)
 
 
 @_constructor
 def exponential(rate: float) -> Distribution:
     """-log(u) / rate."""
-    return Distribution(2, lambda words: log_(_opens(words)).mul_(-1.0 / rate))
+    return Distribution(lambda words: log_(_opens(words)).mul_(-1.0 / rate))
 
 
 @_constructor
@@ -132,7 +137,7 @@ def geometric(p: float) -> Distribution:
     """The number of trials until the first success: ceil(log(u) / log(1 - p))."""
 
     scale = -1.0 / log1p(-p) if p < 1 else 0.0
-    return Distribution(2, lambda words: log_(_opens(words)).mul_(-scale).ceil_().clamp_(min=1.0))
+    return Distribution(lambda words: log_(_opens(words)).mul_(-scale).ceil_().clamp_(min=1.0))
 
 
 @_constructor
@@ -140,18 +145,18 @@ def cauchy(median: float, sigma: float) -> Distribution:
     """median + sigma tan(angle)."""
 
     def values(words: Tensor) -> Tensor:
-        quarter = _unit(words).sub_(0.5).mul_(pi / 4)
+        quarter = (words >> 11).to(torch.float64).mul_(2.0**-53).mul_(pi / 4)
         sine, cosine = sine_cosine_(quarter)
         return (sine / cosine).mul_(sigma).add_(median)
 
-    return Distribution(2, values)
+    return Distribution(values)
 
 
 @_constructor
 def log_normal(mean: float, std: float) -> Distribution:
     """The exponential of a normal value."""
     wide = normal(torch.float64, mean, std)
-    return Distribution(2, lambda words: exp(wide.values(words)))
+    return Distribution(lambda words: exp(wide.values(words)), wide.group)
 
 
 def _moved(x: Tensor, shift: float, scale: float) -> Tensor:
@@ -160,16 +165,14 @@ def _moved(x: Tensor, shift: float, scale: float) -> Tensor:
     return x if shift == 0 else x.add_(shift)
 
 
-def _unit(words: Tensor) -> Tensor:
-    """Multiples of 2^-53 in [0, 1): (4, n) words -> (2, n)."""
-    wide = ((words[0::2] >> 5) << 26).bitwise_or_(words[1::2] >> 6)
-    return wide.to(torch.float64).mul_(2.0**-53)
+def _half(words: Tensor) -> Tensor:
+    """The high half of each word, without a sign."""
+    return (words >> 32).bitwise_and_(WORD - 1)
 
 
 def _opens(words: Tensor) -> Tensor:
-    """Odd multiples of 2^-53 in (0, 1): (4, n) words -> (2, n)."""
-    wide = ((words[0::2] >> 6) << 26).bitwise_or_(words[1::2] >> 6)
-    return wide.to(torch.float64).add_(0.5).mul_(2.0**-52)
+    """Odd multiples of 2^-53 in (0, 1), one of each word."""
+    return (words >> 12).to(torch.float64).add_(2.0**51 + 0.5).mul_(2.0**-52)
 
 
 # -- logarithm, exponential, root, sine and cosine by separate sums, products and quotients

@@ -1,16 +1,18 @@
 """Draw one rank's local tensor of a random tensor, from the global indices of its elements alone.
 
-Element i of a draw, counted in row-major order over the whole tensor, comes from block i // per_block of the counter.
+Element i of a draw, counted in row-major order over the whole tensor, is made of the random word of i, and where values
+come in groups of those of its group.
 A local tensor is runs of consecutive indices, one for each index of the outer dims; runs are drawn by tiles of bounded
 size, so that memory beside the local tensor does not grow with it, let alone with the global tensor.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from dshard.layout import Region, Shape
 from dshard.ops.random.distributions import Distribution
 from dshard.ops.random.state import Draw
 
-CPU_BLOCKS, DEVICE_BLOCKS = 1 << 15, 1 << 20
-"""The number of blocks drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
+CPU_WORDS, DEVICE_WORDS = 1 << 15, 1 << 22
+"""The number of words drawn at once: on a CPU what a cache holds, elsewhere what keeps a device busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +41,21 @@ class Runs:
         """The number of runs."""
         return prod(size for size, _ in self.outer)
 
-    def starts(self, first: int, last: int, device: torch.device) -> Tensor:
-        """The first index of the runs number `first` to `last - 1`."""
+    def starts(self, first: int, last: int, begin: int, device: torch.device) -> Tensor:
+        """The index of element `begin` of the runs number `first` to `last - 1`."""
+        base, (*rest, (_, stride)) = self.base + begin, self.outer or ((1, 1),)
+        if not rest:
+            return torch.arange(base + first * stride, base + last * stride, stride, device=device)
         number = torch.arange(first, last, device=device)
-        if len(self.outer) <= 1:
-            return number.mul_(self.outer[0][1] if self.outer else 0).add_(self.base)
-        start = torch.full_like(number, self.base)
+        start = torch.full_like(number, base)
         for size, stride in reversed(self.outer):
             start += (number % size) * stride
             number = number // size
         return start
 
-    def phase(self, per_block: int) -> int | None:
-        """The position in its block at which each run begins, or None where runs differ in it."""
-        return None if any(stride % per_block for _, stride in self.outer) else self.base % per_block
+    def phase(self, group: int) -> int | None:
+        """The position in its group at which each run begins, or None where runs differ in it."""
+        return None if any(stride % group for _, stride in self.outer) else self.base % group
 
 
 @cached("draws", 4096)
@@ -84,19 +87,18 @@ def fill(local: Tensor, shape: Shape, region: Region, draw: Draw, distribution: 
     region_runs = runs(shape, region)
     target = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
     rows = target.view(region_runs.count, region_runs.length)
-    for first, last, begin, end in _tiles(region_runs, distribution.per_block, local.device):
-        starts = region_runs.starts(first, last, local.device).add_(begin)
+    for first, last, begin, end in _tiles(region_runs, distribution.group, local.device):
+        starts = region_runs.starts(first, last, begin, local.device)
         _draw(rows[first:last, begin:end], starts, region_runs, draw, distribution)
     if target is not local:
         local.copy_(target)
 
 
-def _tiles(region_runs: Runs, per_block: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+def _tiles(region_runs: Runs, group: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
     """Yield tiles: first and last run, first and last element of these."""
-    limit = CPU_BLOCKS if kernel_device(device) == "cpu" else DEVICE_BLOCKS
-    blocks = -(-region_runs.length // per_block) + 1
-    height = max(limit // blocks, 1)
-    width = region_runs.length if blocks <= limit else limit * per_block
+    limit = CPU_WORDS if kernel_device(device) == "cpu" else DEVICE_WORDS
+    height = max(limit // (region_runs.length + group), 1)
+    width = region_runs.length if height > 1 else max(limit // group, 1) * group
     for first in range(0, region_runs.count, height):
         last = min(first + height, region_runs.count)
         for begin in range(0, region_runs.length, width):
@@ -105,76 +107,58 @@ def _tiles(region_runs: Runs, per_block: int, device: torch.device) -> Iterator[
 
 def _draw(out: Tensor, starts: Tensor, region_runs: Runs, draw: Draw, distribution: Distribution) -> None:
     """The values of a tile: of as many consecutive elements from each start as `out` has columns."""
-    per_block, (height, width) = distribution.per_block, out.shape
-    phase = region_runs.phase(per_block)
-    blocks = -(-(width + (per_block - 1 if phase is None else phase)) // per_block)
-    first = starts // per_block
-    counters = (first[:, None] + torch.arange(blocks, device=out.device)).flatten()
-    values = distribution.values(words(counters, draw.number, draw.seed, wide=region_runs.total // per_block >> 32 > 0))
-    lanes = values.view(per_block, height, blocks)
-    if phase == 0 and width == blocks * per_block:
-        _interleave(lanes, out)
-        return
-    buffer = out.new_empty((height, blocks * per_block))
-    _interleave(lanes, buffer)
-    if phase is not None:
-        out.copy_(buffer[:, phase : phase + width])
+    group, (height, width) = distribution.group, out.shape
+    phase = region_runs.phase(group)
+    before = (group - 1) if phase is None else phase
+    length = -(-(width + before) // group) * group
+    first = starts if phase == 0 else starts - (starts % group if phase is None else phase)
+    columns = torch.arange(length, device=out.device)
+    indices = (first[:, None] + columns).flatten() if height > 1 else columns.add_(first)
+    values = distribution.values(words(indices, draw.number, draw.seed)).view(height, length)
+    if phase is None:
+        columns = (starts - first)[:, None] + torch.arange(width, device=out.device)
+        out.copy_(values.gather(1, columns))
     else:
-        columns = (starts - first * per_block)[:, None] + torch.arange(width, device=out.device)
-        out.copy_(buffer.gather(1, columns))
+        out.copy_(values[:, phase : phase + width])
 
 
-def _interleave(lanes: Tensor, out: Tensor) -> None:
-    """Lane k of every block becomes its element k."""
-    for k, lane in enumerate(lanes):
-        out[:, k :: len(lanes)].copy_(lane)
+# -- 64 random bits as a pure function of an index and a key
+# Products by odd constants, each with a key of its own, and folds of the high half onto the low one, as the finalisers
+# of SplitMix64 and lea64 have two of (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014; Steele,
+# Vigna: LXM, 2021). Only integer operations of torch, which wrap alike on every device.
+
+MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xDABA0B6EB09322E3, 0x94D049BB133111EB
+"""Odd constants: of the golden ratio, two of SplitMix64's and one of Vigna's `lea64`."""
+FOLD = 32
 
 
-# -- Philox4x32-10: 128 random bits as a pure function of a 128-bit counter and a 64-bit key
-# Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011), section 3.3. Only integer
-# operations of torch, which are the same on every device; words of 32 bits live in int64, where their products wrap as
-# C's do.
-
-Word: TypeAlias = Tensor | int
-"""A word of 32 bits: one for each counter, in an int64 tensor, or one int for all."""
-
-MASK = 0xFFFFFFFF
-MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-WEYL = 0x9E3779B9, 0xBB67AE85
-ROUNDS = 10
+def _signed(word: int) -> int:
+    """The number of 64 bits that torch has for a word without sign."""
+    return (word & (1 << 64) - 1) - (word >> 63 << 64)
 
 
-def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> list[Word]:
-    """The four output words for each counter. Words that are the same for all counters may be plain ints.
+_FACTORS = tuple(map(_signed, MULTIPLIERS))
 
-    >>> [hex(word) for word in philox((0, 0, 0, 0), (0, 0))]
-    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+
+@cached("draws", 1024)
+def keys(number: int, seed: int) -> tuple[int, ...]:
+    """The keys of draw `number` under `seed`, both of 64 bits: a hash of both, so that draws have nothing in common."""
+    digest = blake2b(struct.pack("<QQ", seed, number), digest_size=8 * len(MULTIPLIERS)).digest()
+    return struct.unpack(f"<{len(MULTIPLIERS)}q", digest)
+
+
+def words(indices: Tensor, number: int, seed: int) -> Tensor:
+    """The word of each index, of draw `number` under `seed`: (n,) -> (n,), int64, of which all bits are random.
+
+    Folds keep the sign: two numbers of which one has the other's bits inverted fall together, as pairs of a random
+    function do, which a bijection has none of.
+
+    >>> words(torch.arange(3), 0, 0).tolist() == [words(torch.tensor([i]), 0, 0).item() for i in range(3)]
+    True
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = _mixed(p1, c1, k0), p1, _mixed(p0, c3, k1), p0
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return [c0, c1 & MASK, c2, c3 & MASK]
-
-
-def _mixed(product: Word, word: Word, key: int) -> Word:
-    """The high word of a product, xor two more words; of `word` only the low 32 bits count."""
-    high = product >> 32
-    if isinstance(word, int):
-        high = high ^ ((word & MASK) ^ key)
-    else:
-        high = word ^ (high & MASK) if isinstance(high, int) else high.bitwise_xor_(word)
-        high = high.bitwise_xor_(key)
-    return high & MASK if isinstance(high, int) else high.bitwise_and_(MASK)
-
-
-def words(blocks: Tensor, number: int, seed: int, wide: bool = False) -> Tensor:
-    """The four words of each block of draw `number` under `seed`, both of 64 bits: (n,) -> (4, n), int64.
-
-    Blocks are not negative; those beyond 32 bits need `wide`.
-    """
-    low, high = (blocks & MASK, blocks >> 32) if wide else (blocks, 0)
-    mixed = philox((low, high, number & MASK, number >> 32), (seed & MASK, seed >> 32))
-    return torch.stack([word for word in mixed if isinstance(word, Tensor)])
+    x = indices
+    for i, (factor, key) in enumerate(zip(_FACTORS, keys(number, seed), strict=True)):
+        x = torch.rsub(x, key, alpha=factor)  # key - factor * x, by one kernel
+        if i + 1 < len(_FACTORS):
+            x.bitwise_xor_(x >> FOLD)
+    return x

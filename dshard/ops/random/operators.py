@@ -304,8 +304,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _seed_of(draw: Draw) -> int:
     """The seed for torch's generators that stands for a draw."""
     with plain():
-        block = words(torch.zeros(1, dtype=torch.int64, device="cpu"), draw.number, draw.seed)
-    return int(block[0]) << 30 | int(block[1]) >> 2
+        word = words(torch.zeros(1, dtype=torch.int64, device="cpu"), draw.number, draw.seed)
+    return int(word) >> 2 & (1 << 62) - 1
 
 
 def seeded_alike(what: str, mesh: Mesh, device: torch.device) -> AbstractContextManager[None]:

@@ -320,6 +320,7 @@ def exported_with_replicated_parameters() -> None:
 
 def compiled_step_of_rows() -> None:
     """A whole step as one compiled function, whose plain loss breaks the graph at its backward pass."""
+    torch.manual_seed(0)
     net, loaded, count = nn.Linear(6, 3).double(), torch.arange(48.0, dtype=torch.float64).sin().view(8, 6), 4
     model, mesh = copy.deepcopy(net), init_device_mesh("cpu", (count,), mesh_dim_names=("dp",))
     parallelize(model, mesh, "data", loaded, inputs="per-data-rank", outputs="plain")

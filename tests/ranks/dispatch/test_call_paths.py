@@ -146,7 +146,7 @@ def frames_of(call: Callable[[], object]) -> tuple[int, int]:
             frames += bool(folder) and WAITS not in stack[:-1]
         elif event == "return" and stack:
             stack.pop()
-        at = next((file for file in reversed(stack) if file), None) if WAITS not in stack else WAITS
+        at = None if WAITS in stack else next((file for file in reversed(stack) if file), None)
         if at is not None and files[-1:] != [at]:
             files.append(at)
 
