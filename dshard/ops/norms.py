@@ -255,14 +255,14 @@ def _executable(
 
 def _statistics(n: int, x: Tensor) -> Tensor:
     """This rank's mean, its part of the variance around that, and its share of the `n` elements of each channel."""
-    dims, wide = [d for d in range(x.dim()) if d != 1], x.to(sum_dtype(x.dtype))
+    dims, wide = [d for d in range(x.dim()) if d != 1], sum_dtype(x.dtype)
     share = prod(x.shape[d] for d in dims) / n
     if not share:
-        var, mean = wide.sum(dims), wide.sum(dims)
+        var, mean = x.sum(dims, dtype=wide), x.sum(dims, dtype=wide)
     elif _is_plain():
-        var, mean = _Moments.apply(wide, dims)  # type: ignore[no-untyped-call]
+        var, mean = _Moments.apply(x, dims, wide)  # type: ignore[no-untyped-call]
     else:
-        var, mean = torch.var_mean(wide, dims, correction=0)
+        var, mean = torch.var_mean(x.to(wide), dims, correction=0)
     return torch.stack([mean, var * share, torch.full_like(mean, share)]).unsqueeze(0)
 
 
@@ -272,20 +272,24 @@ def _is_plain() -> bool:
 
 
 class _Moments(torch.autograd.Function):
-    """Variance and mean along dims; the gradient of both is read and written once."""
+    """Variance and mean along dims, in a wider dtype; the gradient of both is read and written once.
+
+    The operand is kept as it is, for that is kept for the norm in any case.
+    """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-        var, mean = torch.var_mean(x, dims, correction=0)
+    def forward(ctx: Context, x: Tensor, dims: list[int], wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x.to(wide), dims, correction=0)
         ctx.save_for_backward(x, mean)
         return var, mean
 
     @staticmethod
-    def backward(ctx: Context, of_var: Tensor, of_mean: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, of_var: Tensor, of_mean: Tensor) -> tuple[Tensor, None, None]:
         x, mean = ctx.saved_tensors
         n = prod(size for d, size in enumerate(x.shape) if d != 1)
         slope = of_var * (2 / n)
-        return torch.addcmul(_beside(of_mean / n - slope * mean, x), x, _beside(slope, x)), None
+        grad = torch.addcmul(_beside(of_mean / n - slope * mean, x), x.to(mean.dtype), _beside(slope, x))
+        return grad.to(x.dtype), None, None
 
 
 def _beside(numbers: Tensor, x: Tensor) -> Tensor:

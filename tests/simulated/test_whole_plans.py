@@ -226,7 +226,7 @@ def test_auto_is_at_most_as_dear_as_names(shape: tuple[int, ...], sizes: tuple[i
         names = [plan_model(model, mesh, name, *args).cost.seconds for name in NAMES]
 
     assert auto.cost.seconds <= min(names)
-    assert shape != (8, 8) or auto.cost.seconds * 1.1 < min(names)
+    assert shape != (8, 8) or auto.cost.seconds * 1.05 < min(names)
 
 
 def named_seconds(model: nn.Module, args: Any, mesh: Mesh) -> dict[tuple[str, str], float]:

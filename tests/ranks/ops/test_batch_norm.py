@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import Layout, Mesh, Partial, Replicate, Shard, distribute_tensor, trace
-from dshard.testing import RankPool, distribute, simulated, whole
+from dshard.testing import RankPool, distribute, rank_pool, simulated, whole
 
 NORMS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "rows": (nn.BatchNorm1d, (7, 3), {}),
@@ -87,6 +87,30 @@ def test_means_that_are_large_beside_distances_lose_no_digits() -> None:
             found = torch.nn.functional.batch_norm(distribute(given, layout), None, None, training=True)
             assert found.dtype == dtype
             assert (whole(found).double() - right).abs().max() < most * right.abs().max()
+
+
+def saved_bytes() -> int:
+    """The bytes that the norm of a batch in half precision keeps for its backward pass, beside its input."""
+    mesh, kept = dshard.init_device_mesh("cpu", (2,), mesh_dim_names=("d",)), dict[int, int]()
+    norm, x = nn.BatchNorm1d(3), torch.randn(64, 3, dtype=torch.bfloat16)
+    dshard.parallelize(norm, mesh, "data", x)
+    given = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+
+    def noted(t: Any) -> Any:
+        local = t.to_local() if isinstance(t, dshard.DTensor) else t
+        kept[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
+        norm(given)
+    del kept[given.to_local().untyped_storage().data_ptr()]
+    return max(kept.values())
+
+
+@pytest.mark.ranks
+def test_no_copy_in_a_wider_dtype_is_kept() -> None:
+    for most in rank_pool(2).run(saved_bytes):
+        assert most < 32 * 3 * 2  # of a rank's rows in half precision
 
 
 def messages() -> list[list[str]]:
