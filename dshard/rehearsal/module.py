@@ -186,7 +186,7 @@ class Rehearsal:
             del self._known[old]
         known.calls += 1
         record = known.record
-        if record is not None and (record.running or not record.own.is_current()):
+        if record is not None and (record.running or record.passes.node_read or not record.own.is_current()):
             if record.running:
                 self.why_not = "another thread runs the module"
                 return None, None

@@ -133,11 +133,15 @@ def _places_in(contents: Contents) -> Places:
 
 @dataclass
 class Passes:
-    """How many backward passes were derived, or run by a program; whether one of the last call has created a graph."""
+    """How many backward passes were derived, or run by a program; whether one of the last call has created a graph.
+
+    `node_read` says that somebody took the node of all calls for that of one of them.
+    """
 
     derived: int = 0
     by_program: int = 0
     create_graph: bool = False
+    node_read: bool = False
 
 
 class Record:

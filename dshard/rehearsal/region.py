@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
+from warnings import warn
 from weakref import getweakrefcount, ref
 
 import torch
@@ -31,7 +32,7 @@ from dshard.rehearsal.calls import MISS, RecordedCall, autocast_now, local_of, m
 from dshard.rehearsal.gradient_order import GivenGradients
 from dshard.rehearsal.local_recorder import Slot
 from dshard.rehearsal.record import Record
-from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, CallResult, state_of
+from dshard.rehearsal.region_recording import CHANGE_GRAPHS, DATA, NODE, CallResult, state_of
 from dshard.rehearsal.session import HERE, Answer, call_with_session, run_eagerly
 from dshard.torch_private import (
     is_autocasting,
@@ -44,6 +45,12 @@ from dshard.torch_private import (
 )
 
 MAX_EXTRA = 64
+NODE_OF_ALL = (
+    "the node of autograd of a tensor within a rehearsed module was read, as it was in no call before: this time it is "
+    "that of all calls of the module, whose hooks see other gradients; from the next call on it is that of the tensor. "
+    "Register hooks that read it, as `register_backward_hook` does, before the first step, or call the model within "
+    "`dshard.rehearsing(False)`"
+)
 """The most calls between two that the record has: after so many the module is taken to do something else."""
 _END = object()
 
@@ -177,10 +184,15 @@ class Run:
         flat = pytree.tree_leaves((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
         name = getattr(func, "__name__", str(func))
-        if name in CHANGE_GRAPHS or func == DATA:
+        if name in CHANGE_GRAPHS or func in (DATA, NODE):
+            is_made = any(x is args[0] for x in self.tensors[len(self.inputs) :])
             self._miss(name)
             self.stop()
-            return run_eagerly(func, args, kwargs)
+            out = run_eagerly(func, args, kwargs)
+            if func == NODE and is_made and out is not None:
+                self.record.passes.node_read = True
+                warn(NODE_OF_ALL, stacklevel=2)
+            return out
         before = [*map(state_of, operands)]
         goes_on = True
         try:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -80,6 +80,8 @@ def is_size(x: object) -> bool:
 Signature = tuple[Any, tuple[object, ...]]
 DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 """Gives the memory of a tensor with versions of its own: what is written to it, autograd does not know of."""
+NODE: Any = cast(Any, Tensor.grad_fn).__get__
+"""Gives the node of autograd that made a tensor, as hooks of a module's backward pass read it: that of one call."""
 
 
 class Ends(Exception):
@@ -291,6 +293,8 @@ class RegionRecording:
         made = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) in self._numbers]
         if made and getattr(func, "__name__", "") in CHANGE_GRAPHS:
             self._end(Ends(self.ended, self._first_use(made)))
+        if made and func == NODE:
+            self._end(Ends(self.ended, self._maker(made)))
         before = [*map(state_of, made)]
         out = run_eagerly(func, args, kwargs)
         for x, state in zip(made, before, strict=True):
@@ -316,6 +320,8 @@ class RegionRecording:
         operands = [x for x in flat if isinstance(x, Tensor)]
         if getattr(func, "__name__", "") in CHANGE_GRAPHS:
             raise Ends(f"{func.__name__} changes a tensor or autograd's graph", self._first_use(operands))
+        if func == NODE:
+            raise Ends("the node of autograd that made a tensor is read", self._maker(operands))
         if n_dispatch_modes() or is_transforming():
             raise Ends("a mode or a transform of torch")
         if func == DATA:
@@ -359,6 +365,11 @@ class RegionRecording:
         """The first call that used one of these tensors, whose gradients no hook on them would see."""
         numbers = {self._numbers.get(id(x)) for x in operands} & set(self.made)
         return next((i for i, call in enumerate(self.calls) if call.refs & numbers), None)
+
+    def _maker(self, operands: Sequence[Tensor]) -> int | None:
+        """The first call that made one of these tensors."""
+        refs = {Ref(n) for x in operands if (n := self._numbers.get(id(x))) is not None}
+        return next((i for i, call in enumerate(self.calls) if refs.intersection(call.outs)), None)
 
     def _operand(self, x: Tensor, call: RecordedCall) -> Ref:
         number = self._numbers.get(id(x))

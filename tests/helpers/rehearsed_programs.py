@@ -806,6 +806,22 @@ def weights_are_thawed() -> tuple[Make, Step]:
 
 
 @program
+def hook_on_the_node_of_an_activation() -> tuple[Make, Step]:
+    """As `register_backward_hook` registers it with the result of a module that it finds."""
+
+    def double(into: Any, grads: Any) -> Any:
+        return tuple([x if x is None else x * 2 for x in into])
+
+    def change(model: Any, h: Tensor) -> Tensor:
+        h = h.sin()
+        assert h.grad_fn is not None
+        h.grad_fn.register_hook(double)
+        return h
+
+    return of_hidden(change)
+
+
+@program
 def hook_on_a_parameter() -> tuple[Make, Step]:
     def step(model: Any, x: Tensor, i: int) -> list[Any]:
         if i == 4:

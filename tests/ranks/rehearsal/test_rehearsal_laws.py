@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
@@ -35,7 +36,7 @@ FEW = (
     *("a_checkpoint_ends_with_what_it_saves", "checkpointed_calls_change", "checkpointed_as_a_whole"),
     *("a_record_ends_within_a_checkpoint", "bags_of_rows", "gradients_of_an_input_once"),
     *("created_graph_of_attention", "writes_to_a_plain_sum_in_turn", "gradient_for_an_activation"),
-    *("gradient_for_the_edge_to_an_activation", "weights_are_thawed"),
+    *("gradient_for_the_edge_to_an_activation", "weights_are_thawed", "hook_on_the_node_of_an_activation"),
 )
 
 
@@ -122,6 +123,27 @@ def results_are_distributed() -> list[tuple[str, ...]]:
 def test_results_are_distributed_tensors(pair: RankPool) -> None:
     for seen in pair.run(results_are_distributed):
         assert len({*seen}) == 1
+
+
+def seen_by_a_late_hook() -> tuple[str, list[bool]]:
+    model, seen = steps_of("data"), list[float]()
+    with dshard.rehearsing(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(8):
+            if step == 4:
+                model.a.register_backward_hook(lambda m, into, grads: seen.append(grads[0].full_tensor().norm().item()))
+            squares(model, torch.ones(ROWS, WIDTH))
+    model.zero_grad()
+    with dshard.rehearsing(False):
+        squares(model, torch.ones(ROWS, WIDTH))
+    return " ".join(str(each.message) for each in told), [abs(x - seen[-1]) < 1e-12 for x in seen[1:]]
+
+
+@pytest.mark.ranks
+def test_the_node_of_one_call_is_read_in_warm_calls_with_a_warning(pair: RankPool) -> None:
+    for told, right in pair.run(seen_by_a_late_hook):
+        assert "the node of autograd of a tensor within a rehearsed module was read" in told
+        assert right == [True] * 4
 
 
 def why_not() -> tuple[str, str, str]:
