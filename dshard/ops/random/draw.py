@@ -112,14 +112,19 @@ def _draw(out: Tensor, starts: Tensor, region_runs: Runs, draw: Draw, distributi
     before = (group - 1) if phase is None else phase
     length = -(-(width + before) // group) * group
     first = starts if phase == 0 else starts - (starts % group if phase is None else phase)
-    columns = torch.arange(length, device=out.device)
-    indices = (first[:, None] + columns).flatten() if height > 1 else columns.add_(first)
-    values = distribution.values(words(indices, draw.number, draw.seed)).view(height, length)
+    # nothing holds the indices, nor the words, when there is what is made of them
+    values = distribution.values(words(_indices(first, length), draw.number, draw.seed)).view(height, length)
     if phase is None:
         columns = (starts - first)[:, None] + torch.arange(width, device=out.device)
         out.copy_(values.gather(1, columns))
     else:
         out.copy_(values[:, phase : phase + width])
+
+
+def _indices(first: Tensor, length: int) -> Tensor:
+    """So many consecutive indices from each of the first ones, one after the other."""
+    columns = torch.arange(length, device=first.device)
+    return columns.add_(first) if len(first) == 1 else (first[:, None] + columns).flatten()
 
 
 # -- 64 random bits as a pure function of an index and a key
@@ -147,8 +152,8 @@ def keys(number: int, seed: int) -> tuple[int, ...]:
     return struct.unpack(f"<{len(MULTIPLIERS)}q", digest)
 
 
-def words(indices: Tensor, number: int, seed: int) -> Tensor:
-    """The word of each index, of draw `number` under `seed`: (n,) -> (n,), int64, of which all bits are random.
+def words(x: Tensor, number: int, seed: int) -> Tensor:
+    """The word of each index in `x`, of draw `number` under `seed`: (n,) -> (n,), int64, of which all bits are random.
 
     Folds keep the sign: two numbers of which one has the other's bits inverted fall together, as pairs of a random
     function do, which a bijection has none of.
@@ -156,7 +161,6 @@ def words(indices: Tensor, number: int, seed: int) -> Tensor:
     >>> words(torch.arange(3), 0, 0).tolist() == [words(torch.tensor([i]), 0, 0).item() for i in range(3)]
     True
     """
-    x = indices
     for i, (factor, key) in enumerate(zip(_FACTORS, keys(number, seed), strict=True)):
         x = torch.rsub(x, key, alpha=factor)  # key - factor * x, by one kernel
         if i + 1 < len(_FACTORS):
