@@ -155,8 +155,8 @@ def keys(number: int, seed: int) -> tuple[int, ...]:
 def words(x: Tensor, number: int, seed: int) -> Tensor:
     """The word of each index in `x`, of draw `number` under `seed`: (n,) -> (n,), int64, of which all bits are random.
 
-    Folds keep the sign: two numbers of which one has the other's bits inverted fall together, as pairs of a random
-    function do, which a bijection has none of.
+    A fold shifts the sign in, so two numbers of which one has the other's bits inverted fall together: as some do in a
+    random function, and none in a bijection.
 
     >>> words(torch.arange(3), 0, 0).tolist() == [words(torch.tensor([i]), 0, 0).item() for i in range(3)]
     True
